@@ -1,0 +1,118 @@
+"""Live or virtual time: the only file that knows which.
+
+`run(main, virtual=True)` drives unchanged asyncio code on a loop whose clock jumps to the next timer
+whenever every task waits. Timers with equal times fire in the order they were set (stock asyncio
+does not do that), so a simulated run replays exactly. `Signal` is how tasks wait for one another; each
+wait says what it waits for, so a run that stands still can name the reason.
+
+The loop uses three private members of asyncio (`_selector`, `_scheduled`, `_when`), as SimPy-like
+loops for asyncio must; the tests of this file fail if an interpreter changes them.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tailrace.errors import Stuck
+
+T = TypeVar("T")
+
+
+def now() -> float:
+    """Seconds on the running loop's clock: virtual or monotonic."""
+    return asyncio.get_running_loop().time()
+
+
+def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
+    """Run a coroutine to its end, in virtual or in real time.
+
+    Raises:
+        Stuck: in virtual time, when every task waits and no timer is set.
+    """
+    loop_factory = VirtualTimeLoop if virtual else asyncio.SelectorEventLoop
+    waits.clear()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main)
+
+
+class _Timer(asyncio.TimerHandle):
+    __slots__ = ("order",)
+    order: int
+
+    def __lt__(self, other: Any) -> bool:
+        mine: tuple[float, int] = (self._when, self.order)  # type: ignore[attr-defined]
+        return mine < (other._when, other.order)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose clock jumps to the next timer when every task waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._orders = itertools.count()
+        poll = self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout: float | None) -> list[Any]:
+            ready: list[Any] = poll(0)
+            if ready:
+                return ready
+            if timeout is None:
+                raise Stuck(f"t = {self._now:.3f} s: every task waits: {who_waits()}")
+            if timeout > 0:
+                # The timer's own time, not now + timeout: no rounding comes between them.
+                when: float = self._scheduled[0]._when  # type: ignore[attr-defined]
+                self._now = max(self._now, when)
+            return ready
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self, context)
+        timer.order = next(self._orders)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+
+waits: dict[int, str] = {}
+"""What each waiting task waits for, in the order they began to wait."""
+_wait_ids = itertools.count()
+
+
+def who_waits() -> str:
+    """The open waits in one line, for a watchdog, a display or an error."""
+    return "; ".join(dict.fromkeys(waits.values())) or "nobody said for what"
+
+
+class Signal:
+    """Wakes everyone who waits, in the order they came.
+
+    Check your condition, then wait, with no await in between: then no wake-up is lost.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def fire(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self, what: str) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        key = next(_wait_ids)
+        waits[key] = what
+        try:
+            await future
+        finally:
+            del waits[key]

@@ -1,0 +1,181 @@
+"""What happens in a run, as values: the same live and simulated.
+
+`run` and the pool emit events in order; sinks (trace, metrics, display, samples) read them. No sink is
+asked anything back, so recording cannot change a run. Times are seconds on the run's clock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tailrace.trainer.base import StepStats
+from tailrace.types import Sample, SampleId
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStarted:
+    time_s: float
+    round: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStarted:
+    """A sample went to an engine, for the first time or again."""
+
+    time_s: float
+    sample: SampleId
+    engine: str
+    num_tokens: int
+    """What it already had."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A sample left an engine."""
+
+    time_s: float
+    sample: SampleId
+    engine: str
+    num_tokens: int
+    outcome: str
+    """'stop', 'length', 'cancelled' or 'evicted'."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScored:
+    time_s: float
+    sample: SampleId
+    reward: float | None
+    failure: str | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReady:
+    """A group is materialised: generated, judged, not filtered, advantages set."""
+
+    time_s: float
+    prompt: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """A group was trained, filtered or dropped."""
+
+    time_s: float
+    prompt: int
+    fate: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensWasted:
+    time_s: float
+    sample: SampleId
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowSkipped:
+    """A row of the data could not become a prompt."""
+
+    time_s: float
+    prompt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    start_s: float
+    end_s: float
+    samples: tuple[SampleId, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    start_s: float
+    end_s: float
+    stats: StepStats
+    staleness: Mapping[int, int]
+    """Trained tokens by the publications that came after them."""
+    samples: tuple[Sample, ...] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    start_s: float
+    end_s: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """All steps of a round are done and its weights published."""
+
+    time_s: float
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Held-out prompts were sampled and scored."""
+
+    time_s: float
+    round: int
+    num_samples: int
+    accuracy: float
+    """Mean reward."""
+    mean_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    time_s: float
+    round: int
+    path: str
+
+
+Event = (
+    RoundStarted
+    | RequestStarted
+    | RequestEnded
+    | SampleScored
+    | GroupReady
+    | GroupEnded
+    | TokensWasted
+    | RowSkipped
+    | Accumulated
+    | Stepped
+    | Published
+    | RoundEnded
+    | Evaluated
+    | Saved
+)
+
+
+class Sink(Protocol):
+    """Reads events as they happen."""
+
+    def on(self, event: Event) -> None: ...
+
+    def close(self) -> None:
+        """The run is over, well or not."""
+
+
+class Recorder:
+    """Passes each event to every sink, in order."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self.sinks = sinks
+
+    def emit(self, event: Event) -> None:
+        for sink in self.sinks:
+            sink.on(event)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()

@@ -1,0 +1,89 @@
+"""What a trainer is: two verbs, kept apart so that schedules can choose when the optimizer steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from tailrace.settings import Settings
+from tailrace.types import Sample, SampleId
+from tailrace.weights.base import Weights
+
+
+class TrainerSettings(Settings):
+    """The trainer and its loss."""
+
+    loss: Literal["grpo", "reinforce"] = "grpo"
+    """grpo: clipped surrogate. reinforce: log-prob times advantage. (algo/losses.py)"""
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    normalize: Literal["sample_mean", "token_mean"] = "sample_mean"
+    """sample_mean: mean over samples of each sample's token mean (GRPO eq. 3).
+    token_mean: mean over all tokens of the step (DAPO eq. 8)."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps in which the learning rate rises linearly from zero."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    token_budget: int = Field(default=16_384, ge=1)
+    """Tokens, prompts included, of one micro-batch. A longer sample goes alone."""
+    threads: int = Field(default=1, ge=1)
+    """torch threads of the trainer process."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward computation; the weights and the optimizer are always float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one optimizer step did. Means are over the step's trained tokens unless they say otherwise."""
+
+    num_steps: int
+    """Optimizer steps so far, this one included."""
+    samples: tuple[SampleId, ...]
+    """Whose gradients were in it: now, and only now, they are trained."""
+    num_tokens: int
+    """Completion tokens of those samples."""
+    compute_s: float
+    """Seconds the trainer worked for it: forward, backward, step; its own count, waits excluded."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    learning_rate: float = 0.0
+    entropy: float = 0.0
+    clip_ratio: float = 0.0
+    """Share of tokens whose gradient the clip removed."""
+    kl: float = 0.0
+    """KL of the behaviour policy to the current one, in nats a token (k3 estimator, PipelineRL 5)."""
+    num_micro_batches: int = 0
+
+
+class Trainer(Protocol):
+    """One logical trainer, of however many ranks."""
+
+    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+        """Forward and backward now; gradients are kept and the weights stay as they are.
+
+        A unit is a whole group (or a batch of shuffled samples). Micro-batches never straddle units, so
+        the same units in the same order give the same gradient to the bit, however many calls brought
+        them.
+        """
+
+    async def step(self) -> StepStats:
+        """Divide what was accumulated by its own samples or tokens, clip, and step once."""
+
+    async def publish(self, version: int) -> Weights:
+        """Put the current weights where the engines can read them."""
+
+    async def save(self, folder: Path) -> None:
+        """Everything needed to go on: model (a Hugging Face folder), optimizer, steps, random state."""
+
+    async def restore(self, folder: Path) -> None:
+        """Go on from `save`.
+
+        Raises:
+            CheckpointError: torn, or of another model.
+        """
