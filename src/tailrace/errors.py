@@ -1,19 +1,19 @@
 """What can go wrong, drawn.
 
-    TailraceError
-    |-- ConfigError          the user's words: key, value, remedy; before anything starts; exit code 2
-    |-- ScheduleError        a schedule broke its word
-    |   |-- StalenessError   it trained tokens older than it promised
-    |   |-- NeverComes       it waits for groups that nothing in flight can become
-    |   `-- GroupsLost       it took groups and neither trained, dropped nor parked them
-    |-- LedgerError          the books do not close: a defect of ours
-    |-- Stuck                every task waits and nothing can wake them; names who waits for what
-    |-- WorkerDied           a worker process ended; carries its traceback
-    |-- CheckpointError      a checkpoint that cannot be read or belongs to another config
-    |-- Evicted              an engine gives a request back; its tokens are kept; ask another engine
-    |   `-- EngineDied
-    |-- RewardFailed         a sample cannot be rewarded: data, not a crash
-    `-- BadRow               a row of the data has no usable prompt: data, not a crash
+TailraceError
+|-- ConfigError          the user's words: key, value, remedy; before anything starts; exit code 2
+|-- ScheduleError        a schedule broke its word
+|   |-- StalenessError   it trained tokens older than it promised
+|   |-- NeverComes       it waits for groups that nothing in flight can become
+|   `-- GroupsLost       it took groups and neither trained, dropped nor parked them
+|-- LedgerError          the books do not close: a defect of ours
+|-- Stuck                every task waits and nothing can wake them; names who waits for what
+|-- WorkerDied           a worker process ended; carries its traceback
+|-- CheckpointError      a checkpoint that cannot be read or belongs to another config
+|-- Evicted              an engine gives a request back; its tokens are kept; ask another engine
+|   `-- EngineDied
+|-- RewardFailed         a sample cannot be rewarded: data, not a crash
+`-- BadRow               a row of the data has no usable prompt: data, not a crash
 """
 
 
