@@ -12,7 +12,8 @@ loops for asyncio must; the tests of this file fail if an interpreter changes th
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tailrace.errors import Stuck
@@ -92,6 +93,17 @@ def who_waits() -> str:
     return "; ".join(dict.fromkeys(waits.values())) or "nobody said for what"
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Whoever is inside waits for this."""
+    key = next(_wait_ids)
+    waits[key] = what
+    try:
+        yield
+    finally:
+        del waits[key]
+
+
 class Signal:
     """Wakes everyone who waits, in the order they came.
 
@@ -110,9 +122,5 @@ class Signal:
     async def wait(self, what: str) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
-        key = next(_wait_ids)
-        waits[key] = what
-        try:
+        with waiting(what):
             await future
-        finally:
-            del waits[key]

@@ -31,7 +31,7 @@ class ConfigError(TailraceError):
 
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
         super().__init__(f"{key} = {value!r}: {problem}; {remedy}")
-        self.key = key
+        self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
 
 
 class ScheduleError(TailraceError):
