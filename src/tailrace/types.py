@@ -19,16 +19,16 @@ class SampleId(NamedTuple):
     """Never reused: a late answer to a sample that was started afresh finds nobody.
 
     Example:
-        >>> str(SampleId(prompt=12, attempt=0, index=3))
+        >>> str(SampleId(prompt=12, attempt=0, number=3))
         '12.0/3'
     """
 
     prompt: int
     attempt: int
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.prompt}.{self.attempt}/{self.index}"
+        return f"{self.prompt}.{self.attempt}/{self.number}"
 
 
 class Span(NamedTuple):
@@ -164,3 +164,8 @@ def samples_of(batch: Batch) -> list[Sample]:
     for item in batch:
         samples.extend(item.trainable if isinstance(item, Group) else [item])
     return samples
+
+
+def batched(groups: Sequence[Group], n: int) -> list[list[Group]]:
+    """Consecutive batches of n groups, as itertools.batched of Python 3.12."""
+    return [list(groups[start : start + n]) for start in range(0, len(groups), n)]

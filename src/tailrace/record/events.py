@@ -139,6 +139,15 @@ class Saved:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No optimizer step for so long; who waits for what."""
+
+    time_s: float
+    quiet_s: float
+    what: str
+
+
 Event = (
     RoundStarted
     | RequestStarted
@@ -154,6 +163,7 @@ Event = (
     | RoundEnded
     | Evaluated
     | Saved
+    | Waiting
 )
 
 

@@ -1,0 +1,1 @@
+"""The groups in flight: who is served, by which engine, and who goes to the trainer when."""

@@ -1,0 +1,21 @@
+"""One file a paper. A schedule is an async function over the vocabulary of `tailrace.run.Run`.
+
+Its parameters are its settings: what stands in the config's [schedule] section, checked against the types
+of the signature. What cannot be said by a type, the function says with `require` before it starts.
+"""
+
+from tailrace.run import Schedule
+from tailrace.schedules.april import april
+from tailrace.schedules.pipelinerl import pipelinerl
+from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
+from tailrace.schedules.serial import serial
+from tailrace.schedules.tailbatch import tailbatch
+
+SCHEDULES: dict[str, Schedule] = {
+    "serial": serial,
+    "rolloutpipe": rolloutpipe,
+    "rolloutpipe_eager": rolloutpipe_eager,
+    "april": april,
+    "tailbatch": tailbatch,
+    "pipelinerl": pipelinerl,
+}

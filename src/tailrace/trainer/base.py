@@ -75,6 +75,10 @@ class Trainer(Protocol):
     async def step(self) -> StepStats:
         """Divide what was accumulated by its own samples or tokens, clip, and step once."""
 
+    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
+        """Effective sample size of the units' tokens under the current weights, a share in (0, 1]:
+        (sum w)^2 / (N sum w^2) over tokens, on unclamped w = pi/mu (PipelineRL 5). A forward pass."""
+
     async def publish(self, version: int) -> Weights:
         """Put the current weights where the engines can read them."""
 

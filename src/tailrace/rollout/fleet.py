@@ -1,0 +1,49 @@
+"""Fleet: the engines, and which of them gets a request."""
+
+from collections.abc import Sequence
+
+from tailrace.clock import Signal, now
+from tailrace.engine.base import Engine
+from tailrace.errors import Evicted
+from tailrace.record.events import Recorder, RequestEnded, RequestStarted
+from tailrace.types import Sample
+
+
+class Fleet:
+    """Serves a sample on the least loaded engine, and on another one if that gives it back."""
+
+    def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
+        self.engines = engines
+        self.changed = Signal()
+        self._recorder = recorder
+        self._load = {engine.name: 0 for engine in engines}
+
+    @property
+    def slots(self) -> int:
+        """Requests that all open engines serve at once."""
+        return sum(engine.slots for engine in self.engines if engine.open)
+
+    async def serve(self, sample: Sample) -> None:
+        """Extend the sample until it ends. May be cancelled at any token."""
+        while sample.finish_reason is None:
+            engine = await self._pick()
+            self._load[engine.name] += 1
+            self._recorder.emit(RequestStarted(now(), sample.id, engine.name, sample.num_tokens))
+            outcome = "cancelled"
+            try:
+                await engine.generate(sample)
+                outcome = str(sample.finish_reason)
+            except Evicted:
+                outcome = "evicted"
+            finally:
+                self._load[engine.name] -= 1
+                self._recorder.emit(RequestEnded(now(), sample.id, engine.name, sample.num_tokens, outcome))
+
+    def engines_changed(self) -> None:
+        """An engine opened or closed."""
+        self.changed.fire()
+
+    async def _pick(self) -> Engine:
+        while not (candidates := [engine for engine in self.engines if engine.open]):
+            await self.changed.wait("an engine that is awake")
+        return min(candidates, key=lambda engine: self._load[engine.name] / engine.slots)

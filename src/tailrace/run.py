@@ -1,0 +1,409 @@
+"""Run: wires the rooms, and is the vocabulary that schedules speak.
+
+    prompts --launch--> pool --take--> accumulate, step --> publish --> engines
+       ^                 |  ^                                              |
+       |              park  restart                                        |
+       `-- data          v  |           rewards <-- finished samples <-----'
+                        parked
+
+A schedule is an async function over these verbs. It must be memoryless at the top of a round: what it keeps
+from one round to the next, it gets from the run (`run.parked`, `len(run.pool)`, `run.prompts`), because that
+is where a killed run starts again.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tailrace import clock
+from tailrace.algo.advantages import group_advantages
+from tailrace.data.base import Prompts
+from tailrace.engine.base import Engine
+from tailrace.errors import BadRow, GroupsLost, ScheduleError, StalenessError, Stuck
+from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.state import GroupState, RunState
+from tailrace.record import events
+from tailrace.reward.base import Rewards
+from tailrace.rollout.evaluation import evaluate
+from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.pool import Pool
+from tailrace.rollout.shelf import Shelf
+from tailrace.settings import Settings
+from tailrace.trainer.base import Trainer
+from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, samples_of
+
+
+class RunSettings(Settings):
+    """How long a run is, and what it does between rounds."""
+
+    rounds: int = Field(ge=1)
+    group_size: int = Field(ge=1)
+    """K: samples of one prompt."""
+    seed: int = 0
+    advantage: Literal["group", "none"] = "group"
+    """group: divide by the group's standard deviation (GRPO). none: do not (Dr. GRPO)."""
+    filter: Literal["none", "zero_variance"] = "none"
+    """zero_variance: a group whose rewards are all equal teaches nothing and is replaced (DAPO 3.2)."""
+    eval_every: int = Field(default=0, ge=0)
+    """Rounds between evaluations, which also stand at the start and at the end; 0: none."""
+    eval_prompts: int = Field(default=128, ge=1)
+    """Held-out prompts, one sample each, at the sampling temperature."""
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Rounds between checkpoints, the last round always among them; 0: none."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """So long without an optimizer step, and the run says who waits for what."""
+    give_up_s: float = Field(default=86_400.0, gt=0)
+    """So long without an optimizer step, and the run ends with that as its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is wired from: live or simulated."""
+
+    engines: Sequence[Engine]
+    trainer: Trainer
+    rewards: Rewards
+    prompts: Prompts
+    held_out: Prompts
+
+
+Schedule = Callable[..., Awaitable[None]]
+
+
+class Run:
+    """One run of a schedule."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: RunSettings,
+        recorder: events.Recorder,
+        tasks: asyncio.TaskGroup,
+        *,
+        folder: Path | None = None,
+        state: RunState | None = None,
+    ) -> None:
+        """folder: where checkpoints go. state: where an earlier life of this run stood."""
+        state = state or RunState()
+        self.K = settings.group_size
+        self.round, self.version = state.round, state.version
+        self._parts, self._settings, self._recorder, self._folder = parts, settings, recorder, folder
+        self._config_digest = state.config_digest
+        self._cursor = state.cursor
+        self._steps_at = state.steps_at or {state.version: 0}
+        self._bound: float = inf
+        self._accumulated: dict[SampleId, Sample] = {}
+        self._lags: Counter[int] = Counter()
+        self._generated_before = state.num_generated - self._produced()
+        self._evaluated_tokens = 0
+        self._ledger = Ledger(recorder, state.totals)
+        self.parked = Shelf(state.revive(state.parked, parts.prompts.__getitem__))
+        self._interrupted = state.revive(state.in_flight, parts.prompts.__getitem__)
+        self._ledger.recall([*self.parked.groups, *self._interrupted])
+        self.fleet = Fleet(parts.engines, recorder)
+        self.pool = Pool(
+            tasks,
+            self.fleet,
+            parts.rewards,
+            self._ledger,
+            self.parked,
+            recorder,
+            replace=lambda samples: self.prompts(1, samples=samples),
+            materialise=self._materialise,
+        )
+        self._stepped = asyncio.Event()
+        self._watchdog = tasks.create_task(self._watch())
+
+    # -- the vocabulary ----------------------------------------------------------------------------
+
+    def promise(self, *, staleness: float) -> None:
+        """No token that is trained is older than so many publications; 0 is on-policy. Asserted."""
+        self._bound = staleness
+
+    async def rounds(self) -> AsyncIterator[int]:
+        """The rounds that remain. Evaluation and checkpoints stand between them."""
+        while self.round < self._settings.rounds:
+            await self._between_rounds()
+            self._emit(events.RoundStarted(clock.now(), self.round, self.version))
+            yield self.round
+            if self._accumulated:
+                raise ScheduleError(
+                    f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
+                    "step; call run.step() before the round ends"
+                )
+            self._emit(events.RoundEnded(clock.now(), self.round))
+            self.round += 1
+        await self._between_rounds()
+
+    def prompts(self, n: int, samples: int | None = None) -> list[Group]:
+        """The next n groups, of K samples each; with more samples than K a group is a race for the first
+        K. Groups that a crash interrupted come first, from their tokens if the promise allows it."""
+        groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
+        stale = [group for group in groups if self.staleness(group) > self._bound]
+        self.restart(stale, reason="interrupted")
+        while len(groups) < n:
+            prompt = self._next_prompt()
+            group = Group(prompt, self.K, [], num_launched=samples or self.K)
+            group.samples = self._new_samples(group, group.num_launched)
+            self._ledger.draw(group)
+            groups.append(group)
+        return groups
+
+    def restart(self, groups: list[Group], reason: str = "deferred") -> list[Group]:
+        """The same prompts from nothing, K samples each; their tokens are waste."""
+        for group in groups:
+            for sample in group.samples:
+                if sample.fate is None:
+                    self._ledger.waste(sample, reason)
+            group.attempt += 1
+            group.kept, group.born, group.num_launched = [], None, self.K
+            group.samples = self._new_samples(group, self.K)
+        return groups
+
+    def drop(self, groups: list[Group], reason: str) -> None:
+        """Give taken groups up, counted."""
+        for group in groups:
+            self.pool.drop(group, reason)
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Forward and backward now; the weights stay as they are."""
+        units = _units(batch)
+        samples = [sample for unit in units for sample in unit]
+        self._check_staleness(samples)
+        self._accumulated.update((sample.id, sample) for sample in samples)
+        start_s = clock.now()
+        await self._parts.trainer.accumulate(units)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
+    async def step(self) -> None:
+        """One optimizer step on what was accumulated since the last."""
+        start_s = clock.now()
+        stats = await self._parts.trainer.step()
+        samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+        self._ledger.train(samples)
+        self._emit(events.Stepped(start_s, clock.now(), stats, dict(self._lags), samples))
+        self._lags.clear()
+        self._steps_at[self.version] = stats.num_steps
+        self._stepped.set()
+
+    async def train(self, batch: Batch) -> None:
+        """accumulate, then step."""
+        await self.accumulate(batch)
+        await self.step()
+
+    async def publish(self, *, kv: KV = "keep") -> None:
+        """The weights to every engine, between two decode steps; nothing in flight ends. kv: what
+        becomes of the cache that older weights computed."""
+        start_s = clock.now()
+        steps = self._steps_at[self.version]
+        weights = await self._parts.trainer.publish(self.version + 1)
+        self.version += 1
+        self._steps_at[self.version] = steps
+        await asyncio.gather(*(engine.load(weights, kv=kv) for engine in self._parts.engines if engine.open))
+        self._emit(events.Published(start_s, clock.now(), self.version))
+
+    async def ess(self, groups: Sequence[Group]) -> float:
+        """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
+        return await self._parts.trainer.ess(_units(groups))
+
+    def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
+        """A selection: only groups whose every token is of the published version."""
+        return [group for group in ready if self.staleness(group) == 0][:wanted]
+
+    def staleness(self, group: Group) -> int:
+        """How many publications ago its oldest token was produced."""
+        return 0 if group.born is None else self.version - group.born
+
+    def shuffled(self, batch: Batch) -> list[Sample]:
+        """The samples in an order that depends on the seed and the round only."""
+        samples = samples_of(batch)
+        random.Random(f"shuffle {self._settings.seed} {self.round}").shuffle(samples)
+        return samples
+
+    # -- what schedules do not see -------------------------------------------------------------------
+
+    def _emit(self, event: events.Event) -> None:
+        self._recorder.emit(event)
+
+    def _next_prompt(self) -> Prompt:
+        while True:
+            index, self._cursor = self._cursor, self._cursor + 1
+            try:
+                return self._parts.prompts[index]
+            except BadRow as bad:
+                self._ledger.skip()
+                self._emit(events.RowSkipped(clock.now(), index, bad.reason))
+
+    def _new_samples(self, group: Group, n: int) -> list[Sample]:
+        ids = [SampleId(group.prompt.index, group.attempt, index) for index in range(n)]
+        return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
+
+    def _materialise(self, group: Group) -> str | None:
+        samples = group.trainable
+        rewards = [sample.reward or 0.0 for sample in samples]
+        if self._settings.filter == "zero_variance" and len(set(rewards)) == 1:
+            return "zero variance"
+        advantages = group_advantages(rewards, scale=self._settings.advantage)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            sample.advantage = advantage
+        return None
+
+    def _check_staleness(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            for span in sample.spans:
+                lag = self.version - span.version
+                self._lags[lag] += span.num_tokens
+                if lag > self._bound:
+                    raise StalenessError(
+                        f"sample {sample.id} has tokens {lag} publications old and the schedule promised at "
+                        f"most {self._bound}: {sample.spans}, now {self.version}"
+                    )
+
+    async def _between_rounds(self) -> None:
+        await self.pool.settled()
+        rounds, every = self._settings.rounds, self._settings.checkpoint_every
+        if every and self._folder and (self.round % every == 0 or self.round == rounds):
+            await self._save(self._folder / f"round_{self.round:06d}")
+        every = self._settings.eval_every
+        if every and (self.round % every == 0 or self.round == rounds):
+            await self._evaluate()
+
+    async def _save(self, folder: Path) -> None:
+        if folder.exists():
+            return  # a resumed run stands where it was saved
+        partial = folder.with_suffix(".partial")
+        await self._parts.trainer.save(partial)
+        self.state().save(partial)
+        partial.rename(folder)
+        self._emit(events.Saved(clock.now(), self.round, str(folder)))
+
+    def state(self) -> RunState:
+        """Where the run stands, at the top of a round."""
+        in_flight = [*self._interrupted, *self.pool.living]
+        return RunState(
+            config_digest=self._config_digest,
+            round=self.round,
+            version=self.version,
+            cursor=self._cursor,
+            num_generated=self._ledger.num_known_tokens,
+            steps_at=self._steps_at,
+            totals=self._ledger.totals,
+            parked=[GroupState.of(group) for group in self.parked.groups],
+            in_flight=[GroupState.of(group) for group in in_flight],
+        )
+
+    async def _evaluate(self) -> None:
+        samples = [self._held_out_sample(index) for index in range(self._settings.eval_prompts)]
+        rewards = await evaluate(samples, self.fleet, self._parts.rewards)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        self._evaluated_tokens += num_tokens
+        self._emit(
+            events.Evaluated(
+                clock.now(),
+                self.round,
+                len(samples),
+                accuracy=sum(rewards) / len(rewards),
+                mean_tokens=num_tokens / len(samples),
+            )
+        )
+
+    def _held_out_sample(self, index: int) -> Sample:
+        group = Group(self._parts.held_out[index], 1, [], num_launched=1)
+        id = SampleId(-1 - index, self.round, 0)  # below zero: never a training prompt's
+        group.samples = [Sample(id, group, seed=noise_seed(self._settings.seed, id))]
+        return group.samples[0]
+
+    def _produced(self) -> int:
+        return sum(engine.usage().num_generated for engine in self._parts.engines)
+
+    async def _watch(self) -> None:
+        """Say who waits for what whenever no optimizer step comes for long."""
+        quiet_s, patience_s = 0.0, self._settings.patience_s
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._stepped.wait()
+                self._stepped.clear()
+                quiet_s = 0.0
+            except TimeoutError:
+                quiet_s += patience_s
+                self._emit(events.Waiting(clock.now(), quiet_s, clock.who_waits()))
+                if quiet_s >= self._settings.give_up_s:
+                    raise Stuck(f"no optimizer step for {quiet_s:.0f} s: {clock.who_waits()}") from None
+
+    async def finish(self) -> None:
+        """Bring everything in, and close the books.
+
+        Raises:
+            GroupsLost: the schedule took groups and neither trained nor dropped nor parked them.
+            LedgerError: tokens are unaccounted for.
+        """
+        await self.pool.park()
+        here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
+        if lost := sorted(self._ledger.living.keys() - here):
+            raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
+        produced = self._produced() + self._generated_before - self._evaluated_tokens
+        self._ledger.check(produced)
+
+    def shut(self) -> None:
+        """Stop everything that runs beside the schedule."""
+        self._watchdog.cancel()
+        self.pool.shut()
+
+
+async def drive(
+    schedule: Callable[[Run], Awaitable[None]],
+    parts: Parts,
+    settings: RunSettings,
+    recorder: events.Recorder,
+    *,
+    folder: Path | None = None,
+    state: RunState | None = None,
+) -> None:
+    """Run a schedule to its end and close the books; the first error of anything ends it."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            run = Run(parts, settings, recorder, tasks, folder=folder, state=state)
+            try:
+                await schedule(run)
+                await run.finish()
+            finally:
+                run.shut()
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from None
+    finally:
+        recorder.close()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _units(batch: Batch) -> list[list[Sample]]:
+    """Groups stay whole; loose samples are one unit together."""
+    units: list[list[Sample]] = []
+    loose: list[Sample] = []
+    for item in batch:
+        if isinstance(item, Group):
+            units.append(item.trainable)
+        else:
+            loose.append(item)
+    return [*units, loose] if loose else units
+
+
+def noise_seed(seed: int, id: SampleId) -> int:
+    """63 bits that depend on the run's seed and the sample only."""
+    digest = blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

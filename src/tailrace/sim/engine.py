@@ -1,0 +1,177 @@
+"""A simulated engine: continuous batching in whole decode steps.
+
+Event-driven: settling costs O(1) whatever the batch, so a thousand engines run in seconds. Joining costs a
+prefill of prompt and tokens so far; when the cache is full, the youngest request is preempted, tokens kept.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+
+from tailrace.clock import now
+from tailrace.engine.base import Usage
+from tailrace.errors import EngineDied, Evicted
+from tailrace.sim.settings import SimEngineSettings
+from tailrace.types import KV, FinishReason, Sample
+from tailrace.weights.base import Weights
+
+
+class SimEngine:
+    """Keeps the contract of `engine.base.Engine`, made of time."""
+
+    def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
+        self.name, self.slots, self.open, self.version = name, cost.slots, True, 0
+        self._cost, self._length_of = cost, length_of
+        self._running: dict[Sample, asyncio.Future[None]] = {}
+        self._queue: dict[Sample, asyncio.Future[None]] = {}
+        self._generated = self._prefilled = self._preempted = 0
+        self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
+        self._base: dict[Sample, int] = {}  # a running sample has base + steps tokens
+        self._length: dict[Sample, int] = {}  # and will have this many
+        self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
+        self._ties = itertools.count()
+        self._kv_base = 0  # the cache holds kv_base + steps * running positions
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def generate(self, sample: Sample) -> None:
+        if not self.open:
+            raise Evicted(self.name)
+        self._queue[sample] = future = asyncio.get_running_loop().create_future()
+        self._change()
+        try:
+            await future
+        except asyncio.CancelledError:
+            await asyncio.sleep(self._cost.abort_s)  # until the abort arrives the engine goes on
+            raise
+        finally:
+            if self._queue.pop(sample, None) or sample in self._running:
+                self._settle()
+                self._leave(sample, None)
+                self._change()
+
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        self._settle()
+        for sample in self._running:
+            self._sync(sample)
+        self.version = weights.version
+        stall_s = self._cost.load_s
+        if kv == "recompute":
+            stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
+            self._prefilled += self._kv_tokens
+        self._stall(stall_s)
+        self._change()
+        await asyncio.sleep(stall_s)
+
+    def usage(self) -> Usage:
+        self._settle()
+        return Usage(
+            num_running=len(self._running),
+            num_waiting=len(self._queue),
+            kv_tokens=self._kv_tokens,
+            num_generated=self._generated,
+            num_prefilled=self._prefilled,
+            num_preempted=self._preempted,
+        )
+
+    def die(self) -> None:
+        """Every request is given back with its tokens."""
+        self._settle()
+        self.open = False
+        futures = [self._leave(sample, None) for sample in list(self._running)]
+        futures += self._queue.values()
+        self._queue.clear()
+        self._change()
+        for future in futures:
+            if future and not future.done():
+                future.set_exception(EngineDied(self.name))
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _kv_tokens(self) -> int:
+        return self._kv_base + self._steps * len(self._running)
+
+    @property
+    def _step_s(self) -> float:
+        return self._cost.base_s + self._cost.slope_s * len(self._running)
+
+    def _settle(self) -> None:
+        """Whole decode steps since the last change; the rest of a step is kept as credit."""
+        time = now()
+        if time <= self._since:
+            return  # stalled until then
+        if self._running:
+            steps = self._credit + (time - self._since) / self._step_s
+            whole = int(steps + 1e-6)
+            self._credit = max(0.0, steps - whole)
+            self._steps += whole
+            self._generated += whole * len(self._running)
+        else:
+            self._credit = 0.0
+        self._since = time
+
+    def _stall(self, seconds: float) -> None:
+        self._since = max(self._since, now()) + seconds
+
+    def _change(self) -> None:
+        """Something joined, left or stalled: admit what fits and set the next timer."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if not self.open:
+            return
+        self._settle()
+        self._admit()
+        while self._ends and self._ends[0][2] not in self._running:
+            heapq.heappop(self._ends)
+        if self._running:
+            steps = self._ends[0][0] - self._steps
+            room = (self._cost.kv_tokens - self._kv_tokens) // len(self._running)
+            steps = min(steps, max(1, room + 1))
+            when = self._since + max(0.0, steps - self._credit) * self._step_s
+            self._timer = asyncio.get_running_loop().call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._settle()
+        while self._ends and self._ends[0][0] <= self._steps:
+            sample = heapq.heappop(self._ends)[2]
+            if sample in self._running and self._base[sample] + self._steps >= self._length[sample]:
+                future = self._leave(sample, "stop")
+                if future and not future.done():
+                    future.set_result(None)
+        while self._kv_tokens > self._cost.kv_tokens and len(self._running) > 1:
+            youngest = next(reversed(self._running))
+            self._preempted += 1
+            if future := self._leave(youngest, None):
+                self._queue = {youngest: future} | self._queue
+        self._change()
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self.slots:
+            sample = next(iter(self._queue))
+            context = len(sample.prompt.ids) + sample.num_tokens
+            if self._running and self._kv_tokens + context > self._cost.kv_tokens:
+                return
+            future = self._queue.pop(sample)
+            self._kv_base += context - self._steps
+            self._running[sample] = future
+            self._base[sample] = sample.num_tokens - self._steps
+            self._length[sample] = self._length_of(sample)
+            end = self._length[sample] - self._base[sample]
+            heapq.heappush(self._ends, (end, next(self._ties), sample))
+            self._prefilled += context
+            self._stall(context / self._cost.prefill_tokens_per_s)
+
+    def _sync(self, sample: Sample) -> None:
+        sample.grow(self._base[sample] + self._steps - sample.num_tokens, self.version)
+
+    def _leave(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None] | None:
+        if sample not in self._running:
+            return None
+        sample.finish_reason = finish_reason
+        self._sync(sample)
+        del self._length[sample]
+        self._kv_base -= len(sample.prompt.ids) + self._base.pop(sample)
+        return self._running.pop(sample)
