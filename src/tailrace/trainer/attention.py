@@ -1,0 +1,108 @@
+"""Causal attention over packed sequences, registered with transformers under the name `PACKED`.
+
+Sequences laid end to end attend only within themselves, and no [T, T] mask is ever made: where torch
+has a kernel for sequences of varying length it is used, elsewhere each sequence is attended by itself.
+The boundaries arrive as `cu_seq_lens_q`, the keyword by which transformers packs for flash attention,
+so every architecture that runs packed there runs packed here.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PACKED = "tailrace_packed"
+
+
+def packed_causal_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **_others: object,  # transformers' own signature: architectures hand over more than they need
+) -> tuple[Tensor, None]:
+    """Attention of T packed tokens with H heads, G key and value heads, dimension D.
+
+    Args:
+        query: [1, H, T, D]
+        key, value: [1, G, T, D]
+        sliding_window: how many positions a token sees, itself included; None: all before it.
+        cu_seq_lens_q: [N + 1] int32, where the N sequences begin and the last one ends.
+
+    Returns:
+        [1, T, H, D], and no attention weights.
+
+    Raises:
+        NotImplementedError: the architecture does not pass the boundaries on.
+    """
+    if cu_seq_lens_q is None:
+        raise NotImplementedError(f"{type(module).__name__} does not hand packed boundaries to its attention")
+    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+        out = _attend_varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
+    else:
+        out = _attend_each(query, key, value, scaling, sliding_window, cu_seq_lens_q)
+    return out, None
+
+
+def _attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    boundaries: Tensor,
+    max_length: int,
+) -> Tensor:
+    # The kernel knows no autocast: rotary embeddings may have left float32 queries and keys.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    left = -1 if sliding_window is None else sliding_window - 1
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    boundaries: Tensor,
+) -> Tensor:
+    lengths = boundaries.diff().tolist()
+    outs = []
+    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
+        band = _band(q.shape[2], sliding_window, q.device)
+        outs.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+            )
+        )
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, length], True where a token sees; None where plain causal attention is the same."""
+    if window is None or length <= window:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+
+
+AttentionInterface.register(PACKED, packed_causal_attention)

@@ -1,0 +1,100 @@
+"""The model that is trained: a Hugging Face causal LM, run on packed micro-batches.
+
+Weights are float32; bfloat16 is a matter of the computation (autocast). There is no dropout: what is
+trained is the policy that generated. Any architecture whose attention goes through transformers'
+AttentionInterface will do, and whether it does is tried out on a few tokens when it is loaded.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tailrace.errors import ConfigError
+from tailrace.trainer.attention import PACKED
+from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
+from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
+
+
+class Policy:
+    """Log-probs of completion tokens under the current weights."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model = model.to(device).eval()
+        self.temperature = temperature
+        self.device = device
+        self._dtype = dtype
+        with torch.no_grad():
+            self._try_out()
+
+    @classmethod
+    def load(cls, path: Path, *, temperature: float, device: torch.device, dtype: torch.dtype) -> "Policy":
+        """Read a Hugging Face folder.
+
+        Raises:
+            ConfigError: the architecture cannot run packed.
+        """
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return cls(model, temperature=temperature, device=device, dtype=dtype)
+
+    def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
+        """[C] each, in the order of the batch's completion tokens."""
+        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            hidden = self.model.base_model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                cu_seq_lens_q=batch.boundaries,
+                cu_seq_lens_k=batch.boundaries,
+                max_length_q=batch.max_length,
+                max_length_k=batch.max_length,
+            ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden[batch.predictors],
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=self.temperature,
+            dtype=self._dtype,
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By their Hugging Face names; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def _try_out(self) -> None:
+        """Two packed sequences must give what the model itself gives for each alone.
+
+        An architecture that mixes packed sequences, or changes its logits after the head, differs here.
+        """
+        vocabulary = len(self.model.get_output_embeddings().weight)
+        ids = [i % vocabulary for i in range(1, 8)]
+        samples = [
+            TrainSample(SampleId(0, 0, i), part[:1], part[1:], [0.0] * (len(part) - 1), 0.0)
+            for i, part in enumerate((ids[:4], ids[3:]))
+        ]
+        self.model.set_attn_implementation("eager")
+        alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
+        self.model.set_attn_implementation(PACKED)
+        packed = self.logprobs(MicroBatch.of(samples, self.device)).logprobs
+        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
+        if not torch.allclose(alone, packed, atol=tolerance, rtol=tolerance):
+            raise ConfigError(
+                "model",
+                str(self.model.config.name_or_path),
+                f"an architecture of type {self.model.config.model_type!r} does not run packed",
+                "choose one of the Llama or Qwen kind",
+            )
+
+    def _plain_logprobs(self, sample: TrainSample) -> Tensor:
+        """[num_tokens] by the model's own forward."""
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.device)
+        logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logp = (logits.float() / self.temperature).log_softmax(-1)
+        return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]

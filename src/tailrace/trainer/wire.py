@@ -1,0 +1,24 @@
+"""What crosses from the controller to a trainer process: samples as values, without tensors."""
+
+import msgspec
+
+from tailrace.types import SampleId
+
+
+class TrainSample(msgspec.Struct, frozen=True):
+    """One response, ready to be trained on.
+
+    Example:
+        >>> sample = TrainSample(SampleId(7, 0, 1), [5, 6], [8, 9], [-0.5, -0.1], advantage=1.5)
+        >>> msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainSample) == sample
+        True
+    """
+
+    id: SampleId
+    prompt_ids: list[int]
+    """At least one: the first completion token is predicted from the last of them."""
+    completion_ids: list[int]
+    """[num_tokens]; may be empty: it then counts as a sample and adds no gradient."""
+    logprobs: list[float]
+    """[num_tokens]: as recorded when the tokens were drawn, at the sampling temperature."""
+    advantage: float
