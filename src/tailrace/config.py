@@ -1,0 +1,153 @@
+"""The config: one TOML file, checked before anything starts.
+
+Each section stands in the room it configures; here they are joined, read, overridden from the command
+line, checked against one another, and turned into one message in the user's words when they cannot work.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from tailrace.data.base import DataSettings
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.errors import ConfigError
+from tailrace.reward.base import RewardSettings
+from tailrace.run import RunSettings
+from tailrace.settings import Settings
+from tailrace.sim.settings import SimSettings
+from tailrace.trainer.base import TrainerSettings
+
+
+class ModelSettings(Settings):
+    """The model to train."""
+
+    path: Path
+    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+
+
+class RunConfig(Settings):
+    """Everything a run is made from."""
+
+    run: RunSettings
+    schedule: Mapping[str, Any]
+    """`name`, a schedule of ours or 'package.module:function', and that function's parameters."""
+    model: ModelSettings | None = None
+    data: DataSettings | None = None
+    sampling: SamplingSettings | None = None
+    reward: RewardSettings = RewardSettings()
+    engine: EngineSettings = EngineSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    sim: SimSettings = SimSettings()
+
+    def toml(self) -> str:
+        """The resolved config, every default written out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    def digest(self) -> str:
+        """Names what a checkpoint depends on: all but how long the run is and how it is watched."""
+        tree = self.model_dump(mode="json", exclude={"sim"})
+        for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
+            del tree["run"][free]
+        return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
+    """Read a config file; dotted overrides (`{"run.seed": "3"}`) win over it.
+
+    Paths in the file are relative to the file.
+
+    Raises:
+        ConfigError: all that is wrong, in one message.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError("CONFIG", str(path), "there is no such file", "name a TOML file") from None
+    except tomllib.TOMLDecodeError as why:
+        raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "mend that line") from None
+    _make_paths_absolute(tree, path.parent)
+    for key, text in (overrides or {}).items():
+        _override(tree, key, text)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as why:
+        raise explain(why) from None
+
+
+def require_sections(config: RunConfig, *names: str) -> None:
+    """
+    Raises:
+        ConfigError: a section that this command needs is missing.
+    """
+    for name in names:
+        if getattr(config, name) is None:
+            raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
+
+
+def explain(error: ValidationError, prefix: str = "") -> ConfigError:
+    """All errors of a validation as one: key, value and remedy of each."""
+    errors = [_explain_one(dict(detail), prefix) for detail in error.errors()]
+    first, *rest = errors
+    if rest:
+        first.args = ("\n".join(str(each) for each in errors),)
+    return first
+
+
+def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
+    parts = [str(part) for part in detail["loc"] if part not in ("reasoning_gym", "rows")]
+    key = ".".join([prefix, *parts] if prefix else parts)
+    value, kind = detail.get("input"), detail["type"]
+    if kind == "extra_forbidden":
+        return ConfigError(key, value, "there is no such key", _suggest(parts))
+    if kind == "missing":
+        return ConfigError(key, None, "it is missing", "set it")
+    message = str(detail["msg"])
+    return ConfigError(key, value, message[0].lower() + message[1:], "change it")
+
+
+def _suggest(parts: Sequence[str]) -> str:
+    """The keys that the section does have; the most similar one first."""
+    section: Any = RunConfig
+    for part in parts[:-1]:
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        section = next((t for t in _models_in(annotation)), None) or section
+    keys = list(section.model_fields)
+    close = difflib.get_close_matches(parts[-1], keys, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
+
+
+def _models_in(annotation: Any) -> list[type[Settings]]:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return [c for c in candidates if isinstance(c, type) and issubclass(c, Settings)]
+
+
+def _override(tree: dict[str, Any], key: str, text: str) -> None:
+    """Set `a.b` from the command line. The text is a TOML value, or else a string."""
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(key, text, f"{section} is not a section", "use --section.key value")
+    tree[name] = value
+
+
+def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
+    for section, key in (("model", "path"), ("data", "path")):
+        value = tree.get(section, {}).get(key)
+        if isinstance(value, str):
+            tree[section][key] = str((base / value).resolve())
+    for section, key in (("reward", "function"), ("schedule", "name")):
+        value = tree.get(section, {}).get(key)
+        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
+            tree[section][key] = str((base / value).resolve())

@@ -1,0 +1,120 @@
+"""From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
+
+A rehearsal runs the schedule for two rounds in virtual time. Whatever a schedule refuses, promises in vain or
+waits for in vain comes out before anything real starts; so does what a schedule from outside gets wrong.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from tailrace import clock
+from tailrace.config import explain
+from tailrace.errors import ConfigError, ScheduleError
+from tailrace.importing import import_function
+from tailrace.record.events import Recorder
+from tailrace.run import Run, RunSettings, drive
+from tailrace.schedules import SCHEDULES
+from tailrace.sim.settings import SimLengthSettings, SimSettings
+from tailrace.sim.world import simulated_parts
+
+BoundSchedule = Callable[[Run], Awaitable[None]]
+
+
+def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
+    """The schedule of a [schedule] section, ready to run.
+
+    Raises:
+        ConfigError: it is not found, or its parameters do not fit it or one another.
+    """
+    parameters = {key: value for key, value in section.items() if key != "name"}
+    schedule = _find(section.get("name"))
+    accepted = {
+        name: parameter for name, parameter in inspect.signature(schedule).parameters.items() if name != "run"
+    }
+    if "B" in parameters and "B" not in accepted and "U" in accepted:
+        parameters["U"] = _groups_per_step(parameters.pop("B"), settings.group_size)
+    bound = partial(schedule, **_checked(schedule, accepted, parameters))
+    _rehearse(bound, settings)
+    return bound
+
+
+def _find(name: object) -> Callable[..., Awaitable[None]]:
+    if not isinstance(name, str):
+        raise ConfigError("schedule.name", name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if ":" in name:
+        schedule = import_function(name, "schedule.name")
+        if inspect.iscoroutinefunction(schedule):
+            return schedule
+        raise ConfigError("schedule.name", name, "it is not an async function", "write `async def`")
+    raise ConfigError(
+        "schedule.name",
+        name,
+        "there is no such schedule",
+        f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
+    )
+
+
+def _groups_per_step(B: Any, K: int) -> int:
+    """U = B/K (RolloutPipe 3.2)."""
+    if not isinstance(B, int) or B < 1 or B % K:
+        raise ConfigError(
+            "schedule.B", B, f"samples a step must be whole groups of K = {K}", f"choose {K} times U"
+        )
+    return B // K
+
+
+def _checked(
+    schedule: Callable[..., Any], accepted: Mapping[str, inspect.Parameter], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The given parameters, as the types of the signature."""
+    hints = get_type_hints(schedule, include_extras=True)
+    for name in given.keys() - accepted.keys():
+        raise ConfigError(
+            f"schedule.{name}",
+            given[name],
+            "the schedule has no such parameter",
+            f"it has: {', '.join(accepted)}",
+        )
+    for name, parameter in accepted.items():
+        if name not in given and parameter.default is inspect.Parameter.empty:
+            raise ConfigError(f"schedule.{name}", None, "it is missing", "set it")
+    try:
+        return {
+            name: TypeAdapter(hints.get(name, Any)).validate_python(value) for name, value in given.items()
+        }
+    except ValidationError as why:
+        failed = next(name for name in given if not _fits(hints.get(name, Any), given[name]))
+        raise explain(why, f"schedule.{failed}") from None
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(hint).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
+    """
+    Raises:
+        ConfigError: the schedule cannot run with these parameters.
+    """
+    short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
+    rehearsal = RunSettings(rounds=2, group_size=settings.group_size)
+
+    async def two_rounds() -> None:
+        await drive(schedule, simulated_parts(short, settings.seed), rehearsal, Recorder())
+
+    try:
+        clock.run(two_rounds(), virtual=True)
+    except ScheduleError as why:
+        raise ConfigError(
+            "schedule", "these parameters", f"a rehearsal failed: {why}", "change them"
+        ) from why
