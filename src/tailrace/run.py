@@ -16,7 +16,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import inf
 from pathlib import Path
 from typing import Literal
@@ -32,13 +31,13 @@ from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.state import GroupState, RunState
 from tailrace.record import events
 from tailrace.reward.base import Rewards
-from tailrace.rollout.evaluation import evaluate
+from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.shelf import Shelf
 from tailrace.settings import Settings
 from tailrace.trainer.base import Trainer
-from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, samples_of
+from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of
 
 
 class RunSettings(Settings):
@@ -303,25 +302,15 @@ class Run:
         )
 
     async def _evaluate(self) -> None:
-        samples = [self._held_out_sample(index) for index in range(self._settings.eval_prompts)]
-        rewards = await evaluate(samples, self.fleet, self._parts.rewards)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        self._evaluated_tokens += num_tokens
+        parts, settings = self._parts, self._settings
+        samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, self.round)
+        result = await evaluate(samples, self.fleet, parts.rewards)
+        self._evaluated_tokens += result.num_tokens
         self._emit(
             events.Evaluated(
-                clock.now(),
-                self.round,
-                len(samples),
-                accuracy=sum(rewards) / len(rewards),
-                mean_tokens=num_tokens / len(samples),
+                clock.now(), self.round, len(samples), result.accuracy, result.num_tokens / len(samples)
             )
         )
-
-    def _held_out_sample(self, index: int) -> Sample:
-        group = Group(self._parts.held_out[index], 1, [], num_launched=1)
-        id = SampleId(-1 - index, self.round, 0)  # below zero: never a training prompt's
-        group.samples = [Sample(id, group, seed=noise_seed(self._settings.seed, id))]
-        return group.samples[0]
 
     def _produced(self) -> int:
         return sum(engine.usage().num_generated for engine in self._parts.engines)
@@ -401,9 +390,3 @@ def _units(batch: Batch) -> list[list[Sample]]:
         else:
             loose.append(item)
     return [*units, loose] if loose else units
-
-
-def noise_seed(seed: int, id: SampleId) -> int:
-    """63 bits that depend on the run's seed and the sample only."""
-    digest = blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -9,6 +9,7 @@ engines start with version 0, and every publish adds one.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
@@ -29,6 +30,12 @@ class SampleId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.prompt}.{self.attempt}/{self.number}"
+
+
+def noise_seed(seed: int, id: SampleId) -> int:
+    """63 bits that depend on the run's seed and the sample only."""
+    digest = blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Span(NamedTuple):

@@ -21,7 +21,8 @@ from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.sim.world import simulated_parts
 
-BoundSchedule = Callable[[Run], Awaitable[None]]
+BoundSchedule = partial[Awaitable[None]]
+"""A schedule with its parameters: waits for the run."""
 
 
 def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
@@ -31,7 +32,7 @@ def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
     parameters = {key: value for key, value in section.items() if key != "name"}
-    schedule = _find(section.get("name"))
+    schedule = find(section.get("name"))
     accepted = {
         name: parameter for name, parameter in inspect.signature(schedule).parameters.items() if name != "run"
     }
@@ -42,13 +43,17 @@ def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
     return bound
 
 
-def _find(name: object) -> Callable[..., Awaitable[None]]:
+def find(name: object) -> Callable[..., Awaitable[None]]:
+    """
+    Raises:
+        ConfigError: there is no such schedule.
+    """
     if not isinstance(name, str):
         raise ConfigError("schedule.name", name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
     if name in SCHEDULES:
         return SCHEDULES[name]
     if ":" in name:
-        schedule = import_function(name, "schedule.name")
+        schedule: Callable[..., Awaitable[None]] = import_function(name, "schedule.name")
         if inspect.iscoroutinefunction(schedule):
             return schedule
         raise ConfigError("schedule.name", name, "it is not an async function", "write `async def`")
