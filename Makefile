@@ -1,0 +1,46 @@
+# make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
+# make test         the tests
+# make check        ruff and mypy
+# make bench        every benchmark that needs no peer, and the peers' own where they are installed
+#
+# Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
+RUNS ?= runs/quickstart
+
+.PHONY: quickstart test check bench clean
+
+quickstart: $(VENV)/quickstart.stamp
+	rm -rf $(RUNS)
+	$(BIN)/tailrace train examples/quickstart/quickstart.toml --output-dir $(RUNS)
+	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/orchestrator.py
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/trainer.py
+	$(BIN)/python benchmarks/learning.py
+
+# torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.
+$(VENV)/torch.stamp: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt torch
+	touch $@
+
+$(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
