@@ -1,0 +1,231 @@
+"""The embedded engine: continuous batching of a Llama-like model in plain torch, on a CPU or one GPU.
+
+    submit -> waiting -> [admit: prefill, or copy from a sibling] -> running -> [decode] -> ended
+                  ^------------------- preempted, tokens kept <---------'
+
+Synchronous and single-threaded: whoever owns it calls `step` in a loop, and calls everything else
+between two steps. Read sampler.py for what makes a request's tokens independent of its company, cache.py
+for the layout that makes it fast, model.py for the arithmetic.
+
+What must hold: the cache of a running response holds all its tokens but the last; what is unreported was
+produced by the current version.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
+from tailrace.engine.native.architecture import read_architecture, read_weights
+from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
+from tailrace.engine.native.cache import Block, Cache, Response
+from tailrace.engine.native.model import Model
+from tailrace.engine.native.sampler import draw, stream, uniforms
+from tailrace.engine.native.scheduler import Admission, Scheduler
+from tailrace.engine.native.stops import Stops
+from tailrace.types import KV, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A completion to be generated, or to be gone on with."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    """What it already has."""
+    seed: int
+    """Its token t is a function of the weights, the tokens before t, and (seed, t)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a request gained since it was last reported; all of it by one version."""
+
+    id: str
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: FinishReason | None
+
+
+class NativeEngine:
+    """One replica. Make it with `from_pretrained`."""
+
+    def __init__(
+        self,
+        model: Model,
+        stops: Stops,
+        scheduler: Scheduler,
+        settings: EngineSettings,
+        sampling: SamplingSettings,
+        version: int,
+    ) -> None:
+        self._model = model
+        self._stops = stops
+        self._scheduler = scheduler
+        self._settings = settings
+        self._sampling = sampling
+        self._version = version
+        self._ended: list[Delta] = []
+        self._num_generated = 0
+        self._num_prefilled = 0
+
+    @classmethod
+    def from_pretrained(
+        cls, path: Path, settings: EngineSettings, sampling: SamplingSettings, *, version: int = 0
+    ) -> "NativeEngine":
+        """Load a Hugging Face model folder.
+
+        Raises:
+            ConfigError: the folder is missing, or of a model that this engine cannot run.
+        """
+        arch = read_architecture(path)
+        device, dtype = torch.device(settings.device), _DTYPES[settings.dtype]
+        max_tokens = min(arch.max_positions, settings.kv_tokens)
+        stops = Stops(path, sampling, eos_ids=arch.eos_ids, max_tokens=max_tokens)
+        with torch.inference_mode():
+            model = Model(
+                arch, temperature=sampling.temperature, max_tokens=max_tokens, device=device, dtype=dtype
+            )
+            model.load(read_weights(path))
+            cache = Cache(arch, max_tokens=max_tokens, budget=settings.kv_tokens, device=device, dtype=dtype)
+        return cls(model, stops, Scheduler(cache, settings), settings, sampling, version)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing running, waiting, or ended and not yet told."""
+        return not (self._scheduler.running or self._scheduler.waiting or self._ended)
+
+    def submit(self, request: Request) -> None:
+        """Queue it. One without a prompt, or already at its limit, ends at the next step with "length"."""
+        tokens = [*request.prompt_ids, *request.completion_ids]
+        response = Response(request.id, tokens, len(request.prompt_ids), stream(request.seed))
+        if not tokens or self._stops.exhausted(response):
+            self._ended.append(self._delta(response, "length"))
+        else:
+            self._scheduler.waiting.append(response)
+
+    def abort(self, id: str) -> Delta | None:
+        """Forget a request. Returns what it gained since its last report; None if it has ended."""
+        response = self._scheduler.remove(id)
+        return None if response is None else self._delta(response, None)
+
+    def step(self) -> list[Delta]:
+        """Admit, prefill, and decode one token of every running request. Returns those that ended."""
+        with torch.inference_mode():
+            self._scheduler.grow()
+            self._fill(self._scheduler.admit(self._version))
+            if self._scheduler.running:
+                self._decode()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def report(self) -> list[Delta]:
+        """What all others gained since they were last reported."""
+        live = [*self._scheduler.running.values(), *self._scheduler.waiting]
+        return [self._delta(response, None) for response in live if response.logprobs]
+
+    def load(self, tensors: Mapping[str, Tensor], *, version: int, kv: KV) -> list[Delta]:
+        """Take new weights (Hugging Face names, all of them). Nothing in flight ends.
+
+        With kv="keep" what is cached stays as the old weights computed it; a request that was preempted
+        or waits is computed anew all the same. Returns the report of the old version.
+        """
+        gained = self.report()
+        with torch.inference_mode():
+            self._model.load(tensors)
+            self._version = version
+            if kv == "recompute":
+                self._recompute()
+        return gained
+
+    def usage(self) -> Usage:
+        return Usage(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_tokens=self._scheduler.cache.num_reserved,
+            num_generated=self._num_generated,
+            num_prefilled=self._num_prefilled,
+            num_preempted=self._scheduler.num_preempted,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the books of the scheduler and the cache close."""
+        self._scheduler.check_integrity()
+
+    def _delta(self, response: Response, reason: FinishReason | None) -> Delta:
+        """Report what it gained, once."""
+        logprobs, response.logprobs = response.logprobs, []
+        ids = response.tokens[len(response.tokens) - len(logprobs) :]
+        return Delta(response.id, ids, logprobs, self._version, reason)
+
+    def _fill(self, admissions: Sequence[Admission]) -> None:
+        """Put the contexts of the admitted into their slots, each computed or copied once."""
+        cache = self._scheduler.cache
+        computed = iter(self._prefill([a.context for a in admissions if a.donor is None]))
+        for admission in admissions:
+            donor = admission.donor
+            block = next(computed) if donor is None else cache.read(donor, len(admission.context))
+            for response in admission.responses:
+                cache.write(response, block)
+
+    def _prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
+        """Keys and values of whole contexts, in their order."""
+        # Equal lengths side by side share a call of attention.
+        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index]))
+        lengths = [len(contexts[index]) for index in order]
+        model = self._model
+        attention = PrefillAttention(model.architecture, lengths, model.device, model.dtype)
+        if any(lengths):
+            ids = torch.tensor([id for index in order for id in contexts[index]], device=model.device)
+            positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
+            model.forward(ids, positions, attention)
+            self._num_prefilled += len(ids)
+        blocks = dict(zip(order, attention.blocks(), strict=True))
+        return [blocks[index] for index in range(len(contexts))]
+
+    def _recompute(self) -> None:
+        """Fill the cache of every running request anew, in portions of a step's prefill budget."""
+        portion: list[Response] = []
+        room = self._settings.prefill_tokens
+        for response in self._scheduler.running.values():
+            if portion and len(response.tokens) > room:
+                self._refill(portion)
+                portion, room = [], self._settings.prefill_tokens
+            portion.append(response)
+            room -= len(response.tokens)
+        self._refill(portion)
+
+    def _refill(self, responses: Sequence[Response]) -> None:
+        blocks = self._prefill([response.tokens[:-1] for response in responses])
+        for response, block in zip(responses, blocks, strict=True):
+            self._scheduler.cache.write(response, block)
+            response.prompt_version = self._version
+
+    def _decode(self) -> None:
+        """One token for every running request."""
+        model, cache = self._model, self._scheduler.cache
+        responses = cache.responses()
+        lengths = [len(response.tokens) for response in responses]
+        positions = torch.tensor(lengths, device=model.device) - 1
+        ids = torch.tensor([response.tokens[-1] for response in responses], device=model.device)
+        tiers = [tier for tier in cache.tiers if tier.responses]
+        attention = DecodeAttention(model.architecture, tiers, lengths, positions)
+        logits = model.logits(model.forward(ids, positions, attention))
+        noise = uniforms([r.stream for r in responses], [r.num_completion for r in responses])
+        drawn, logprobs = draw(logits, torch.from_numpy(noise).to(model.device), self._sampling)
+        for response, id, logprob in zip(responses, drawn.tolist(), logprobs.tolist(), strict=True):
+            response.tokens.append(id)
+            response.logprobs.append(logprob)
+            reason = self._stops.reason(response)
+            if reason is not None:
+                self._scheduler.end(response)
+                self._ended.append(self._delta(response, reason))
+        self._num_generated += len(responses)
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,0 +1,69 @@
+"""How a token is drawn: a pure function of its logits and of one uniform number.
+
+The number is a pure function of the request's seed and of the token's place in the completion
+(counter-based noise, after SplitMix64: Steele, Lea and Flood, OOPSLA 2014), and the draw inverts the
+cumulative distribution. So the tokens of a request depend neither on who shares its batch, nor on the
+replica, nor on how often it was resumed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tailrace.engine.base import SamplingSettings
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64."""
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def stream(seed: int) -> int:
+    """The noise stream of a seed. Mixed first, so that neighbouring seeds have unrelated streams."""
+    return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])
+
+
+def uniforms(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
+    """[T] numbers in [0, 1): token `places[i]` of stream `streams[i]`."""
+    counters = np.array(streams, dtype=np.uint64) + (np.array(places, dtype=np.uint64) + 1) * _GOLDEN
+    return (_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw(logits: Tensor, noise: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Draw one token from each row.
+
+    Args:
+        logits: [T, V], float32, already divided by the temperature.
+        noise: [T], float64, in [0, 1).
+
+    Returns:
+        ids [T], and their log-probs [T] over the whole vocabulary, whatever top_k and top_p cut off.
+    """
+    logprobs = torch.log_softmax(logits, -1)
+    probs = logprobs.exp()
+    if 0 < sampling.top_k < probs.shape[-1]:
+        probs.masked_fill_(probs < probs.topk(sampling.top_k).values[:, -1:], 0.0)
+    if sampling.top_p < 1.0:
+        probs = _nucleus(probs, sampling.top_p)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    targets = noise[:, None] * cumulative[:, -1:]
+    # The first token whose cumulative probability exceeds the target: never one of probability zero.
+    ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
+    return ids[:, 0], logprobs.gather(1, ids)[:, 0]
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Zero all but the likeliest tokens that together reach top_p (Holtzman et al. 2020)."""
+    ranked, order = probs.sort(stable=True, dim=-1, descending=True)
+    before = ranked.cumsum(-1) - ranked
+    ranked.masked_fill_(before >= top_p * ranked.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
