@@ -1,0 +1,104 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_cases import make_units
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tailrace.errors import CheckpointError
+from tailrace.trainer.base import StepStats
+from tailrace.trainer.torch_trainer import TorchTrainer
+
+Make = Callable[..., TorchTrainer]
+
+
+def steps(trainer: TorchTrainer, seeds: range) -> list[StepStats]:
+    stats = []
+    for seed in seeds:
+        trainer.accumulate(make_units(2, seed=seed))
+        stats.append(trainer.step())
+    return stats
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_restored_trainer_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Path, num_before: int) -> None:
+    original = make_trainer(warmup_steps=5, weight_decay=0.1)
+    steps(original, range(num_before))
+    original.save(tmp_path / "checkpoint")
+    chance = torch.rand(4)
+    wanted = steps(original, range(num_before, 6))
+
+    restored = make_trainer(warmup_steps=5, weight_decay=0.1)
+    restored.accumulate(make_units(1, seed=99))
+    restored.restore(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(4), chance), "the random state goes on too"
+    got = steps(restored, range(num_before, 6))
+    for name in ("num_steps", "loss", "grad_norm", "learning_rate", "samples"):
+        assert [getattr(s, name) for s in got] == [getattr(s, name) for s in wanted], name
+    for name, tensor in original.state().items():
+        assert torch.equal(tensor, restored.state()[name]), name
+
+
+def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    steps(trainer, range(2))
+    trainer.save(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    ours = trainer._policy.model
+    ours.set_attn_implementation("sdpa")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, ours(ids).logits)
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+
+
+def test_saving_again_replaces_the_folder_and_leaves_nothing_else(make_trainer: Make, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "checkpoint")
+    steps(trainer, range(1))
+    (tmp_path / "checkpoint.partial").mkdir()
+    trainer.save(tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    fresh = make_trainer()
+    fresh.restore(tmp_path / "checkpoint")
+    assert steps(fresh, range(1))[0].num_steps == 2
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.safetensors", "config.json"])
+@pytest.mark.parametrize("damage", ["missing", "torn"])
+def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
+    make_trainer: Make, tmp_path: Path, file: str, damage: str
+) -> None:
+    trainer = make_trainer()
+    steps(trainer, range(1))
+    trainer.save(tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "torn":
+        path.write_bytes(content[: len(content) // 2])
+    fresh, untouched = make_trainer(), make_trainer()
+    with pytest.raises(CheckpointError, match=r"checkpoint.*resume from an older checkpoint"):
+        fresh.restore(tmp_path / "checkpoint")
+    for name, tensor in fresh.state().items():
+        assert torch.equal(tensor, untouched.state()[name]), name
+
+
+def test_a_missing_folder_is_a_checkpoint_error(make_trainer: Make, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        make_trainer().restore(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    make_trainer: Make, model_path: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "checkpoint")
+    config = AutoConfig.from_pretrained(model_path)
+    config.intermediate_size = 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"of another model: .*mlp.* is .*64.*here .*48"):
+        make_trainer().restore(tmp_path / "checkpoint")

@@ -1,0 +1,65 @@
+from collections import Counter
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
+
+
+def sample(index: int, prompt_length: int, length: int) -> TrainSample:
+    return TrainSample(
+        SampleId(0, 0, index),
+        list(range(100, 100 + prompt_length)),
+        list(range(length)),
+        [-float(t) for t in range(length)],
+        advantage=index + 0.5,
+    )
+
+
+lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), max_size=30)
+
+
+@given(lengths, st.integers(1, 100))
+def test_every_sample_with_a_completion_is_packed_once(lengths: list[tuple[int, int]], budget: int) -> None:
+    unit = [sample(i, *pair) for i, pair in enumerate(lengths)]
+    packed = Counter(s.id for samples in pack(unit, budget) for s in samples)
+    assert packed == Counter(s.id for s in unit if s.completion_ids)
+
+
+@given(lengths, st.integers(1, 100))
+def test_only_a_sample_alone_exceeds_the_budget(lengths: list[tuple[int, int]], budget: int) -> None:
+    for samples in pack([sample(i, *pair) for i, pair in enumerate(lengths)], budget):
+        assert sum(map(fed_tokens, samples)) <= budget or len(samples) == 1
+
+
+@given(lengths, st.integers(1, 100))
+def test_no_two_micro_batches_would_fit_in_one(lengths: list[tuple[int, int]], budget: int) -> None:
+    loads = [sum(map(fed_tokens, b)) for b in pack([sample(i, *p) for i, p in enumerate(lengths)], budget)]
+    assert all(a + b > budget for i, a in enumerate(loads) for b in loads[:i])
+
+
+@given(lengths, st.integers(1, 100))
+def test_packing_is_the_same_at_every_call(lengths: list[tuple[int, int]], budget: int) -> None:
+    unit = [sample(i, *pair) for i, pair in enumerate(lengths)]
+    assert pack(unit, budget) == pack(unit, budget)
+
+
+def test_longest_goes_first_and_others_fill_its_room() -> None:
+    unit = [sample(0, 1, 3), sample(1, 1, 8), sample(2, 1, 5), sample(3, 1, 2)]
+    assert [[s.id.number for s in samples] for samples in pack(unit, 10)] == [[1, 3], [2, 0]]
+
+
+def test_a_micro_batch_lays_samples_end_to_end() -> None:
+    batch = MicroBatch.of([sample(0, 2, 3), sample(1, 1, 1)], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[100, 101, 0, 1, 100]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0]]
+    assert batch.boundaries.tolist() == [0, 4, 5]
+    assert batch.max_length == 4
+    assert batch.predictors.tolist() == [1, 2, 3, 4]
+    assert batch.targets.tolist() == [0, 1, 2, 0]
+    assert batch.recorded_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0]
+    assert batch.advantages.tolist() == [0.5, 0.5, 0.5, 1.5]
+    assert batch.num_tokens.tolist() == [3, 1]

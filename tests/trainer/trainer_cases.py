@@ -1,0 +1,39 @@
+"""Samples to train on, and how to read the gradient that a step used."""
+
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
+
+VOCABULARY = 24
+Unit = list[TrainSample]
+
+
+def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit]:
+    """Groups of samples of unequal lengths, one with an empty completion in each second group."""
+    chance = random.Random(seed)
+
+    def sample(prompt: int, index: int) -> TrainSample:
+        length = min(40, int(chance.lognormvariate(1.8, 0.9)) + 1)
+        if index == 1 and prompt % 2:
+            length = 0
+        return TrainSample(
+            id=SampleId(prompt, 0, index),
+            prompt_ids=[chance.randrange(VOCABULARY) for _ in range(3 + prompt % 3)],
+            completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],
+            logprobs=[chance.uniform(-4, -2) for _ in range(length)],
+            advantage=chance.gauss(0, 1),
+        )
+
+    return [[sample(prompt, index) for index in range(num_samples)] for prompt in range(num_units)]
+
+
+def first_moments(folder: Path) -> Tensor:
+    """All of AdamW's first moments in one vector: with betas=(0, b) the gradient of the last step."""
+    tensors = load_file(folder / "trainer.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("first.")])

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tailrace.weights.base import Weights
+from tailrace.weights.shared import SharedWeights, read, shared_memory
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path / "weights")
+    tensors = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.ones(3, dtype=torch.bfloat16)}
+    weights = shared.write(tensors, 7)
+    assert weights == Weights(7, str(tmp_path / "weights" / "7.safetensors"))
+    got = read(weights)
+    assert got.keys() == tensors.keys()
+    assert all(torch.equal(got[name], tensors[name]) for name in tensors)
+    assert got["b"].dtype == torch.bfloat16
+
+
+def test_the_last_two_versions_are_kept(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    versions = [shared.write({"a": torch.full((2,), float(v))}, v) for v in range(4)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["2.safetensors", "3.safetensors"]
+    assert [read(weights)["a"].tolist() for weights in versions[2:]] == [[2.0, 2.0], [3.0, 3.0]]
+    with pytest.raises(FileNotFoundError):
+        read(versions[1])
+
+
+def test_a_version_written_again_replaces_itself(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        weights = shared.write({"a": torch.tensor([value])}, 0)
+    assert read(weights)["a"].tolist() == [3.0]
+
+
+def test_tensors_outlive_their_file(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path / "weights")
+    got = read(shared.write({"a": torch.arange(5)}, 0))
+    shared.close()
+    assert not (tmp_path / "weights").exists()
+    assert got["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_shared_memory_is_a_folder_one_can_write_to(tmp_path: Path) -> None:
+    assert shared_memory().is_dir()
