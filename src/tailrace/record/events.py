@@ -167,6 +167,11 @@ Event = (
 )
 
 
+def time_of(event: Event) -> float:
+    """When it happened; the end of what took time."""
+    return event.end_s if isinstance(event, Accumulated | Stepped | Published) else event.time_s
+
+
 class Sink(Protocol):
     """Reads events as they happen."""
 
