@@ -39,10 +39,19 @@ class RowsSettings(Settings):
 
     kind: Literal["rows"] = "rows"
     path: Path
+    """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages."""
     split: str = "train"
+    """Of a dataset folder."""
+    eval_path: Path | None = None
+    """Held-out rows. None: one different prompt in sixteen of `path` is held out."""
+    eval_split: str = "test"
+    """Of `eval_path`, where that is a dataset folder."""
 
+
+Split = Literal["train", "eval"]
+"""No prompt is in both, whatever the seed."""
 
 DataSettings = Annotated[ProceduralSettings | RowsSettings, Field(discriminator="kind")]
 

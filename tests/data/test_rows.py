@@ -1,0 +1,169 @@
+"""Rows: order, epochs, held-out prompts, chat messages, and rows that are no use."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.data.base import RowsSettings
+from tailrace.data.open import open_prompts
+from tailrace.errors import BadRow, ConfigError
+
+
+def write(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return RowsSettings(path=path)
+
+
+@pytest.fixture
+def sums(tmp_path):
+    return write(tmp_path / "sums.jsonl", [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(40)])
+
+
+def test_every_epoch_has_every_training_row_once_in_its_own_order(sums, tokenizer):
+    prompts = open_prompts(sums, tokenizer, seed=0, split="train")
+    num_train = 40 - 3  # ceil(40 / 16) different prompts are held out
+    epochs = [[prompts[e * num_train + i].text for i in range(num_train)] for e in range(3)]
+    assert len({frozenset(epoch) for epoch in epochs}) == 1
+    assert len(set(epochs[0])) == num_train
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_seed_gives_the_order_but_not_the_split(sums, tokenizer):
+    held_out = {
+        open_prompts(sums, tokenizer, seed=s, split="eval")[i].text for s in range(5) for i in range(20)
+    }
+    train = {
+        open_prompts(sums, tokenizer, seed=s, split="train")[i].text for s in range(5) for i in range(80)
+    }
+    assert len(held_out) == 3
+    assert not held_out & train
+    first = [open_prompts(sums, tokenizer, seed=s, split="train")[0].text for s in range(5)]
+    assert len(set(first)) > 1
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=20))
+def test_access_is_random(tmp_path_factory, tokenizer, indices):
+    rows = [{"prompt": str(i)} for i in range(10)]
+    settings = write(tmp_path_factory.mktemp("rows") / "r.jsonl", rows)
+    one, other = (open_prompts(settings, tokenizer, seed=1, split="train") for _ in range(2))
+    assert [one[i] for i in indices] == [other[i] for i in reversed(indices)][::-1]
+
+
+def test_the_row_keeps_its_columns_for_the_reward(sums, tokenizer):
+    prompt = open_prompts(sums, tokenizer, seed=0, split="train")[0]
+    assert prompt.row == {"prompt": prompt.text, "answer": int(prompt.text.split()[0]) + 1}
+    assert prompt.ids == tokenizer.encode(prompt.text)
+
+
+def test_equal_prompts_are_on_the_same_side(tmp_path, tokenizer):
+    rows = [{"prompt": f"{i % 8}", "copy": i} for i in range(64)]
+    settings = write(tmp_path / "r.jsonl", rows)
+    sides = {
+        split: {open_prompts(settings, tokenizer, seed=0, split=split)[i].text for i in range(64)}
+        for split in ("train", "eval")
+    }
+    assert len(sides["eval"]) == 1
+    assert len(sides["train"]) == 7
+
+
+def test_held_out_rows_can_come_from_their_own_file(tmp_path, tokenizer):
+    settings = write(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    write(tmp_path / "test.jsonl", [{"prompt": "c"}, {"prompt": "d"}])
+    settings = settings.model_copy(update={"eval_path": tmp_path / "test.jsonl"})
+    for split, expected in (("train", {"a", "b"}), ("eval", {"c", "d"})):
+        prompts = open_prompts(settings, tokenizer, seed=0, split=split)
+        assert {prompts[0].text, prompts[1].text} == expected
+
+
+def test_chat_messages_go_through_the_chat_template(tmp_path, tokenizer):
+    chats = [[{"role": "user", "content": c}] for c in "hi"]
+    prompts = open_prompts(
+        write(tmp_path / "c.jsonl", [{"prompt": c} for c in chats]), tokenizer, seed=0, split="train"
+    )
+    assert prompts[0].text in ("<b>u:h;a:", "<b>u:i;a:")
+    assert tokenizer.convert_ids_to_tokens(prompts[0].ids)[:3] == ["<b>", "u", ":"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"answer": 1}, "no prompt"),
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": 3}, "no prompt"),
+        ({"prompt": ""}, "no prompt"),
+        ({"prompt": []}, "no prompt"),
+        ({"prompt": ["hi"]}, "no prompt"),
+        ("not json\n", "not a JSON object"),
+        ("[1]\n", "not a JSON object"),
+    ],
+)
+def test_a_bad_row_costs_its_own_index_alone(tmp_path, tokenizer, row, reason):
+    good = [{"prompt": f"{i}"} for i in range(6)]
+    prompts = open_prompts(write(tmp_path / "r.jsonl", [*good, row]), tokenizer, seed=0, split="train")
+    reasons = []
+    for index in range(6 * 3):  # three epochs of five good rows and the bad one
+        try:
+            assert prompts[index].text in "012345"
+        except BadRow as bad:
+            reasons.append(bad.reason)
+    assert reasons == [reason] * 3
+
+
+def test_messages_that_the_chat_template_refuses_are_a_bad_row(tmp_path, tokenizer):
+    rows = [{"prompt": [{"rôle": c}]} for c in "ab"]
+    prompts = open_prompts(write(tmp_path / "r.jsonl", rows), tokenizer, seed=0, split="train")
+    with pytest.raises(BadRow) as bad:
+        prompts[0]
+    assert bad.value.reason == "messages that the chat template refuses"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a"}] * 3, "data.prompt_column = 'prompt': none of the 3 rows"),
+        ([{"prompt": "a"}] * 3, "data.path = .*: it needs two different prompts"),
+        ([], "data.prompt_column = 'prompt': none of the 0 rows"),
+        (
+            [{"prompt": [{"role": "user", "content": c}]} for c in "ab"],
+            "data.prompt_column = .*no chat template",
+        ),
+    ],
+)
+def test_rows_that_are_of_no_use_at_all_are_a_config_error(tmp_path, plain_tokenizer, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        open_prompts(write(tmp_path / "r.jsonl", rows), plain_tokenizer, seed=0, split="train")
+
+
+def test_a_missing_file_is_a_config_error(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=r"data\.path = .*there is no such file"):
+        open_prompts(RowsSettings(path=tmp_path / "none.jsonl"), tokenizer, seed=0, split="train")
+
+
+def test_without_datasets_a_parquet_file_is_a_config_error(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "r.parquet").touch()
+    with pytest.raises(ConfigError, match=r"pip install datasets, or give a \.jsonl file"):
+        open_prompts(RowsSettings(path=tmp_path / "r.parquet"), tokenizer, seed=0, split="train")
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "saved_dict", "folder"])
+def test_parquet_and_dataset_folders_are_read(tmp_path, tokenizer, form):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"prompt": f"{i}", "answer": i} for i in range(20)])
+    path = tmp_path / "data"
+    if form == "parquet":
+        path = tmp_path / "data.parquet"
+        table.to_parquet(path)
+    elif form == "saved":
+        table.save_to_disk(path)
+    elif form == "saved_dict":
+        datasets.DatasetDict({"train": table}).save_to_disk(path)
+    else:
+        path.mkdir()
+        table.to_parquet(path / "train.parquet")
+    prompts = open_prompts(RowsSettings(path=path), tokenizer, seed=0, split="train")
+    assert {prompts[i].row["answer"] for i in range(18)} == {int(prompts[i].text) for i in range(18)}
+    assert len({prompts[i].text for i in range(18)}) == 18
