@@ -14,11 +14,11 @@ is where a killed run starts again.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -74,7 +74,8 @@ class Parts:
     held_out: Prompts
 
 
-Schedule = Callable[..., Awaitable[None]]
+Schedule = Callable[..., Coroutine[Any, Any, None]]
+"""An async function of a run and its own parameters."""
 
 
 class Run:
@@ -351,7 +352,7 @@ class Run:
 
 
 async def drive(
-    schedule: Callable[[Run], Awaitable[None]],
+    schedule: Callable[[Run], Coroutine[Any, Any, None]],
     parts: Parts,
     settings: RunSettings,
     recorder: events.Recorder,

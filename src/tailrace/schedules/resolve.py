@@ -5,7 +5,7 @@ waits for in vain comes out before anything real starts; so does what a schedule
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -13,15 +13,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.config import explain
-from tailrace.errors import ConfigError, ScheduleError
+from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
-from tailrace.run import Run, RunSettings, drive
+from tailrace.run import RunSettings, Schedule, drive
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.sim.world import simulated_parts
 
-BoundSchedule = partial[Awaitable[None]]
+BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters: waits for the run."""
 
 
@@ -43,7 +43,7 @@ def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
     return bound
 
 
-def find(name: object) -> Callable[..., Awaitable[None]]:
+def find(name: object) -> Schedule:
     """
     Raises:
         ConfigError: there is no such schedule.
@@ -53,7 +53,7 @@ def find(name: object) -> Callable[..., Awaitable[None]]:
     if name in SCHEDULES:
         return SCHEDULES[name]
     if ":" in name:
-        schedule: Callable[..., Awaitable[None]] = import_function(name, "schedule.name")
+        schedule: Schedule = import_function(name, "schedule.name")
         if inspect.iscoroutinefunction(schedule):
             return schedule
         raise ConfigError("schedule.name", name, "it is not an async function", "write `async def`")
@@ -119,7 +119,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
 
     try:
         clock.run(two_rounds(), virtual=True)
-    except ScheduleError as why:
+    except (ScheduleError, Stuck) as why:
         raise ConfigError(
             "schedule", "these parameters", f"a rehearsal failed: {why}", "change them"
         ) from why

@@ -1,0 +1,217 @@
+"""`tailrace compare`: a fair race between schedules.
+
+Every schedule starts from the same weights, on the same prompts, with the same seeds, on the same
+worker processes; the repetitions alternate, and one before them is run and not counted. The bound is what
+no schedule that generates with these weights can beat: max(rollout alone, t_first + trainer compute), where
+the rollout alone is serial's, and t_first is the time of the first U groups served alone.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tailrace import clock
+from tailrace.commands.live import open_parts
+from tailrace.config import RunConfig, require_sections
+from tailrace.record.events import Recorder
+from tailrace.record.rounds import RoundMeter
+from tailrace.record.timeline import Timeline, draw
+from tailrace.record.trace import TraceWriter
+from tailrace.run import Parts, Run, drive
+from tailrace.schedules.resolve import BoundSchedule, find, resolve
+
+BASELINE = "serial"
+FIRST_GROUPS = "first U groups alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One schedule in one repetition: means over its rounds."""
+
+    main_time_s: float
+    waiting_ratio: float
+    first_dispatch_s: float
+    trainer_compute_s: float
+    rollout_time_s: float
+    reward: float
+
+    @classmethod
+    def of(cls, meter: RoundMeter) -> "Lap":
+        rounds = meter.reports
+        return cls(
+            main_time_s=fmean(report.main_time_s for report in rounds),
+            waiting_ratio=fmean(report.waiting_ratio for report in rounds),
+            first_dispatch_s=fmean(report.first_dispatch_s for report in rounds),
+            trainer_compute_s=fmean(report.trainer_compute_s for report in rounds),
+            rollout_time_s=fmean(report.rollout_time_s or 0.0 for report in rounds),
+            reward=fmean(report.reward for report in rounds),
+        )
+
+
+async def first_groups(run: Run, U: int) -> None:
+    """The first U groups served alone: the earliest that a trainer can have work."""
+    run.promise(staleness=0)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.train(await run.pool.take(U))
+        await run.publish()
+
+
+def compare(
+    config: RunConfig,
+    names: Sequence[str],
+    *,
+    repeats: int,
+    folder: Path | None = None,
+    json_path: Path | None = None,
+) -> None:
+    """Race schedules; print the table, and leave pictures, traces and numbers where asked.
+
+    Raises:
+        ConfigError: a schedule is unknown, or its parameters cannot work.
+    """
+    require_sections(config, "model", "data", "sampling")
+    racers: dict[str, BoundSchedule] = {name: resolve(_section(config, name), config.run) for name in names}
+    if U := _groups_a_step(racers.values()):
+        racers[FIRST_GROUPS] = partial(first_groups, U=U)
+    with TemporaryDirectory() as scratch:
+        results = clock.run(_race(config, racers, repeats, folder or Path(scratch)), virtual=False)
+    Console().print(results.table())
+    for path in (json_path, folder and folder / "compare.json"):
+        if path:
+            path.write_text(json.dumps(results.numbers(), indent=2) + "\n")
+
+
+def _groups_a_step(racers: Iterable[BoundSchedule]) -> int | None:
+    """U, where a racer steps at U groups."""
+    return next((racer.keywords["U"] for racer in racers if "U" in racer.keywords), None)
+
+
+def _section(config: RunConfig, name: str) -> Mapping[str, Any]:
+    """What [schedule] and [compare.NAME] say for one schedule: of the shared parameters those it has."""
+    shared = {key: value for key, value in config.schedule.items() if key != "name"}
+    accepted = inspect.signature(find(name)).parameters
+    own = config.compare.get(name, {})
+    return {"name": name, **{key: value for key, value in shared.items() if key in accepted}, **own}
+
+
+async def _race(
+    config: RunConfig, racers: Mapping[str, BoundSchedule], repeats: int, folder: Path
+) -> "Results":
+    settings = config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+    laps: dict[str, list[Lap]] = {name: [] for name in racers}
+    timelines: dict[str, Timeline] = {}
+    start = folder / "start"
+    async with open_parts(config, folder) as parts:
+        await parts.trainer.save(start)
+        for repeat in range(-1, repeats):  # the first is a warm-up
+            for name in _rotated(list(racers), repeat):
+                meter, timeline = RoundMeter(), Timeline()
+                trace = TraceWriter(folder / f"trace-{name}.json")
+                await _rewind(parts, start)
+                await drive(racers[name], parts, settings, Recorder(meter, timeline, trace))
+                timelines[name] = timeline
+                if repeat >= 0:
+                    laps[name].append(Lap.of(meter))
+    draw({name: timelines[name] for name in racers if name != FIRST_GROUPS}, folder / "timeline.png")
+    return Results(laps)
+
+
+def _rotated(names: list[str], repeat: int) -> list[str]:
+    """Every schedule goes first, second, ... in turn."""
+    turn = repeat % len(names)
+    return names[turn:] + names[:turn]
+
+
+async def _rewind(parts: Parts, start: Path) -> None:
+    """The weights, the optimizer and the engines as they were before the first lap."""
+    await parts.trainer.restore(start)
+    weights = await parts.trainer.publish(0)
+    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All laps of a race."""
+
+    laps: Mapping[str, Sequence[Lap]]
+
+    def median(self, name: str, figure: str) -> float:
+        return float(median(getattr(lap, figure) for lap in self.laps[name]))
+
+    @property
+    def bound_s(self) -> float | None:
+        """max(rollout alone, t_first + trainer compute); None without serial or steps of U groups."""
+        if BASELINE not in self.laps or FIRST_GROUPS not in self.laps:
+            return None
+        first_s = self.median(FIRST_GROUPS, "first_dispatch_s")
+        compute_s = self.median(BASELINE, "trainer_compute_s")
+        return max(self.median(BASELINE, "rollout_time_s"), first_s + compute_s)
+
+    def numbers(self) -> dict[str, object]:
+        """For scripts: medians, with their spread beside them."""
+        figures = [figure.name for figure in fields(Lap)]
+        schedules = {
+            name: {figure: self.median(name, figure) for figure in figures}
+            | {"main_time_s_spread": [min(times), max(times)]}
+            for name in self._racers
+            if (times := [lap.main_time_s for lap in self.laps[name]])
+        }
+        numbers: dict[str, object] = {"schedules": schedules, "bound_s": self.bound_s}
+        if FIRST_GROUPS in self.laps:
+            numbers["first_groups_alone_s"] = self.median(FIRST_GROUPS, "first_dispatch_s")
+        return numbers
+
+    def table(self) -> Table:
+        table = Table(title="medians over the repetitions [lowest - highest]", title_justify="left")
+        for heading in ("schedule", "main time", "against serial", "gap closed", "over the bound"):
+            table.add_column(heading, justify="left" if heading == "schedule" else "right")
+        for heading in ("waiting ratio", "first dispatch", "trainer compute", "rollout", "reward"):
+            table.add_column(heading, justify="right")
+        for name in self._racers:
+            table.add_row(*self._row(name))
+        if self.bound_s is not None:
+            first_s = self.median(FIRST_GROUPS, "first_dispatch_s")
+            table.caption = (
+                f"bound {self.bound_s:.2f} s = max(rollout alone, first U groups alone {first_s:.2f} s + "
+                "trainer compute); gap closed = (serial - x) / (serial - bound)"
+            )
+        return table
+
+    @property
+    def _racers(self) -> list[str]:
+        return [name for name in self.laps if name != FIRST_GROUPS]
+
+    def _row(self, name: str) -> list[str]:
+        times = [lap.main_time_s for lap in self.laps[name]]
+        main_s, bound_s = median(times), self.bound_s
+        against = closed = over = "-"
+        if BASELINE in self.laps and name != BASELINE:
+            serial_s = self.median(BASELINE, "main_time_s")
+            against = f"{main_s / serial_s - 1:+.1%}"
+            if bound_s is not None:
+                closed = f"{(serial_s - main_s) / (serial_s - bound_s):.0%}"
+        if bound_s is not None:
+            over = f"{main_s / bound_s - 1:+.1%}"
+        return [
+            name,
+            f"{main_s:.2f} s [{min(times):.2f} - {max(times):.2f}]",
+            against,
+            closed,
+            over,
+            f"{self.median(name, 'waiting_ratio'):.3f}",
+            f"{self.median(name, 'first_dispatch_s'):.2f} s",
+            f"{self.median(name, 'trainer_compute_s'):.2f} s",
+            f"{self.median(name, 'rollout_time_s'):.2f} s",
+            f"{self.median(name, 'reward'):.3f}",
+        ]

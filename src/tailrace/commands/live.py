@@ -1,0 +1,50 @@
+"""The parts of a live run: data read, worker processes started."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tailrace.config import RunConfig, require_sections
+from tailrace.data.open import open_prompts
+from tailrace.data.tokenizer import load_tokenizer
+from tailrace.engine.native.support import check_model
+from tailrace.reward.functions import Scorer
+from tailrace.run import Parts
+from tailrace.workers.local import open_local
+
+
+def check_live(config: RunConfig) -> None:
+    """Whatever can be known to be wrong without starting a process.
+
+    Raises:
+        ConfigError: a section is missing; the model, the data or the reward cannot work.
+    """
+    require_sections(config, "model", "data", "sampling")
+    assert config.model and config.data and config.sampling
+    check_model(config.model.path)
+    open_prompts(config.data, load_tokenizer(config.model.path), seed=config.run.seed, split="train")
+    Scorer.load(config.reward, config.data)
+
+
+@asynccontextmanager
+async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
+    """Start the workers of a checked config and end them with the block; logs go into the folder."""
+    assert config.model and config.data and config.sampling
+    tokenizer = load_tokenizer(config.model.path)
+    async with open_local(
+        config.model.path,
+        engine=config.engine,
+        sampling=config.sampling,
+        trainer=config.trainer,
+        reward=config.reward,
+        data=config.data,
+        tokenizer=tokenizer,
+        folder=folder,
+    ) as workers:
+        yield Parts(
+            engines=workers.engines,
+            trainer=workers.trainer,
+            rewards=workers.rewards,
+            prompts=open_prompts(config.data, tokenizer, seed=config.run.seed, split="train"),
+            held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
+        )
