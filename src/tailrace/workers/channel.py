@@ -1,0 +1,155 @@
+"""Channels: typed messages over a socket between the controller and one worker process.
+
+A frame is a length (4 bytes, little-endian) and a msgpack message of one closed union. The
+controller's end never blocks its loop: messages sent in one tick of the loop leave in one system
+call, and whatever came is handled in one wake-up. The worker's end blocks, or looks without waiting.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+In = TypeVar("In")
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class _Reassembly(Generic[In]):
+    """Cuts a stream of bytes back into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[In]) -> None:
+        self._decoder = decoder
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[In]:
+        """The messages that `data` completes; all of them must be asked for."""
+        self._bytes += data
+        start = 0
+        while (body := start + _LENGTH.size) <= len(self._bytes):
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            if body + length > len(self._bytes):
+                break
+            yield self._decoder.decode(self._bytes[body : body + length])
+            start = body + length
+        del self._bytes[:start]
+
+
+class ControllerChannel:
+    """The controller's end, on the running loop.
+
+    Args:
+        decoder: of everything the worker may say.
+        on_message: called with each message, in order.
+        on_defect: called when a message could not be read or handled, with the reason.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Any],
+        on_message: Callable[[msgspec.Struct], None],
+        on_defect: Callable[[Exception], None],
+    ) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._reassembly = _Reassembly(decoder)
+        self._on_message, self._on_defect = on_message, on_defect
+        self._unsent = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self.read)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; it leaves at the end of this tick of the loop."""
+        frame = _frame(message)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent += frame
+
+    def read(self) -> None:
+        """Handle all that has come. Nothing more comes after the worker's end is closed."""
+        try:
+            while data := self._socket.recv(_READ_BYTES):
+                for message in self._reassembly.feed(data):
+                    self._on_message(message)
+                if len(data) < _READ_BYTES:
+                    return
+        except (BlockingIOError, ConnectionResetError):
+            return
+        except Exception as defect:
+            self._on_defect(defect)
+        self._loop.remove_reader(self._socket)
+
+    def finish(self) -> None:
+        """Say that nothing more will be sent: the worker ends once it has done what it was told."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it is gone already
+            return
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._unsent.clear()
+
+    def _flush(self) -> None:
+        if not self._unsent:
+            return
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):  # whoever waits for the process tells why
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+
+
+class WorkerChannel(Generic[In]):
+    """The worker's end.
+
+    Args:
+        decoder: of everything the controller may say.
+    """
+
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[In]) -> None:
+        end.setblocking(True)
+        self._socket = end
+        self._reassembly = _Reassembly(decoder)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._socket.sendall(_frame(message))
+
+    def receive(self, *, wait: bool) -> list[In] | None:
+        """The messages that have come; with `wait`, at least one; None when there will be no more."""
+        messages: list[In] = []
+        while not messages:
+            try:
+                data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                return None
+            if not data:
+                return None
+            messages = list(self._reassembly.feed(data))
+        return messages
+
+    def __iter__(self) -> Iterator[In]:
+        """Each message as it comes, until there will be no more."""
+        while (messages := self.receive(wait=True)) is not None:
+            yield from messages

@@ -1,0 +1,119 @@
+"""Workers on this host: engines, trainer and scorers, each a process; started and ended together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from tailrace.data.base import DataSettings
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.errors import WorkerDied
+from tailrace.reward.base import RewardSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.messages import EngineJob, ScorerJob, TrainerJob
+from tailrace.workers.process import WorkerProcess
+from tailrace.workers.reward import RemoteScorer, RewardPool
+from tailrace.workers.trainer import RemoteTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """What a run needs of processes, all ready."""
+
+    engines: tuple[RemoteEngine, ...]
+    trainer: RemoteTrainer
+    rewards: RewardPool
+
+
+class _Worker(Protocol):
+    process: WorkerProcess
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=_Worker)
+
+
+@asynccontextmanager
+async def open_local(
+    model: Path,
+    *,
+    engine: EngineSettings,
+    sampling: SamplingSettings,
+    trainer: TrainerSettings,
+    reward: RewardSettings,
+    data: DataSettings,
+    tokenizer: Tokenizer,
+    folder: Path,
+    pins: Sequence[int] = (),
+) -> AsyncIterator[Workers]:
+    """Start all workers side by side, and end them with the block, however it ends.
+
+    A worker that dies ends the block, whatever that waits for. To run again with the same workers: first
+    `trainer.save`; later `trainer.restore`, publish, and load with kv="recompute".
+
+    Args:
+        model: a Hugging Face folder, for engines and trainer.
+        folder: of the run; what workers print goes to its `logs/`.
+        pins: a CPU for each engine, then one for the trainer; empty: any.
+
+    Raises:
+        ConfigError: a worker cannot do its job.
+        WorkerDied: a worker ended; with its name, the cause and its last words.
+    """
+    logs = folder / "logs"
+    cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
+    engine_job = EngineJob(model=model, engine=engine, sampling=sampling)
+    trainer_job = TrainerJob(model=model, trainer=trainer, temperature=sampling.temperature)
+    scorer_job = ScorerJob(reward=reward, data=data)
+    started: list[_Worker] = []
+
+    async def start(spawning: Coroutine[Any, Any, W]) -> W:
+        worker = await spawning
+        started.append(worker)
+        return worker
+
+    try:
+        engines = [
+            await start(RemoteEngine.spawn(f"engine-{number}", engine_job, logs=logs, pin=cpus[number]))
+            for number in range(engine.replicas)
+        ]
+        remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
+        scorers = [
+            await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
+            for number in range(reward.workers)
+        ]
+        await asyncio.gather(*(worker.ready() for worker in started))
+        async with _ended_by_death([worker.process for worker in started]):
+            yield Workers(tuple(engines), remote_trainer, RewardPool(scorers, tokenizer))
+    finally:
+        await asyncio.gather(*(worker.close() for worker in started))
+
+
+@asynccontextmanager
+async def _ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[None]:
+    """Cancel the block when a process ends, and raise its WorkerDied."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watchers = [tasks.create_task(process.died()) for process in processes]
+            try:
+                yield
+            finally:
+                for watcher in watchers:
+                    watcher.cancel()
+    except BaseExceptionGroup as group:
+        deaths = group.subgroup(WorkerDied)
+        error = _first(deaths) if deaths else group.exceptions[0]
+        raise error from error.__cause__
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,222 @@
+"""Everything that crosses between the controller and its workers, as closed unions.
+
+A job says what a worker is; it is part of the command line the worker starts with. All else is a
+message. A worker answers in the order it was asked; a `Report` comes unasked.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tailrace.data.base import DataSettings
+from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
+from tailrace.reward.base import RewardSettings
+from tailrace.settings import Settings
+from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import KV, FinishReason
+from tailrace.weights.base import Weights
+
+_Plain = str | int | float | None
+
+
+class EngineJob(Settings):
+    """Serve a model."""
+
+    model: Path
+    engine: EngineSettings
+    sampling: SamplingSettings
+    report_every_s: float = 0.5
+    """Running requests send what they gained this often; those that end do so at once."""
+
+
+class TrainerJob(Settings):
+    """Train a model."""
+
+    model: Path
+    trainer: TrainerSettings
+    temperature: float
+    """Of sampling."""
+
+
+class ScorerJob(Settings):
+    """Score completions."""
+
+    reward: RewardSettings
+    data: DataSettings
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The worker has loaded what its job names."""
+
+
+class BadConfig(msgspec.Struct, tag=True):
+    """The job cannot be done; the worker ends."""
+
+    key: str
+    value: _Plain
+    problem: str
+    remedy: str
+
+    @classmethod
+    def of(cls, error: ConfigError) -> "BadConfig":
+        value = error.value if isinstance(error.value, _Plain) else str(error.value)
+        return cls(error.key, value, error.problem, error.remedy)
+
+    def error(self) -> TailraceError:
+        return ConfigError(self.key, self.value, self.problem, self.remedy)
+
+
+class Done(msgspec.Struct, tag=True):
+    """What was asked is done."""
+
+
+# -- engine -----------------------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, tag=True):
+    """Start or resume a request; what it gains comes in Reports until it ends or is aborted."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    """What it already has."""
+    seed: int
+
+
+class Abort(msgspec.Struct, tag=True):
+    """End a request now. Answered by its id in a Report, after its last tokens."""
+
+    id: str
+
+
+class Load(msgspec.Struct, tag=True):
+    weights: Weights
+    kv: KV
+
+
+class CheckIntegrity(msgspec.Struct, tag=True):
+    """Prove that nothing leaked. A broken invariant ends the worker."""
+
+
+class Settle(msgspec.Struct, tag=True):
+    """Report everything up to now."""
+
+
+class Gained(msgspec.Struct, array_like=True):
+    """Tokens of one request since its last report, all by one version."""
+
+    id: str
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: FinishReason | None
+
+
+class Report(msgspec.Struct, tag=True):
+    gained: list[Gained]
+    aborted: list[str]
+    usage: Usage
+
+
+ToEngine = Generate | Abort | Load | CheckIntegrity | Settle
+FromEngine = Ready | BadConfig | Report | Done
+
+
+# -- trainer ----------------------------------------------------------------------------------------
+
+
+class TrainerReady(msgspec.Struct, tag=True):
+    """As Ready."""
+
+    shared: str
+    """The folder in which it publishes weights."""
+
+
+class Accumulate(msgspec.Struct, tag=True):
+    units: list[list[TrainSample]]
+
+
+class Step(msgspec.Struct, tag=True):
+    """Answered by Stepped."""
+
+
+class Publish(msgspec.Struct, tag=True):
+    """Answered by Published."""
+
+    version: int
+
+
+class Save(msgspec.Struct, tag=True):
+    folder: str
+
+
+class Restore(msgspec.Struct, tag=True):
+    folder: str
+
+
+class Stepped(msgspec.Struct, tag=True):
+    stats: StepStats
+
+
+class Published(msgspec.Struct, tag=True):
+    weights: Weights
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The trainer will not do what it was asked, and is as it was."""
+
+    kind: Literal["CheckpointError", "ScheduleError"]
+    message: str
+
+    @classmethod
+    def of(cls, error: CheckpointError | ScheduleError) -> "Refused":
+        return cls("CheckpointError" if isinstance(error, CheckpointError) else "ScheduleError", str(error))
+
+    def error(self) -> TailraceError:
+        return (CheckpointError if self.kind == "CheckpointError" else ScheduleError)(self.message)
+
+
+ToTrainer = Accumulate | Step | Publish | Save | Restore
+FromTrainer = TrainerReady | BadConfig | Done | Stepped | Published | Refused
+
+
+# -- scorer -----------------------------------------------------------------------------------------
+
+
+class Score(msgspec.Struct, tag=True):
+    """Answered by Scored or Failed of the same number, or by Serving where the call ended its process."""
+
+    number: int
+    prompt: str
+    completion: str
+    row: Mapping[str, object]
+
+
+class Serving(msgspec.Struct, tag=True):
+    """A process is ready for calls."""
+
+    pid: int
+    """Of the process group in which calls are made."""
+    ended: str
+    """How the one before it ended; empty for the first."""
+
+
+class Scored(msgspec.Struct, tag=True):
+    number: int
+    reward: float
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A RewardFailed."""
+
+    number: int
+    reason: str
+    detail: str
+
+
+ToScorer = Score
+FromScorer = Serving | BadConfig | Scored | Failed

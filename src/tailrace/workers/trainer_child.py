@@ -1,0 +1,67 @@
+"""The trainer's process: does one thing after another, and sleeps in the socket in between."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import CheckpointError, ScheduleError
+from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.weights.shared import SharedWeights, shared_memory
+from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.messages import (
+    Accumulate,
+    Done,
+    FromTrainer,
+    Publish,
+    Published,
+    Refused,
+    Restore,
+    Save,
+    Step,
+    Stepped,
+    ToTrainer,
+    TrainerJob,
+    TrainerReady,
+)
+
+
+def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
+    """Do what was asked, and say what came of it."""
+    match message:
+        case Accumulate(units=units):
+            trainer.accumulate(units)
+        case Step():
+            return Stepped(trainer.step())
+        case Publish(version=version):
+            return Published(shared.write(trainer.state(), version))
+        case Save(folder=folder):
+            trainer.save(Path(folder))
+        case Restore(folder=folder):
+            trainer.restore(Path(folder))
+    return Done()
+
+
+def main() -> None:
+    end, job = begin(TrainerJob)
+    folder = Path(tempfile.mkdtemp(prefix="tailrace-", dir=shared_memory()))
+    end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
+    shared = SharedWeights(folder)
+    try:
+        with config_errors_sent(channel):
+            trainer = TorchTrainer.from_pretrained(job.model, job.trainer, temperature=job.temperature)
+        channel.send(TrainerReady(str(folder)))
+        for message in channel:
+            try:
+                channel.send(obey(message, trainer, shared))
+            except (CheckpointError, ScheduleError) as error:
+                channel.send(Refused.of(error))
+    finally:
+        shared.close()
+
+
+if __name__ == "__main__":
+    main()

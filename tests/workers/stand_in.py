@@ -1,0 +1,37 @@
+"""A worker process that behaves as its job says: python -m stand_in."""
+
+import time
+from typing import Literal
+
+import msgspec
+
+from tailrace.settings import Settings
+from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.child import begin, end_with_controller
+from tailrace.workers.messages import Done, Ready, Settle
+
+
+class StandInJob(Settings):
+    manner: Literal["obey", "raise", "work for ever", "stay", "babble"]
+
+
+def main() -> None:
+    end, job = begin(StandInJob)
+    end_with_controller(end)
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Settle))
+    channel.send(Ready())
+    for _ in channel:
+        print("was asked to settle")
+        if job.manner == "raise":
+            raise ValueError("the model melted")
+        if job.manner == "babble":
+            end.sendall(b"\x01\x00\x00\x00\xc1")
+        while job.manner == "work for ever":
+            sum(range(1000))
+        channel.send(Done())
+    while job.manner == "stay":
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Scoring in processes that may hang, raise or die."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_cases import Letters, is_running, make_samples, until_gone
+
+from tailrace.data.base import RowsSettings
+from tailrace.errors import ConfigError, RewardFailed, WorkerDied
+from tailrace.reward.base import RewardSettings
+from tailrace.types import Sample
+from tailrace.workers.messages import ScorerJob
+from tailrace.workers.reward import RemoteScorer, RewardPool
+
+Drive = Callable[[Any], Any]
+ROWS = RowsSettings(path=Path("rows.jsonl"))
+
+
+def job(function: str = "score", timeout_s: float = 60.0) -> ScorerJob:
+    reward = RewardSettings(function=f"reward_cases:{function}", timeout_s=timeout_s)
+    return ScorerJob(reward=reward, data=ROWS)
+
+
+@asynccontextmanager
+async def scorer(job: ScorerJob, logs: Path) -> AsyncIterator[RemoteScorer]:
+    scorer = await RemoteScorer.spawn("scorer-0", job, logs=logs)
+    try:
+        await scorer.ready()
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+def saying(*words: str) -> list[Sample]:
+    samples = make_samples(len(words), row={"answer": "right"})
+    for sample, word in zip(samples, words, strict=True):
+        sample.extend(Letters().encode(word), [0.0] * len(word), version=0)
+    return samples
+
+
+async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
+    """Of completions scored side by side: the reward, or the reason why there is none."""
+    found = await asyncio.gather(*(pool.score(s) for s in saying(*words)), return_exceptions=True)
+    return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
+
+
+def test_a_reward_sees_prompt_completion_and_row_and_the_sample_keeps_the_text(
+    tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            pool = RewardPool([one], Letters())
+            wrong, right = saying("wrongs", "right")
+            right.completion_ids.append(0)  # a special token
+            assert await pool.score(wrong) == 6 + len("what?") / 8
+            assert await pool.score(right) == 5 + len("what?") / 8 + 1
+            assert (wrong.text, right.text) == ("wrongs", "right")
+
+    drive(main())
+
+
+def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(timeout_s=2.0), tmp_path) as one:
+            pool = RewardPool([one], Letters())
+            words = ("hang", "lock", "raise", "exit", "quit", "crash", "nan", "text", "fine")
+            reasons = ("timeout", "timeout", "raised", "died", "raised", "died", "nan", "not a number", 4.625)
+            assert await outcomes(pool, *words) == list(reasons)
+
+    drive(main())
+
+
+def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            with pytest.raises(RewardFailed, match="its process: exit code 3"):
+                await one.score("", "exit", {})
+            with pytest.raises(RewardFailed, match="its process: signal SIGSEGV"):
+                await one.score("", "crash", {})
+            with pytest.raises(RewardFailed, match="KeyError: 'no such answer'"):
+                await one.score("", "raise", {})
+            with pytest.raises(RewardFailed, match=r"^row: "):
+                await one.score("", "fine", {"answer": object()})
+
+    drive(main())
+
+
+def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job("score_later", timeout_s=2.0), tmp_path) as one:
+            assert await outcomes(RewardPool([one], Letters()), "four", "hang", "fives") == [
+                2.0,
+                "timeout",
+                2.5,
+            ]
+
+    drive(main())
+
+
+def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path / "a") as first, scorer(job(), tmp_path / "b") as second:
+            pool = RewardPool([first, second], Letters())
+            hung = asyncio.create_task(pool.score(saying("hang")[0]))
+            assert await outcomes(pool, *["fine"] * 20) == [4.625] * 20
+            assert not hung.done()
+            hung.cancel()
+
+    drive(main())
+
+
+def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
+    tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        async with scorer(job("score_later"), tmp_path) as one:
+            pool = RewardPool([one], Letters())
+            forgotten = asyncio.create_task(pool.score(saying("sixsix")[0]))
+            await asyncio.sleep(0.005)
+            forgotten.cancel()
+            assert await outcomes(pool, "four", "fives") == [2.0, 2.5]
+
+    drive(main())
+
+
+def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            os.kill(int(await one.score("", "pid", {})), signal.SIGKILL)
+            pool = RewardPool([one], Letters())
+            first, *others = await outcomes(pool, *["fine"] * 3)
+            assert first in (4.625, "died")
+            assert others == [4.625] * 2
+
+    drive(main())
+
+
+def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            fork = int(await one.score("", "pid", {}))
+            call = asyncio.create_task(one.score("", "lock", {}))
+            await asyncio.sleep(0.1)
+            one.process.kill()
+            with pytest.raises(WorkerDied, match=r"scorer-0 .* signal SIGKILL"):
+                await call
+            await until_gone(fork)
+
+    drive(main())
+
+
+def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            fork = int(await one.score("", "pid", {}))
+            call = asyncio.create_task(one.score("", "lock", {}))
+            await asyncio.sleep(0.1)
+        await until_gone(fork, one.process.pid)
+        with pytest.raises((WorkerDied, RewardFailed)):
+            await call
+
+    drive(main())
+
+
+def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError) as wrong:
+            async with scorer(job("scroe"), tmp_path):
+                pass
+        assert wrong.value.key == "reward.function"
+        assert "reward_cases:scroe" in str(wrong.value)
+
+    drive(main())
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from test_reward import job, scorer
+
+async def main():
+    async with scorer(job(), Path(sys.argv[1])) as one:
+        fork = int(await one.score("", "pid", {}))
+        print(one.process.pid, fork, flush=True)
+        await one.score("", "lock", {})
+
+asyncio.run(main())
+"""
+
+
+def test_a_call_that_holds_the_lock_ends_when_the_controller_is_killed(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        controller = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CONTROLLER, str(tmp_path)),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parent,
+        )
+        assert controller.stdout is not None
+        pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
+        assert len(pids) == 2
+        await asyncio.sleep(0.3)
+        assert all(is_running(pid) for pid in pids)
+        controller.kill()
+        await until_gone(*pids)
+        await controller.communicate()
+
+    drive(main())

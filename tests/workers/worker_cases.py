@@ -1,0 +1,51 @@
+"""Samples, jobs and processes for the tests of the workers."""
+
+import asyncio
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+
+def make_samples(
+    num: int, *, prompt_ids: Sequence[int] = (5, 6, 7), row: Mapping[str, object] | None = None
+) -> list[Sample]:
+    """Fresh samples of one prompt."""
+    prompt = Prompt(index=0, ids=prompt_ids, text="what?", row={} if row is None else row)
+    group = Group(prompt, need=num, samples=[])
+    group.samples += [Sample(SampleId(0, 0, index), group, seed=index) for index in range(num)]
+    return group.samples
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be reaped."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+async def until_gone(*pids: int) -> None:
+    while any(is_running(pid) for pid in pids):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def words_of(logs: Path, name: str) -> str:
+    return (logs / f"{name}.log").read_text()
+
+
+class Letters:
+    """A tokenizer whose token 1 is "a", token 2 "b" and so on; token 0 is special."""
+
+    chat_template: str | None = None
+    eos_token_id: int | None = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + id - 1) for id in token_ids if id or not skip_special_tokens)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        raise NotImplementedError
