@@ -111,7 +111,8 @@ class NativeEngine:
 
     def abort(self, id: str) -> Delta | None:
         """Forget a request. Returns what it gained since its last report; None if it has ended."""
-        response = self._scheduler.remove(id)
+        with torch.inference_mode():
+            response = self._scheduler.remove(id)
         return None if response is None else self._delta(response, None)
 
     def step(self) -> list[Delta]:
