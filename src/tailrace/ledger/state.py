@@ -140,7 +140,7 @@ class RunState(msgspec.Struct):
         """
         path = folder / STATE_FILE
         try:
-            state = msgspec.msgpack.decode(path.read_bytes(), type=cls)
+            state = msgspec.msgpack.decode(path.read_bytes(), type=cls, dec_hook=_counter)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; remove {folder} and resume again") from None
         except msgspec.DecodeError as why:
@@ -150,9 +150,12 @@ class RunState(msgspec.Struct):
                 f"{folder} belongs to another config; resume with the run's own config.toml, or choose "
                 "another --output-dir"
             )
-        state.totals.wasted_tokens = Counter(state.totals.wasted_tokens)
-        state.totals.groups = Counter(state.totals.groups)
         return state
 
     def revive(self, groups: list[GroupState], prompt_of: Callable[[int], Prompt]) -> list[Group]:
         return [state.revive(prompt_of(state.prompt)) for state in groups]
+
+
+def _counter(_: type, counts: dict[str, int]) -> Counter[str]:
+    """The only type in a state that msgspec does not know."""
+    return Counter(counts)

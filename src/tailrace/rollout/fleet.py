@@ -1,6 +1,6 @@
 """Fleet: the engines, and which of them gets a request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
@@ -15,6 +15,7 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
         self.engines = engines
         self.changed = Signal()
+        self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
         self._load = {engine.name: 0 for engine in engines}
 
@@ -42,6 +43,7 @@ class Fleet:
     def engines_changed(self) -> None:
         """An engine opened or closed."""
         self.changed.fire()
+        self.on_changed()
 
     async def _pick(self) -> Engine:
         while not (candidates := [engine for engine in self.engines if engine.open]):

@@ -48,7 +48,7 @@ class Pool:
     ) -> None:
         self.admission: Admission = FIFO
         self.ready = Ring("the pool", drop=self.drop, coming=self._coming)
-        self.ready.on_taken = self._pump
+        self.ready.on_taken = fleet.on_changed = self._pump
         self._tasks, self._fleet, self._rewards = tasks, fleet, rewards
         self._ledger, self._shelf, self._recorder = ledger, shelf, recorder
         self._replace, self._materialise = replace, materialise
@@ -104,7 +104,7 @@ class Pool:
     async def settled(self) -> None:
         """Wait for aborts under way: afterwards every token is in a group or in the waste."""
         if self._parking is not None:
-            await self._parking
+            await asyncio.shield(self._parking)  # a cancelled wait must not cancel the parking itself
             self._parking = None
         if cut := [self._serving[sample] for sample in self._cut]:
             await asyncio.wait(cut)
@@ -179,7 +179,7 @@ class Pool:
         elif reason := self._materialise(group):
             self.drop(group, reason, "filtered")
         else:
-            for sample in [s for s in group.kept if s.failure]:
+            for sample in [s for s in group.kept if s.failure and s.fate is None]:  # None: not parked since
                 self._ledger.waste(sample, sample.failure or "")
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
@@ -210,16 +210,16 @@ class Pool:
 
     def _head(self) -> Sample | None:
         """The first of the line that still waits; drawn from the source if the line is empty."""
-        while self._line and self._line[0][2] not in self._waiting:
-            heapq.heappop(self._line)
-        if not self._line:
+        while True:
+            while self._line and self._line[0][2] not in self._waiting:
+                heapq.heappop(self._line)
+            if self._line:
+                return self._line[0][2]
             if self._source is None or self.ready.is_full:
                 return None
             if len(self._serving) >= self._fleet.slots or not self._admits_another():
                 return None
             self._enter(self._source(1)[0])
-            return self._head()
-        return self._line[0][2]
 
     def _admits_another(self) -> bool:
         """Ask admission before a prompt is drawn: what is drawn counts as in flight."""

@@ -57,7 +57,7 @@ class SimTrainer:
         return Weights(version)
 
     async def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / STEPS_FILE).write_text(str(self._num_steps))
 
     async def restore(self, folder: Path) -> None:
