@@ -182,7 +182,8 @@ def step_line(progress: Progress) -> str:
     row = progress.row
     return (
         f"Step {row['step']} | Round {row['round']} | {progress.elapsed_s:.1f}s | "
-        f"Reward {row['reward']:.4f} | Length {row['completions/length/mean']:.0f} (max {row['completions/length/max']}) | "
+        f"Reward {row['reward']:.4f} | "
+        f"Length {row['completions/length/mean']:.0f} (max {row['completions/length/max']}) | "
         f"{progress.generated_per_s:,.0f} tokens/s | Staleness {row['staleness/max']} | "
         f"Wait {row['time/wait']:.2f}s of {row['time/step']:.2f}s"
     )

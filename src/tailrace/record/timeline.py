@@ -1,4 +1,7 @@
-"""Timeline: who was busy when, in compact bars. `pictures.py` draws them."""
+"""Timeline: who was busy when, in compact bars. `pictures.py` draws them.
+
+All times are seconds since the start of the first round.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +34,15 @@ class RequestBar:
 
 @dataclass(frozen=True, slots=True)
 class TrainerBar:
-    """The trainer at work for one optimizer step: forward and backward, or the step itself."""
+    """The trainer at work for an optimizer step: forward and backward, or the step itself."""
 
     step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSpan:
     start_s: float
     end_s: float
 
@@ -44,16 +53,16 @@ class Timeline:
     def __init__(self) -> None:
         self.requests: list[RequestBar] = []
         self.trainer: list[TrainerBar] = []
-        self.rounds: list[tuple[float, float]] = []
-        """Start and end of each round."""
+        self.rounds: list[RoundSpan] = []
         self.steps: dict[int, int] = {}
-        """The optimizer step that trained a prompt's group first, by prompt."""
+        """The optimizer step that first trained a prompt's group, by prompt."""
+        self._meter = RoundMeter()
+        self._origin_s: float | None = None
+        self._round_start_s = 0.0
         self._lanes: dict[str, Lanes] = {}
         self._running: dict[SampleId, tuple[RequestStarted, int]] = {}
         self._pending: list[Accumulated | Stepped] = []
         """What the trainer did since the last step."""
-        self._round_start_s = 0.0
-        self._meter = RoundMeter()
 
     @property
     def reports(self) -> list[RoundReport]:
@@ -72,34 +81,44 @@ class Timeline:
             case Stepped():
                 self._step(event)
             case RoundStarted():
+                if self._origin_s is None:
+                    self._origin_s = event.time_s
                 self._round_start_s = event.time_s
             case RoundEnded():
-                self.rounds.append((self._round_start_s, event.time_s))
+                self.rounds.append(RoundSpan(self._since(self._round_start_s), self._since(event.time_s)))
 
     def close(self) -> None:
         """Requests that did not end are left out."""
 
+    def _since(self, time_s: float) -> float:
+        assert self._origin_s is not None
+        return time_s - self._origin_s
+
     def _end_request(self, event: RequestEnded) -> None:
         started, lane = self._running.pop(event.sample)
         self._lanes[event.engine].give_back(lane)
-        bar = RequestBar(event.engine, lane, event.sample.prompt, started.time_s, event.time_s)
-        self.requests.append(bar)
+        start_s, end_s = self._since(started.time_s), self._since(event.time_s)
+        self.requests.append(RequestBar(event.engine, lane, event.sample.prompt, start_s, end_s))
 
     def _step(self, event: Stepped) -> None:
         step = event.stats.num_steps
         self._pending.append(event)
-        self.trainer += [TrainerBar(step, work.start_s, work.end_s) for work in self._pending]
+        self.trainer += [
+            TrainerBar(step, self._since(work.start_s), self._since(work.end_s)) for work in self._pending
+        ]
         self._pending.clear()
         for sample in event.stats.samples:
             self.steps.setdefault(sample.prompt, step)
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Draw the runs under one another on one time axis, by name.
+    """Draw runs under one another on one time axis, each under its name. One that never finished a round is
+    left out; with none left there is no picture.
 
     Raises:
-        ImportError: matplotlib is not installed (the extra `quickstart` brings it).
+        ImportError: matplotlib is not installed; the extra `quickstart` brings it.
     """
     from tailrace.record.pictures import draw_timelines
 
-    draw_timelines(timelines, path)
+    if finished := {name: timeline for name, timeline in timelines.items() if timeline.reports}:
+        draw_timelines(finished, path)
