@@ -1,0 +1,195 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from record_story import Story, make_group, pipelined_round, play
+
+from tailrace.record.events import Evaluated, GroupEnded, RowSkipped, SampleScored, TokensWasted
+from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.types import SampleId
+
+
+def rows_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(story: Story, path: Path, *, first_round: int = 0) -> list[dict[str, float]]:
+    play(story.events, MetricsWriter(path, first_round=first_round))
+    return rows_of(path)
+
+
+def test_a_step_becomes_a_row(tmp_path: Path) -> None:
+    first, _ = write(pipelined_round(), tmp_path / "metrics.jsonl")
+    assert first == {
+        "step": 1,
+        "round": 0,
+        "time": 16.0,
+        "reward": 0.5,
+        "reward_std": math.sqrt(0.5),
+        "frac_reward_zero_std": 0.0,
+        "completions/length/mean": 5.0,
+        "completions/length/p50": 4,
+        "completions/length/p90": 6,
+        "completions/length/p99": 6,
+        "completions/length/max": 6,
+        "completions/clipped_ratio": 0.0,
+        "loss": 0.25,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "entropy": 1.5,
+        "clip_ratio": 0.125,
+        "mismatch_kl": 0.01,
+        "staleness/mean": 0.0,
+        "staleness/max": 0,
+        "num_tokens": 10,
+        "time/step": 6.0,
+        "time/wait": 4.0,
+        "time/train": 2.0,
+        "perf/tokens_per_s": 10 / 6,
+        "tokens/generated": 10,
+        "groups/trained": 1,
+    }
+
+
+def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
+    _, last = write(pipelined_round(), tmp_path / "metrics.jsonl")
+    figures = {key: value for key, value in last.items() if key.startswith("round/")}
+    assert figures == {
+        "round/main_time_s": 14.0,
+        "round/rollout_time_s": 10.0,
+        "round/first_dispatch_s": 4.0,
+        "round/trainer_compute_s": 6.0,
+        "round/wait_s": 8.0,
+        "round/waiting_ratio": 8 / 14,
+        "round/start_ratio": 4 / 14,
+        "round/publish_s": 1.0,
+        "round/num_steps": 2,
+        "round/num_groups": 2,
+        "round/num_tokens": 40,
+        "round/num_generated": 40,
+        "round/rollout_tokens_per_s": 4.0,
+        "round/reward": 0.75,
+        "round/length/mean": 10.0,
+        "round/length/p50": 6,
+        "round/length/p90": 20,
+        "round/length/p99": 20,
+        "round/length/max": 20,
+        "round/first_step_length": 5.0,
+        "round/last_step_length": 15.0,
+    }
+    assert last["frac_reward_zero_std"] == 1.0
+    assert last["completions/clipped_ratio"] == 0.5
+
+
+def test_the_steps_of_a_round_add_up_to_it(tmp_path: Path) -> None:
+    rows = write(pipelined_round(), tmp_path / "metrics.jsonl")
+    assert sum(row["time/step"] for row in rows) == rows[-1]["round/main_time_s"]
+    assert sum(row["time/wait"] for row in rows) == rows[-1]["round/wait_s"]
+    assert sum(row["tokens/generated"] for row in rows) == rows[-1]["round/num_generated"]
+
+
+def test_what_went_wrong_is_counted_by_reason(tmp_path: Path) -> None:
+    story = pipelined_round()
+    lost = SampleId(7, 0, 0)
+    story.tell(
+        SampleScored(11.0, lost, None, "not a number", 5),
+        SampleScored(11.0, lost, None, "timeout", 5),
+        SampleScored(12.0, lost, None, "timeout", 5),
+        TokensWasted(12.0, lost, 5, "no reward"),
+        TokensWasted(18.0, lost, 3, "deferred"),
+        GroupEnded(12.0, 7, "dropped", "no reward"),
+        GroupEnded(13.0, 8, "filtered", "zero variance"),
+        RowSkipped(13.0, 9, "no prompt"),
+    )
+    first, last = write(story, tmp_path / "metrics.jsonl")
+    assert first["completions/failed/not_a_number"] == 1
+    assert first["completions/failed/timeout"] == 2
+    assert first["tail/wasted_tokens/no_reward"] == 5
+    assert first["groups/dropped/no_reward"] == 1
+    assert first["groups/filtered/zero_variance"] == 1
+    assert first["rows/skipped/no_prompt"] == 1
+    assert last["tail/wasted_tokens/deferred"] == 3
+    assert "tail/wasted_tokens/no_reward" not in last
+
+
+def test_what_comes_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(
+        TokensWasted(24.5, SampleId(7, 0, 0), 5, "surplus"), TokensWasted(30.0, SampleId(8, 0, 0), 2, "end")
+    )
+    _, last, after = write(story, tmp_path / "metrics.jsonl")
+    assert last["tail/wasted_tokens/surplus"] == 5
+    assert after == {"step": 2, "round": 0, "time": 25.0, "tail/wasted_tokens/end": 2}
+
+
+def test_staleness_is_averaged_over_tokens(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.train(make_group(5, [3, 5], [0.0, 1.0]), 30, 31, 32, lag=2)
+    stepped = story.told[-1]
+    stepped.staleness.update({0: 24})  # type: ignore[union-attr,attr-defined]
+    row = write(story, tmp_path / "metrics.jsonl")[-1]
+    assert row["staleness/mean"] == 2 * 8 / 32
+    assert row["staleness/max"] == 2
+
+
+def test_an_evaluation_is_a_row_of_its_own(tmp_path: Path) -> None:
+    story = Story()
+    story.tell(Evaluated(9.0, 0, 128, accuracy=0.5, mean_tokens=12.0))
+    pipelined_round(story)
+    story.tell(Evaluated(30.0, 1, 128, accuracy=0.75, mean_tokens=11.0))
+    rows = write(story, tmp_path / "metrics.jsonl")
+    assert [row.get("eval/accuracy") for row in rows] == [0.5, None, None, 0.75]
+    assert rows[0] == {
+        "step": 0,
+        "round": 0,
+        "time": 9.0,
+        "eval/accuracy": 0.5,
+        "eval/mean_tokens": 12.0,
+        "eval/num_samples": 128,
+    }
+    assert (rows[3]["step"], rows[3]["round"]) == (2, 1)
+
+
+def test_a_row_is_on_disk_when_the_next_step_or_the_round_ends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    events = pipelined_round().events
+    play(events, writer := MetricsWriter(path), close=False)
+    assert len(rows_of(path)) == 2
+    writer.close()
+
+
+def test_a_resume_removes_the_rows_that_will_be_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    story = pipelined_round()
+    pipelined_round(story, round=1, start_s=100.0)
+    whole = write(story, path)
+    with path.open("a") as file:
+        file.write('{"step": 5, "rou')  # torn by a kill
+    resumed = MetricsWriter(path, first_round=1)
+    assert rows_of(path) == whole[:2]
+    play([Evaluated(99.0, 1, 8, 0.5, 1.0)], resumed)
+    assert rows_of(path)[2]["step"] == 2
+    write_again = Story(num_steps=2)
+    pipelined_round(write_again, round=1, start_s=100.0)
+    assert write(write_again, path, first_round=1) == whole
+
+
+def test_a_number_that_is_not_finite_is_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    play([Evaluated(1.0, 0, 8, accuracy=math.nan, mean_tokens=1.0)], MetricsWriter(path))
+    assert rows_of(path)[0]["eval/accuracy"] is None
+    assert math.isnan(next(read_rows(path))["eval/accuracy"])
+
+
+@pytest.mark.parametrize("before, count", [(0, 0), (1, 2), (2, 4), (None, 4)])
+def test_rows_are_read_up_to_a_round(tmp_path: Path, before: int | None, count: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    story = pipelined_round()
+    pipelined_round(story, round=1, start_s=100.0)
+    write(story, path)
+    assert len(list(read_rows(path, before_round=before))) == count
+
+
+def test_no_file_has_no_rows(tmp_path: Path) -> None:
+    assert list(read_rows(tmp_path / "none.jsonl")) == []

@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+
+from record_story import Story, pipelined_round, play
+
+from tailrace.record.events import Evaluated, GroupEnded, RowSkipped, SampleScored, TokensWasted
+from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.summary import FirstLast, GroupCounts, RoundMedians, RunSummary, Summary, TokenCounts
+from tailrace.types import SampleId
+
+
+def told() -> Story:
+    story, lost = Story(), SampleId(9, 0, 0)
+    story.tell(Evaluated(9.0, 0, 8, accuracy=0.25, mean_tokens=5.0))
+    pipelined_round(story)
+    story.tell(
+        Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0),
+        SampleScored(12.0, lost, None, "timeout", 5),
+        TokensWasted(12.0, lost, 5, "no reward"),
+        GroupEnded(12.0, 9, "dropped", "no reward"),
+        GroupEnded(13.0, 8, "filtered", "zero variance"),
+        RowSkipped(13.0, 7, "no prompt"),
+    )
+    return story
+
+
+EXPECTED = RunSummary(
+    eval=FirstLast(0.25, 0.75),
+    reward=FirstLast(0.5, 1.0),
+    rounds=1,
+    steps=2,
+    groups=GroupCounts(
+        trained=2, filtered=1, dropped=1, reasons={"filtered/zero_variance": 1, "dropped/no_reward": 1}
+    ),
+    tokens=TokenCounts(generated=40, trained=40, wasted={"no_reward": 5}),
+    failures={"timeout": 1},
+    rows_skipped={"no_prompt": 1},
+    round=RoundMedians(
+        main_time_s=14.0,
+        rollout_time_s=10.0,
+        first_dispatch_s=4.0,
+        trainer_compute_s=6.0,
+        wait_s=8.0,
+        waiting_ratio=8 / 14,
+        start_ratio=4 / 14,
+        publish_s=1.0,
+        rollout_tokens_per_s=4.0,
+    ),
+)
+
+
+def test_a_run_is_added_up() -> None:
+    play(told().events, summary := Summary())
+    assert summary.summary() == EXPECTED
+
+
+def test_the_file_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "summary.json"
+    play(told().events, Summary(path))
+    written = json.loads(path.read_text())
+    assert written["eval"] == {"first": 0.25, "last": 0.75}
+    assert written["groups"]["trained"] == 2
+    assert written["tokens"] == {"generated": 40, "trained": 40, "wasted": {"no_reward": 5}}
+    assert written["round"]["waiting_ratio"] == 8 / 14
+
+
+def test_a_resumed_run_counts_its_earlier_life(tmp_path: Path) -> None:
+    whole = told()
+    pipelined_round(whole, round=1, start_s=100.0)
+    play(whole.events, expected := Summary())
+
+    path = tmp_path / "metrics.jsonl"
+    play(whole.events, MetricsWriter(path))  # killed after round 1, whose checkpoint was never written
+    again = Story(num_steps=2)
+    again.tell(Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0))
+    pipelined_round(again, round=1, start_s=100.0)
+    play(again.events, resumed := Summary(earlier=read_rows(path, before_round=1)))
+    assert resumed.summary() == expected.summary()
+
+
+def test_a_run_that_did_nothing_has_nothing_to_say() -> None:
+    play([], summary := Summary())
+    result = summary.summary()
+    assert (result.eval, result.reward, result.rounds, result.steps) == (None, None, 0, 0)
+    assert result.round.main_time_s is None

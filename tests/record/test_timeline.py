@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+from record_story import make_group, pipelined_round, play
+
+from tailrace.record.events import Evaluated
+from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar, draw
+
+
+def test_bars_are_counted_from_the_first_rounds_start() -> None:
+    play(pipelined_round().events, timeline := Timeline())
+    assert timeline.requests == [
+        RequestBar("engine0", 0, 0, 0.0, 2.0),
+        RequestBar("engine0", 1, 0, 0.0, 4.0),
+        RequestBar("engine0", 0, 1, 2.0, 7.0),
+        RequestBar("engine0", 1, 1, 4.0, 10.0),
+    ]
+    assert timeline.trainer == [
+        TrainerBar(1, 4.0, 5.0),
+        TrainerBar(1, 5.0, 6.0),
+        TrainerBar(2, 10.0, 12.0),
+        TrainerBar(2, 12.0, 14.0),
+    ]
+    assert timeline.rounds == [RoundSpan(0.0, 15.0)]
+    assert timeline.steps == {0: 1, 1: 2}
+
+
+def test_an_evaluation_has_no_bars() -> None:
+    story = pipelined_round()
+    story.request(make_group(-1, [9], [1.0]).samples[0], 3, 9)
+    play(story.events, timeline := Timeline())
+    assert {bar.prompt for bar in timeline.requests} == {0, 1}
+
+
+def test_a_picture_of_two_runs_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    story = pipelined_round()
+    pipelined_round(story, round=1, start_s=40.0)
+    story.request(make_group(9, [5], [1.0]).samples[0], 41, 43, engine="engine1")
+    timelines = {"two rounds": Timeline(), "one round": Timeline(), "nothing": Timeline()}
+    play(story.events, timelines["two rounds"])
+    play(pipelined_round().events, timelines["one round"])
+    draw(timelines, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_finished_round_there_is_no_picture(tmp_path: Path) -> None:
+    draw({"nothing": Timeline()}, tmp_path / "timeline.png")
+    assert not (tmp_path / "timeline.png").exists()
+
+
+def test_the_waits_in_the_picture_are_those_of_the_round() -> None:
+    pytest.importorskip("matplotlib")
+    from tailrace.record.pictures import _waits
+
+    story = pipelined_round()
+    pipelined_round(story, round=1, start_s=40.0)
+    play(story.events, timeline := Timeline())
+    assert [wait for wait in _waits(timeline) if wait[1] > wait[0]] == [(0, 4), (6, 10), (30, 34), (36, 40)]
+
+
+def test_a_learning_curve_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tailrace.record.pictures import draw_learning
+
+    points = [Evaluated(100.0 + 10 * n, n, 8, accuracy=0.2 * n, mean_tokens=3.0) for n in range(4)]
+    draw_learning({"serial": points}, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
