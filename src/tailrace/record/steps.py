@@ -23,10 +23,11 @@
 What happened between two steps is counted in the row of the second, or of the round's last step.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import fmean, stdev
+from statistics import fmean
 
 from tailrace.record.events import (
     Evaluated,
@@ -168,8 +169,12 @@ def _completions(samples: tuple[Sample, ...]) -> Row:
 
 
 def _reward_std(group: Group) -> float:
+    """Over n - 1, as TRL reports it."""
     rewards = [sample.reward for sample in group.trainable if sample.reward is not None]
-    return stdev(rewards) if len(rewards) > 1 else 0.0
+    if len(set(rewards)) == 1:
+        return 0.0
+    mean = fmean(rewards)
+    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
 def _training(event: Stepped) -> Row:

@@ -1,0 +1,41 @@
+"""The record of real schedules in virtual time agrees with the ledger and with itself."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from record_story import play
+
+from tailrace.record.rounds import RoundMeter
+from tailrace.record.summary import Summary
+from tailrace.record.trace import TraceWriter
+from virtual import SCHEDULES_BY_NAME, simulate
+
+
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
+    outcome = simulate(SCHEDULES_BY_NAME[name])
+    sink, meter, path = Summary(), RoundMeter(), tmp_path / "trace.json"
+    play(outcome.events, sink, meter, TraceWriter(path))
+
+    summary, totals = sink.summary(), outcome.totals
+    parked = sum(group.num_tokens for group in outcome.run.parked.groups)
+    assert summary.groups.trained == totals.groups["trained"]
+    assert summary.tokens.trained == totals.trained_tokens
+    assert sum(summary.tokens.wasted.values()) == totals.wasted_tokens.total()
+    assert summary.tokens.generated == totals.trained_tokens + totals.wasted_tokens.total() + parked
+
+    assert [report.round for report in meter.reports] == [0, 1, 2, 3]
+    for report in meter.reports:
+        assert report.wait_s + report.trainer_compute_s == pytest.approx(report.main_time_s)
+        assert 0 <= report.start_ratio <= 1
+        assert 0 <= report.waiting_ratio <= 1
+
+    lanes = defaultdict(list)
+    for record in json.loads(path.read_text()):
+        if record["ph"] == "X":
+            lanes[record["pid"], record["tid"]].append((record["ts"], record["ts"] + record["dur"]))
+    for slices in lanes.values():
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(slices)))
