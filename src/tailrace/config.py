@@ -38,8 +38,8 @@ class RunConfig(Settings):
     run: RunSettings
     schedule: Mapping[str, Any]
     """`name`, a schedule of ours or 'package.module:function', and that function's parameters."""
-    compare: Mapping[str, Mapping[str, Any]] = {}
-    """`tailrace compare`: parameters that one schedule has of its own, by its name."""
+    schedules: Mapping[str, Mapping[str, Any]] = {}
+    """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
@@ -54,7 +54,7 @@ class RunConfig(Settings):
 
     def digest(self) -> str:
         """Names what a checkpoint depends on: all but how long the run is and how it is watched."""
-        tree = self.model_dump(mode="json", exclude={"sim", "compare"})
+        tree = self.model_dump(mode="json", exclude={"sim"})
         for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
             del tree["run"][free]
         return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()

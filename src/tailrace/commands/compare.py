@@ -7,7 +7,6 @@ the rollout alone is serial's, and t_first is the time of the first U groups ser
 """
 
 import asyncio
-import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +26,7 @@ from tailrace.record.rounds import RoundMeter
 from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
 from tailrace.run import Parts, Run, drive
-from tailrace.schedules.resolve import BoundSchedule, find, resolve
+from tailrace.schedules.resolve import BoundSchedule, resolve, shared_parameters
 
 BASELINE = "serial"
 FIRST_GROUPS = "first U groups alone"
@@ -81,7 +79,10 @@ def compare(
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     require_sections(config, "model", "data", "sampling")
-    racers: dict[str, BoundSchedule] = {name: resolve(_section(config, name), config.run) for name in names}
+    racers: dict[str, BoundSchedule] = {
+        name: resolve(config.model_copy(update={"schedule": shared_parameters(config, name)}))
+        for name in names
+    }
     if U := _groups_a_step(racers.values()):
         racers[FIRST_GROUPS] = partial(first_groups, U=U)
     with TemporaryDirectory() as scratch:
@@ -95,14 +96,6 @@ def compare(
 def _groups_a_step(racers: Iterable[BoundSchedule]) -> int | None:
     """U, where a racer steps at U groups."""
     return next((racer.keywords["U"] for racer in racers if "U" in racer.keywords), None)
-
-
-def _section(config: RunConfig, name: str) -> Mapping[str, Any]:
-    """What [schedule] and [compare.NAME] say for one schedule: of the shared parameters those it has."""
-    shared = {key: value for key, value in config.schedule.items() if key != "name"}
-    accepted = inspect.signature(find(name)).parameters
-    own = config.compare.get(name, {})
-    return {"name": name, **{key: value for key, value in shared.items() if key in accepted}, **own}
 
 
 async def _race(

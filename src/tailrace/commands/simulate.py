@@ -24,7 +24,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     Raises:
         ConfigError: the schedule or its parameters cannot work.
     """
-    schedule = resolve(config.schedule, config.run)
+    schedule = resolve(config)
     timeline, summary = Timeline(), Summary()
     sinks: list[Sink] = [timeline, summary]
     if folder:

@@ -41,7 +41,7 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
         CheckpointError: the checkpoint cannot be resumed with this config.
         TailraceError: whatever ended the run.
     """
-    schedule = resolve(config.schedule, config.run)
+    schedule = resolve(config)
     check_live(config)
     if dry_run:
         Console().print(config.toml(), highlight=False, markup=False)

@@ -12,12 +12,13 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
-from tailrace.config import explain
+from tailrace.config import RunConfig, explain
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
 from tailrace.run import RunSettings, Schedule, drive
 from tailrace.schedules import SCHEDULES
+from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.sim.world import simulated_parts
 
@@ -25,29 +26,38 @@ BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters: waits for the run."""
 
 
-def resolve(section: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
-    """The schedule of a [schedule] section, ready to run.
+def resolve(config: RunConfig) -> BoundSchedule:
+    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it.
 
     Raises:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
+    settings = config.run
+    name = config.schedule.get("name")
+    section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    schedule = find(section.get("name"))
-    accepted = {
-        name: parameter for name, parameter in inspect.signature(schedule).parameters.items() if name != "run"
-    }
+    schedule = _find(name)
+    _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
+    accepted = dict(settable)
     if "B" in parameters and "B" not in accepted and "U" in accepted:
+        require("U" not in parameters, "B", parameters["B"], "U says the same", "give one of the two")
         parameters["U"] = _groups_per_step(parameters.pop("B"), settings.group_size)
     bound = partial(schedule, **_checked(schedule, accepted, parameters))
     _rehearse(bound, settings)
     return bound
 
 
-def find(name: object) -> Schedule:
-    """
+def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
+    """What [schedule] says for another schedule than the one it names: the parameters it has too.
+
     Raises:
         ConfigError: there is no such schedule.
     """
+    accepted = {"name", "B", *inspect.signature(_find(name)).parameters}
+    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
+
+
+def _find(name: object) -> Schedule:
     if not isinstance(name, str):
         raise ConfigError("schedule.name", name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
     if name in SCHEDULES:
@@ -79,7 +89,7 @@ def _checked(
 ) -> dict[str, Any]:
     """The given parameters, as the types of the signature."""
     hints = get_type_hints(schedule, include_extras=True)
-    for name in given.keys() - accepted.keys():
+    for name in (name for name in given if name not in accepted):
         raise ConfigError(
             f"schedule.{name}",
             given[name],
