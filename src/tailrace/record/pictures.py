@@ -27,8 +27,8 @@ UNTRAINED, BETWEEN = "#c3cad1", "#e9ecef"
 FIRST_TO_LAST = LinearSegmentedColormap.from_list(
     "first to last step", ["#31358f", "#2878b8", "#2ab0a1", "#f3b33d", "#e2512f"]
 )
-CAPTION = "colour: the optimizer step that trains the group, from first to last"
-LABELLED = 0.07
+CAPTION = "colour: the optimizer step that trains the group, from first to last; grey: none"
+LABELLED = 0.09
 """Share of the time axis from which a wait has room for its label."""
 
 Bar = tuple[float, float, float, float]
@@ -41,7 +41,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
     height_in = panel_in * len(timelines) + FOOT_IN
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
     until_s = max(timeline.rounds[-1].end_s for timeline in timelines.values())
-    baseline_s = _trained_s(next(iter(timelines.values())))
+    baseline = next(iter(timelines.values()))
     top_in = height_in
     for name, timeline in timelines.items():
         engine_in, trainer_in = top_in - HEAD_IN - ENGINE_IN, top_in - panel_in
@@ -50,7 +50,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
         _draw_engines(engine, timeline)
         _draw_trainer(trainer, timeline, until_s)
         _draw_title(engine, name, timeline)
-        _draw_ends(engine, trainer, timeline, baseline_s)
+        _draw_ends(engine, trainer, timeline)
+        _draw_saving(engine, timeline, baseline, until_s)
         top_in = trainer_in
     trainer.tick_params(axis="x", bottom=True, labelbottom=True, color=FRAME, labelcolor=MUTED)
     figure.text(LEFT, 0.14 / height_in, "seconds", color=MUTED)
@@ -143,27 +144,27 @@ def _draw_title(axes: Axes, name: str, timeline: Timeline) -> None:
     axes.set_title(figures, loc="right", fontsize=12, color=INK)
 
 
-def _draw_ends(engine: Axes, trainer: Axes, timeline: Timeline, baseline_s: float) -> None:
-    """What lies between rounds (evaluations, checkpoints), the end of the training, and how much sooner it
-    is than the first panel's."""
-    end_s = _trained_s(timeline)
+def _draw_ends(engine: Axes, trainer: Axes, timeline: Timeline) -> None:
+    """What lies between rounds (evaluations, checkpoints), and the end of the training."""
     for axes in (engine, trainer):
         for round, following in itertools.pairwise(timeline.rounds):
-            axes.axvspan(round.end_s, following.start_s, color=BETWEEN, linewidth=0.8)
-        axes.axvline(end_s, color=INK, linewidth=1.2)
-    if (saved := 1 - end_s / baseline_s) < 0.01:
+            axes.axvspan(round.end_s, following.start_s, color=BETWEEN, linewidth=0.8, zorder=0)
+        axes.axvline(_trained_s(timeline), color=INK, linewidth=1.2)
+
+
+def _draw_saving(axes: Axes, timeline: Timeline, baseline: Timeline, until_s: float) -> None:
+    """How much sooner than the first panel's the training ends, if it trained as many groups."""
+    end_s, baseline_s = _trained_s(timeline), _trained_s(baseline)
+    if _num_groups(timeline) != _num_groups(baseline) or baseline_s - end_s < 2 * LABELLED * until_s:
         return
-    middle = 0.5 * sum(engine.get_ylim())
+    middle = 0.5 * sum(axes.get_ylim())
     style = {"arrowstyle": "<|-|>", "color": SAVED, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
-    engine.annotate("", (end_s, middle), (baseline_s, middle), arrowprops=style)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 4}
-    engine.text(
-        (end_s + baseline_s) / 2,
-        middle,
-        f"{saved:.0%} sooner",
-        ha="center",
-        va="center",
-        color=SAVED,
-        fontsize=13,
-        bbox=box,
+    axes.annotate("", (end_s, middle), (baseline_s, middle), arrowprops=style)
+    text = axes.text((end_s + baseline_s) / 2, middle, f"{1 - end_s / baseline_s:.0%} sooner", color=SAVED)
+    text.set(
+        ha="center", va="center", fontsize=13, bbox={"facecolor": "white", "edgecolor": "none", "pad": 4}
     )
+
+
+def _num_groups(timeline: Timeline) -> int:
+    return sum(report.num_groups for report in timeline.reports)
