@@ -9,6 +9,7 @@ from trainer_cases import Unit, first_moments, make_units
 
 from tailrace.errors import ScheduleError
 from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.policy import Policy
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
@@ -119,10 +120,10 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
     assert stats.compute_s > 0
 
 
-def test_log_probs_recorded_by_the_policy_itself_have_ratio_one(make_trainer: Make) -> None:
+def test_log_probs_recorded_by_the_policy_itself_have_ratio_one(make_trainer: Make, model_path: Path) -> None:
     """Then nothing is clipped, KL is zero, and the loss is minus the mean advantage."""
     trainer = make_trainer()
-    policy = trainer._policy
+    policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
     samples = []
     for sample in make_units(1)[0]:
         recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
@@ -167,6 +168,15 @@ def test_weights_are_named_as_hugging_face_names_them(make_trainer: Make) -> Non
     names = set(make_trainer().state())
     assert "model.layers.1.self_attn.q_proj.weight" in names
     assert "lm_head.weight" not in names, "tied to model.embed_tokens.weight: published once"
+
+
+def test_bfloat16_steps_near_float32(make_trainer: Make, tmp_path: Path) -> None:
+    exact, rough = (
+        gradient(make_trainer(dtype=dtype, **NO_MOMENTUM), [make_units(4)], tmp_path / dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert not torch.equal(exact, rough)
+    assert torch.nn.functional.cosine_similarity(exact, rough, dim=0) > 0.99
 
 
 @pytest.mark.gpu

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -42,5 +43,6 @@ def test_tensors_outlive_their_file(tmp_path: Path) -> None:
     assert got["a"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_shared_memory_is_a_folder_one_can_write_to(tmp_path: Path) -> None:
+def test_shared_memory_is_a_folder_one_can_write_to() -> None:
     assert shared_memory().is_dir()
+    assert os.access(shared_memory(), os.W_OK)

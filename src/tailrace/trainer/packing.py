@@ -53,6 +53,8 @@ class MicroBatch:
             positions += range(length)
             boundaries.append(len(ids))
             predictors += range(len(ids) - len(sample.completion_ids), len(ids))
+        targets = [token for sample in samples for token in sample.completion_ids]
+        recorded = [logprob for sample in samples for logprob in sample.logprobs]
         counts = torch.tensor([len(sample.completion_ids) for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
         return cls(
@@ -61,8 +63,8 @@ class MicroBatch:
             boundaries=torch.tensor(boundaries, dtype=torch.int32).to(device),
             max_length=max(map(fed_tokens, samples)),
             predictors=torch.tensor(predictors).to(device),
-            targets=torch.tensor([id for sample in samples for id in sample.completion_ids]).to(device),
-            recorded_logprobs=torch.tensor([x for sample in samples for x in sample.logprobs]).to(device),
+            targets=torch.tensor(targets).to(device),
+            recorded_logprobs=torch.tensor(recorded, dtype=torch.float32).to(device),
             advantages=advantages.repeat_interleave(counts).to(device),
             num_tokens=counts.to(device),
         )

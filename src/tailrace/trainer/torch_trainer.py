@@ -31,6 +31,8 @@ from tailrace.trainer.wire import TrainSample
 Loss = Callable[[Tensor, Tensor, Tensor], losses.PolicyLoss]
 """(logprobs, recorded_logprobs, advantages), [C] each."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class TorchTrainer:
     """One rank. Where torch.distributed is initialised, every rank calls `step` together."""
@@ -57,7 +59,7 @@ class TorchTrainer:
             path,
             temperature=temperature,
             device=torch.device(settings.device),
-            dtype=getattr(torch, settings.dtype),
+            dtype=DTYPES[settings.dtype],
         )
         return cls(policy, settings, source=path)
 

@@ -22,3 +22,7 @@ class TrainSample(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """[num_tokens]: as recorded when the tokens were drawn, at the sampling temperature."""
     advantage: float
+
+    def __post_init__(self) -> None:
+        assert self.prompt_ids, f"sample {self.id}: nothing to predict the first token from"
+        assert len(self.logprobs) == len(self.completion_ids), f"sample {self.id}: a log-prob for each token"
