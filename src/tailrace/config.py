@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -23,6 +23,9 @@ from tailrace.run import RunSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
+
+_KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
+"""Which of a union's sections is meant: pydantic puts it into the path of a key, users do not."""
 
 
 class ModelSettings(Settings):
@@ -103,11 +106,11 @@ def explain(error: ValidationError, prefix: str = "") -> ConfigError:
 
 
 def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
-    parts = [str(part) for part in detail["loc"] if part not in ("reasoning_gym", "rows")]
-    key = ".".join([prefix, *parts] if prefix else parts)
+    parts = [*prefix.split("."), *(str(part) for part in detail["loc"] if part not in _KINDS)]
+    key = ".".join(part for part in parts if part)
     value, kind = detail.get("input"), detail["type"]
     if kind == "extra_forbidden":
-        return ConfigError(key, value, "there is no such key", _suggest(parts))
+        return ConfigError(key, value, "there is no such key", _suggest(key.split(".")))
     if kind == "missing":
         return ConfigError(key, None, "it is missing", "set it")
     message = str(detail["msg"])
@@ -116,18 +119,22 @@ def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
 
 def _suggest(parts: Sequence[str]) -> str:
     """The keys that the section does have; the most similar one first."""
-    section: Any = RunConfig
+    sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
-        annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        section = next((t for t in _models_in(annotation)), None) or section
-    keys = list(section.model_fields)
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        sections = [section for field in fields for section in _sections_in(field.annotation)]
+    keys = list(dict.fromkeys(key for section in sections for key in section.model_fields))
+    if not keys:
+        return "remove it"
     close = difflib.get_close_matches(parts[-1], keys, n=1)
     return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
 
 
-def _models_in(annotation: Any) -> list[type[Settings]]:
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return [c for c in candidates if isinstance(c, type) and issubclass(c, Settings)]
+def _sections_in(annotation: Any) -> list[type[Settings]]:
+    """The sections that a field may hold, out of whatever union."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections_in(part)]
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
@@ -146,10 +153,16 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
     for section, key in (("model", "path"), ("data", "path")):
-        value = tree.get(section, {}).get(key)
+        value = _get(tree, section, key)
         if isinstance(value, str):
             tree[section][key] = str((base / value).resolve())
     for section, key in (("reward", "function"), ("schedule", "name")):
-        value = tree.get(section, {}).get(key)
+        value = _get(tree, section, key)
         if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
             tree[section][key] = str((base / value).resolve())
+
+
+def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:
+    """What stands there, if the section is one: what it is instead, the validation tells."""
+    table = tree.get(section)
+    return table.get(key) if isinstance(table, dict) else None

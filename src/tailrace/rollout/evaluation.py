@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tailrace.clock import waiting
 from tailrace.data.base import Prompts
 from tailrace.errors import BadRow, RewardFailed
 from tailrace.reward.base import Rewards
@@ -42,7 +43,8 @@ def held_out_samples(prompts: Prompts, n: int, seed: int, attempt: int) -> list[
 
 async def evaluate(samples: Sequence[Sample], fleet: Fleet, rewards: Rewards) -> Evaluation:
     """Generate and score all samples."""
-    slots = asyncio.Semaphore(fleet.slots)
+    # Of all engines: those that are away now may come back while it runs.
+    slots = asyncio.Semaphore(sum(engine.slots for engine in fleet.engines))
 
     async def reward_of(sample: Sample) -> float:
         async with slots:
@@ -52,5 +54,6 @@ async def evaluate(samples: Sequence[Sample], fleet: Fleet, rewards: Rewards) ->
         except RewardFailed:
             return 0.0
 
-    scores = await asyncio.gather(*(reward_of(sample) for sample in samples))
+    with waiting(f"{len(samples)} held-out samples"):
+        scores = await asyncio.gather(*(reward_of(sample) for sample in samples))
     return Evaluation(sum(scores) / len(scores), sum(sample.num_tokens for sample in samples))

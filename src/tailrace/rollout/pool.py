@@ -265,7 +265,7 @@ class Pool:
         for held in (self._groups, self._frontier, self._waiting):
             held.clear()
         self._line.clear()
-        self._source = None
+        self._source, self.ready.room = None, inf
         tasks = list(self._serving.values())
         for task in tasks:
             _cancel(task)

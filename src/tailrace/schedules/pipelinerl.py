@@ -7,7 +7,7 @@ without ending any of them.
 from tailrace.rollout.admission import AtMost
 from tailrace.rollout.ring import Full
 from tailrace.run import Run
-from tailrace.schedules.parameters import Count, Share
+from tailrace.schedules.parameters import Count, Share, require
 from tailrace.types import KV
 
 
@@ -17,6 +17,7 @@ async def pipelinerl(
     """U groups a step, at most `room` complete groups between actor and trainer. A batch whose effective
     sample size is below the floor is given up, and the next one is purely of the current weights (earlier
     version, Algorithm 2)."""
+    require(room >= U, "room", room, f"so few groups never make a step of U = {U}", "raise it")
     run.pool.admission = AtMost(requests=H)
     run.pool.feed(run.prompts, room=room, full=full)
     async for _ in run.rounds():

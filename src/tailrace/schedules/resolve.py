@@ -122,7 +122,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
         ConfigError: the schedule cannot run with these parameters.
     """
     short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
-    rehearsal = RunSettings(rounds=2, group_size=settings.group_size)
+    rehearsal = RunSettings(rounds=2, group_size=settings.group_size, give_up_s=3600.0)
 
     async def two_rounds() -> None:
         await drive(schedule, simulated_parts(short, settings.seed), rehearsal, Recorder())
