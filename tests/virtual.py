@@ -1,0 +1,210 @@
+"""Running schedules in virtual time, for tests: a small world, and everything that happened in it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tailrace import clock
+from tailrace.ledger.state import RunState
+from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
+from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.run import Parts, Run, RunSettings, drive
+from tailrace.schedules import SCHEDULES
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import (
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
+from tailrace.sim.world import simulated_parts
+from tailrace.types import SampleId
+
+E = TypeVar("E")
+
+SETTINGS = RunSettings(rounds=4, group_size=4)
+
+SIM = SimSettings(
+    engines=SimEngineSettings(count=2, slots=24),
+    trainer=SimTrainerSettings(tokens_per_s=15_000.0),
+    lengths=SimLengthSettings(max_tokens=6000),
+)
+"""Two engines that one round of 16 groups of 4 overfills."""
+
+EXACT = SimSettings(
+    engines=SimEngineSettings(
+        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e18, abort_s=0.0, load_s=0.0
+    ),
+    trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0),
+    lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),
+    rewards=SimRewardSettings(workers=1000, median_s=0.0),
+)
+"""A world for sums by hand: a token is a second whatever runs beside it, a trained position is a second,
+all responses have 10 tokens and all else takes no time."""
+
+SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
+    "serial": partial(SCHEDULES["serial"], R=16, U=8),
+    "rolloutpipe": partial(SCHEDULES["rolloutpipe"], R=16, U=4),
+    "rolloutpipe_frontier": partial(SCHEDULES["rolloutpipe"], R=16, U=4, admission=Frontier(groups=3)),
+    "rolloutpipe_frontier_first": partial(
+        SCHEDULES["rolloutpipe"], R=16, U=4, admission=FrontierFirst(groups=3)
+    ),
+    "rolloutpipe_at_most": partial(SCHEDULES["rolloutpipe"], R=16, U=4, admission=AtMost(requests=10)),
+    "rolloutpipe_eager": partial(SCHEDULES["rolloutpipe_eager"], R=16, U=4, tokens=20_000),
+    "april": partial(SCHEDULES["april"], N=8, N_launched=16),
+    "tailbatch": partial(SCHEDULES["tailbatch"], P0=8),
+    "pipelinerl": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16),
+    "pipelinerl_hold": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16, full="hold", kv="recompute"),
+    "pipelinerl_ess": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=24, ess_floor=0.8),
+}
+"""Every schedule of the package, with parameters for the small world."""
+
+ON_POLICY = (
+    "serial",
+    "rolloutpipe",
+    "rolloutpipe_frontier",
+    "rolloutpipe_frontier_first",
+    "rolloutpipe_at_most",
+    "rolloutpipe_eager",
+    "tailbatch",
+)
+
+
+@dataclass
+class Outcome:
+    """What a simulated run did. Also the sink that writes it down."""
+
+    events: list[Event] = field(default_factory=list)
+    run: Run = field(init=False)
+    parts: Parts = field(init=False)
+    ended_s: float = field(init=False)
+    killed: bool = False
+
+    def on(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.ended_s = clock.now()
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def trace(self) -> list[str]:
+        return [repr(event) for event in self.events]
+
+    @property
+    def trained(self) -> list[int]:
+        """The prompt of each trained group, in the order of training."""
+        prompts = [sample.prompt.index for step in self.of(Stepped) for sample in step.samples]
+        return list(dict.fromkeys(prompts))
+
+    @property
+    def totals(self) -> Any:
+        return self.run.state().totals
+
+
+Beside = Callable[[Parts, Run], Coroutine[Any, Any, None]]
+
+
+class Death(NamedTuple):
+    """An engine dies at a moment and is back some time later."""
+
+    at_s: float
+    engine: int
+    down_s: float
+
+
+def dying(*deaths: Death) -> Beside:
+    """Engines that die and come back with the weights of the day."""
+
+    async def one(death: Death, parts: Parts, run: Run) -> None:
+        await asyncio.sleep(death.at_s)
+        engine = parts.engines[death.engine]
+        assert isinstance(engine, SimEngine)
+        if not engine.open:
+            return
+        engine.die()
+        await asyncio.sleep(death.down_s)
+        engine.version, engine.open = run.version, True
+        run.fleet.engines_changed()
+
+    async def all_of_them(parts: Parts, run: Run) -> None:
+        await asyncio.gather(*(one(death, parts, run) for death in deaths))
+
+    return all_of_them
+
+
+def simulate(
+    schedule: Callable[[Run], Awaitable[None]],
+    settings: RunSettings = SETTINGS,
+    sim: SimSettings = SIM,
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    kill_at_s: float | None = None,
+    beside: Beside | None = None,
+    parts: Callable[[], Parts] | None = None,
+) -> Outcome:
+    """Run a schedule in virtual time to its end, or to a moment at which it is killed.
+
+    folder: for checkpoints. resume: the checkpoint to go on from. beside: runs next to the schedule, and
+    does what the world does to it. parts: others than the simulated ones.
+    """
+    outcome = Outcome()
+
+    async def main() -> None:
+        outcome.parts = parts() if parts else simulated_parts(sim, settings.seed)
+        state = await restored(outcome.parts, resume) if resume else None
+
+        async def watched(run: Run) -> None:
+            outcome.run = run
+            if beside is None:
+                return await schedule(run)
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(beside(outcome.parts, run))
+                await schedule(run)
+                task.cancel()
+
+        try:
+            async with asyncio.timeout(kill_at_s):
+                await drive(watched, outcome.parts, settings, Recorder(outcome), folder=folder, state=state)
+        except TimeoutError:
+            outcome.killed = True
+
+    clock.run(main(), virtual=True)
+    return outcome
+
+
+async def restored(parts: Parts, checkpoint: Path) -> RunState:
+    """What whoever resumes a run does: the trainer from the checkpoint, its weights to the engines."""
+    state = RunState.load(checkpoint, "")
+    await parts.trainer.restore(checkpoint)
+    weights = await parts.trainer.publish(state.version)
+    for engine in parts.engines:
+        await engine.load(weights, kv="keep")
+    return state
+
+
+def newest(folder: Path) -> Path | None:
+    """The last whole checkpoint."""
+    return max(folder.glob("round_??????"), default=None)
+
+
+def in_service(events: list[Event]) -> list[list[SampleId]]:
+    """Who is on an engine after each event that changes it."""
+    serving: list[SampleId] = []
+    history = []
+    for event in events:
+        if isinstance(event, RequestStarted):
+            serving.append(event.sample)
+        elif isinstance(event, RequestEnded):
+            serving.remove(event.sample)
+        else:
+            continue
+        history.append(list(serving))
+    return history
