@@ -8,7 +8,7 @@ the rollout alone is serial's, and t_first is the time of the first U groups ser
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -166,18 +166,17 @@ class Results:
         return numbers
 
     def table(self) -> Table:
-        table = Table(title="medians over the repetitions [lowest - highest]", title_justify="left")
-        for heading in ("schedule", "main time", "against serial", "gap closed", "over the bound"):
-            table.add_column(heading, justify="left" if heading == "schedule" else "right")
-        for heading in ("waiting ratio", "first dispatch", "trainer compute", "rollout", "reward"):
-            table.add_column(heading, justify="right")
+        """A column a schedule, a row a figure."""
+        table = Table("medians [lowest - highest]", title="the race", title_justify="left")
         for name in self._racers:
-            table.add_row(*self._row(name))
+            table.add_column(name, justify="right")
+        for label, cell in self._rows():
+            table.add_row(label, *(cell(name) for name in self._racers))
         if self.bound_s is not None:
             first_s = self.median(FIRST_GROUPS, "first_dispatch_s")
             table.caption = (
-                f"bound {self.bound_s:.2f} s = max(rollout alone, first U groups alone {first_s:.2f} s + "
-                "trainer compute); gap closed = (serial - x) / (serial - bound)"
+                f"bound {self.bound_s:.2f} s = max(rollout alone, first U groups alone {first_s:.2f} s\n"
+                "+ trainer compute); gap closed = (serial - x) / (serial - bound)"
             )
         return table
 
@@ -185,26 +184,30 @@ class Results:
     def _racers(self) -> list[str]:
         return [name for name in self.laps if name != FIRST_GROUPS]
 
-    def _row(self, name: str) -> list[str]:
-        times = [lap.main_time_s for lap in self.laps[name]]
-        main_s, bound_s = median(times), self.bound_s
-        against = closed = over = "-"
-        if BASELINE in self.laps and name != BASELINE:
+    def _rows(self) -> list[tuple[str, Callable[[str], str]]]:
+        def seconds(figure: str) -> Callable[[str], str]:
+            return lambda name: f"{self.median(name, figure):.2f} s"
+
+        rows: list[tuple[str, Callable[[str], str]]] = [("main time", self._main_time)]
+        if BASELINE in self.laps:
             serial_s = self.median(BASELINE, "main_time_s")
-            against = f"{main_s / serial_s - 1:+.1%}"
-            if bound_s is not None:
-                closed = f"{(serial_s - main_s) / (serial_s - bound_s):.0%}"
-        if bound_s is not None:
-            over = f"{main_s / bound_s - 1:+.1%}"
+            rows.append(("against serial", lambda name: f"{self._main_s(name) / serial_s - 1:+.1%}"))
+        if (bound_s := self.bound_s) is not None:
+            closable_s = serial_s - bound_s
+            rows.append(("gap closed", lambda name: f"{(serial_s - self._main_s(name)) / closable_s:.0%}"))
+            rows.append(("over the bound", lambda name: f"{self._main_s(name) / bound_s - 1:+.1%}"))
         return [
-            name,
-            f"{main_s:.2f} s [{min(times):.2f} - {max(times):.2f}]",
-            against,
-            closed,
-            over,
-            f"{self.median(name, 'waiting_ratio'):.3f}",
-            f"{self.median(name, 'first_dispatch_s'):.2f} s",
-            f"{self.median(name, 'trainer_compute_s'):.2f} s",
-            f"{self.median(name, 'rollout_time_s'):.2f} s",
-            f"{self.median(name, 'reward'):.3f}",
+            *rows,
+            ("waiting ratio", lambda name: f"{self.median(name, 'waiting_ratio'):.3f}"),
+            ("first dispatch", seconds("first_dispatch_s")),
+            ("trainer compute", seconds("trainer_compute_s")),
+            ("rollout", seconds("rollout_time_s")),
+            ("reward", lambda name: f"{self.median(name, 'reward'):.3f}"),
         ]
+
+    def _main_s(self, name: str) -> float:
+        return self.median(name, "main_time_s")
+
+    def _main_time(self, name: str) -> str:
+        times = [lap.main_time_s for lap in self.laps[name]]
+        return f"{median(times):.2f} s [{min(times):.2f} - {max(times):.2f}]"
