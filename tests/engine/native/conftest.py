@@ -1,0 +1,45 @@
+"""Model folders are made once; engines with their settings are made by each test."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import TEMPERATURE, save_model
+from transformers import PreTrainedModel
+
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine
+
+MakeEngine = Callable[..., NativeEngine]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
+    """By family: the folder, and the model that transformers runs."""
+    root = tmp_path_factory.mktemp("models")
+    families = ("qwen3", "llama", "qwen2", "mistral")
+    return {family: (root / family, save_model(root / family, family)) for family in families}
+
+
+@pytest.fixture
+def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
+    def make(
+        family: str = "qwen3",
+        settings: EngineSettings | None = None,
+        sampling: SamplingSettings | None = None,
+        max_completion_tokens: int = 60,
+    ) -> NativeEngine:
+        return NativeEngine.from_pretrained(
+            models[family][0],
+            settings or EngineSettings(),
+            sampling
+            or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
+        )
+
+    return make

@@ -1,0 +1,86 @@
+"""The recorded log-probs are those of transformers' forward, whatever happened to the request."""
+
+import pytest
+import torch
+from native_cases import PROMPTS, assert_close, finish, random_ids, reference, submit_all
+
+from tailrace.engine.base import EngineSettings
+from tailrace.engine.native.cache import capacities
+from tailrace.engine.native.engine import Request
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
+def test_short_and_long_in_one_batch_equal_transformers(make_engine, models, family):
+    engine = make_engine(family)
+    submit_all(engine, PROMPTS)
+    for id, delta in finish(engine).items():
+        assert len(delta.ids) == 60
+        assert_close(delta, reference(models[family][1], PROMPTS[id], delta.ids))
+
+
+def test_a_response_that_moves_through_four_tiers_equals_transformers(make_engine, models):
+    assert capacities(512)[:4] == [80, 144, 208, 336]
+    engine = make_engine(max_completion_tokens=340)
+    submit_all(engine, {"a": random_ids(1, 5), "b": random_ids(2, 60)})
+    for id, delta in finish(engine).items():
+        prompt = {"a": random_ids(1, 5), "b": random_ids(2, 60)}[id]
+        assert_close(delta, reference(models["qwen3"][1], prompt, delta.ids))
+
+
+def test_resumed_on_another_replica_gives_the_tokens_of_an_undisturbed_run(make_engine, models):
+    prompt = PROMPTS["17"]
+    whole = make_engine()
+    whole.submit(Request("x", prompt, (), 7))
+    expected = finish(whole)["x"]
+
+    first = make_engine()
+    submit_all(first, PROMPTS)
+    first.submit(Request("x", prompt, (), 7))
+    for _ in range(23):
+        first.step()
+    part = first.abort("x")
+    assert part.finish_reason is None and len(part.ids) == 23
+    first.check_integrity()
+
+    second = make_engine()
+    submit_all(second, PROMPTS)
+    second.submit(Request("x", prompt, part.ids, 7))
+    rest = finish(second)["x"]
+    assert part.ids + rest.ids == expected.ids
+    logprobs = torch.tensor(part.logprobs + rest.logprobs)
+    torch.testing.assert_close(
+        logprobs, reference(models["qwen3"][1], prompt, expected.ids), atol=1e-4, rtol=0
+    )
+
+
+def test_preempted_responses_give_the_same_tokens_and_logprobs(make_engine, models):
+    roomy, tight = make_engine(), make_engine(settings=EngineSettings(kv_tokens=400))
+    for engine in (roomy, tight):
+        submit_all(engine, PROMPTS)
+    expected, preempted = finish(roomy), finish(tight)
+    assert roomy.usage().num_preempted == 0 and tight.usage().num_preempted > 0
+    for id, delta in preempted.items():
+        assert delta.ids == expected[id].ids
+        assert_close(delta, reference(models["qwen3"][1], PROMPTS[id], delta.ids))
+
+
+def test_reports_and_aborts_add_up_to_the_completion(make_engine):
+    engine = make_engine()
+    submit_all(engine, PROMPTS)
+    gained = {id: [] for id in PROMPTS}
+    while not engine.idle:
+        for delta in (*engine.step(), *engine.report()):
+            gained[delta.id] += delta.ids
+    again = make_engine()
+    submit_all(again, PROMPTS)
+    assert gained == {id: delta.ids for id, delta in finish(again).items()}
+
+
+def test_bfloat16_stays_near_float32(make_engine, models):
+    engine = make_engine(settings=EngineSettings(dtype="bfloat16"))
+    submit_all(engine, PROMPTS)
+    errors = [
+        torch.tensor(delta.logprobs) - reference(models["qwen3"][1], PROMPTS[id], delta.ids)
+        for id, delta in finish(engine).items()
+    ]
+    assert torch.cat(errors).abs().mean() < 0.1

@@ -1,0 +1,87 @@
+"""How tokens are drawn: exact noise, exact distributions, and log-probs of the whole vocabulary."""
+
+import pytest
+import torch
+from native_cases import PROMPTS, finish, submit_all
+
+from tailrace.engine.base import SamplingSettings
+from tailrace.engine.native.engine import Request
+from tailrace.engine.native.sampler import draw, stream, uniforms
+
+MASK = 2**64 - 1
+
+
+def mix(z: int) -> int:
+    """SplitMix64's finaliser on Python's integers."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+def plain(num_tokens: int = 1, **settings) -> SamplingSettings:
+    return SamplingSettings(max_completion_tokens=num_tokens, **settings)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 + 5])
+def test_noise_is_splitmix64_of_seed_and_place(seed):
+    streams = [stream(seed)] * 3
+    expected = [
+        (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
+        for place in (0, 1, 900)
+    ]
+    assert uniforms(streams, [0, 1, 900]).tolist() == expected
+
+
+def test_drawn_frequencies_are_the_probabilities():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    num = 40_000
+    noise = torch.from_numpy(uniforms([stream(3)] * num, range(num)))
+    ids, logprobs = draw(logits.expand(num, -1), noise, plain())
+    frequencies = torch.bincount(ids, minlength=5) / num
+    torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
+    torch.testing.assert_close(logprobs, logits.log_softmax(0)[ids])
+
+
+def test_the_draw_inverts_the_cumulative_distribution():
+    logits = torch.tensor([0.0, 0.25, 0.25, 0.5, 0.0]).log()
+    noise = torch.tensor([0.0, 0.2499, 0.2501, 0.4999, 0.5001, 1 - 2**-53], dtype=torch.float64)
+    ids, _ = draw(logits.expand(6, -1), noise, plain())
+    assert ids.tolist() == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.6}, {0, 1}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_k": 3, "top_p": 0.95}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+    ],
+)
+def test_truncation_cuts_the_tail_but_not_the_recorded_logprob(settings, kept):
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    ids, logprobs = draw(probs.log().expand(1000, -1), noise, plain(**settings))
+    assert set(ids.tolist()) == kept
+    torch.testing.assert_close(logprobs, probs.log()[ids])
+
+
+def test_tokens_do_not_depend_on_the_company(make_engine):
+    together = make_engine()
+    submit_all(together, PROMPTS)
+    ended = finish(together)
+    for seed, (id, prompt) in enumerate(PROMPTS.items()):
+        alone = make_engine()
+        alone.submit(Request(id, prompt, (), seed))
+        assert finish(alone)[id].ids == ended[id].ids
+
+
+def test_top_k_one_is_greedy(make_engine, models):
+    engine = make_engine(sampling=plain(10, top_k=1))
+    engine.submit(Request("x", PROMPTS["17"], (), 0))
+    tokens = PROMPTS["17"] + finish(engine)["x"].ids
+    with torch.no_grad():
+        best = models["qwen3"][1](torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+    assert tokens[17:] == best[16:-1]
