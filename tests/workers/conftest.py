@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from worker_cases import DEADLINE_S, VOCABULARY
 
 from tailrace import clock
-
-VOCABULARY = 32
-DEADLINE_S = 90.0
 
 
 @pytest.fixture(scope="session")

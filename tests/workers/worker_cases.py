@@ -2,10 +2,19 @@
 
 import asyncio
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tailrace.data.base import RowsSettings
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.reward.base import RewardSettings
+from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.workers.local import Workers, open_local
+
+VOCABULARY = 32
+DEADLINE_S = 90.0
 
 
 def make_samples(
@@ -49,3 +58,24 @@ class Letters:
         self, conversation: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, tokenize: bool
     ) -> str:
         raise NotImplementedError
+
+
+@asynccontextmanager
+async def workers(
+    model: Path, folder: Path, *, function: str = "reward_cases:score"
+) -> AsyncIterator[Workers]:
+    async with open_local(
+        model,
+        engine=EngineSettings(),
+        sampling=SamplingSettings(max_completion_tokens=40),
+        trainer=TrainerSettings(learning_rate=1e-2),
+        reward=RewardSettings(function=function),
+        data=RowsSettings(path=Path("rows.jsonl")),
+        tokenizer=Letters(),
+        folder=folder,
+    ) as opened:
+        yield opened
+
+
+def pids_of(opened: Workers) -> list[int]:
+    return [opened.trainer.process.pid, *(engine.process.pid for engine in opened.engines)]

@@ -120,7 +120,10 @@ class RemoteEngine:
             return
         self._usage = message.usage
         for gained in message.gained:
-            request = self._requests[gained.id]
+            request = self._requests.get(gained.id)
+            if request is None:  # at its limit when it was sent, and aborted before the engine looked
+                assert not gained.ids, gained
+                continue
             request.sample.extend(gained.ids, gained.logprobs, gained.version)
             if gained.finish_reason is not None:
                 request.sample.finish_reason = gained.finish_reason

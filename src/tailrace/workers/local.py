@@ -90,14 +90,14 @@ async def open_local(
             for number in range(reward.workers)
         ]
         await asyncio.gather(*(worker.ready() for worker in started))
-        async with _ended_by_death([worker.process for worker in started]):
+        async with ended_by_death([worker.process for worker in started]):
             yield Workers(tuple(engines), remote_trainer, RewardPool(scorers, tokenizer))
     finally:
         await asyncio.gather(*(worker.close() for worker in started))
 
 
 @asynccontextmanager
-async def _ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[None]:
+async def ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[None]:
     """Cancel the block when a process ends, and raise its WorkerDied."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -140,6 +140,18 @@ class Accumulate(msgspec.Struct, tag=True):
     units: list[list[TrainSample]]
 
 
+class Ess(msgspec.Struct, tag=True):
+    """Ask for the effective sample size of units under the current weights."""
+
+    units: list[list[TrainSample]]
+
+
+class EssOf(msgspec.Struct, tag=True):
+    """Answers Ess."""
+
+    share: float
+
+
 class Step(msgspec.Struct, tag=True):
     """Answered by Stepped."""
 
@@ -180,8 +192,8 @@ class Refused(msgspec.Struct, tag=True):
         return (CheckpointError if self.kind == "CheckpointError" else ScheduleError)(self.message)
 
 
-ToTrainer = Accumulate | Step | Publish | Save | Restore
-FromTrainer = TrainerReady | BadConfig | Done | Stepped | Published | Refused
+ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
+FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
 
 
 # -- scorer -----------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from tailrace.weights.base import Weights
 from tailrace.workers.messages import (
     Accumulate,
     Done,
+    Ess,
+    EssOf,
     FromTrainer,
     Publish,
     Published,
@@ -57,7 +59,11 @@ class RemoteTrainer:
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate([[_train_sample(s) for s in unit] for unit in units]), Done)
+        await self.process.ask(Accumulate(_train_samples(units)), Done)
+
+    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
+        """As Trainer.ess."""
+        return (await self.process.ask(Ess(_train_samples(units)), EssOf)).share
 
     async def step(self) -> StepStats:
         """As Trainer.step.
@@ -87,6 +93,10 @@ class RemoteTrainer:
         finally:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
+
+
+def _train_samples(units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
+    return [[_train_sample(sample) for sample in unit] for unit in units]
 
 
 def _train_sample(sample: Sample) -> TrainSample:

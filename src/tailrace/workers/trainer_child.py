@@ -14,6 +14,8 @@ from tailrace.workers.child import begin, config_errors_sent, end_with_controlle
 from tailrace.workers.messages import (
     Accumulate,
     Done,
+    Ess,
+    EssOf,
     FromTrainer,
     Publish,
     Published,
@@ -33,6 +35,8 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
     match message:
         case Accumulate(units=units):
             trainer.accumulate(units)
+        case Ess(units=units):
+            return EssOf(trainer.ess(units))
         case Step():
             return Stepped(trainer.step())
         case Publish(version=version):

@@ -1,0 +1,143 @@
+"""All workers of a host together: started, wired by shared memory, ended."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from worker_cases import is_running, make_samples, pids_of, until_gone, workers
+
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
+from tailrace.trainer.base import StepStats
+from tailrace.types import Sample
+from tailrace.weights.base import Weights
+from tailrace.workers.local import Workers, ended_by_death
+
+Drive = Callable[[Any], Any]
+
+
+async def roll_out(opened: Workers, num: int) -> list[Sample]:
+    samples = make_samples(num)
+    engines = opened.engines
+    await asyncio.gather(*(engines[i % len(engines)].generate(sample) for i, sample in enumerate(samples)))
+    for sample in samples:
+        sample.reward = await opened.rewards.score(sample)
+        sample.advantage = float(sample.completion_ids.count(9)) - 1.0
+    return samples
+
+
+async def publish(opened: Workers, version: int) -> Weights:
+    weights = await opened.trainer.publish(version)
+    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in opened.engines))
+    return weights
+
+
+async def train(opened: Workers, samples: list[Sample]) -> StepStats:
+    await opened.trainer.accumulate([samples[:4], samples[4:]])
+    return await opened.trainer.step()
+
+
+async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
+    """A step reaches the engines; a trainer that is restored repeats it."""
+    await opened.trainer.save(start)
+    first = await roll_out(opened, 8)
+    assert [s.reward for s in first] == [len(s.text) + len("what?") / 8 for s in first]
+    stats = await train(opened, first)
+    assert stats.samples == tuple(sample.id for sample in first)
+    assert stats.num_tokens == sum(sample.num_tokens for sample in first)
+    assert stats.grad_norm > 0
+    weights = await publish(opened, 1)
+    before, after = load_file(model / "model.safetensors"), load_file(weights.location)
+    assert after.keys() == before.keys()
+    assert not any(after[name].equal(before[name]) for name in after)
+    second = await roll_out(opened, 8)
+    assert {span.version for sample in second for span in sample.spans} == {1}
+    assert [s.logprobs for s in second] != [s.logprobs for s in first]
+
+    await opened.trainer.restore(start)
+    await publish(opened, 0)
+    again = await roll_out(opened, 8)
+    assert [s.completion_ids for s in again] == [s.completion_ids for s in first]
+    assert [s.logprobs for s in again] == [s.logprobs for s in first]
+    assert replace(await train(opened, again), compute_s=stats.compute_s) == stats
+
+
+def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerDied, match=r"trainer \(process \d+\) ended: signal SIGKILL"):
+            async with workers(model_path, tmp_path) as opened:
+                await step_and_repeat(opened, model_path, tmp_path / "start")
+                with pytest.raises(CheckpointError, match="nowhere"):
+                    await opened.trainer.restore(tmp_path / "nowhere")
+                with pytest.raises(ScheduleError, match="accumulate"):
+                    await opened.trainer.step()
+                weights = await opened.trainer.publish(3)  # a refusal leaves it as it was
+                pids = pids_of(opened)
+                os.kill(opened.trainer.process.pid, signal.SIGKILL)
+                await asyncio.get_running_loop().create_future()
+        await until_gone(*pids)
+        assert not Path(weights.location).parent.exists()
+
+    drive(main())
+
+
+def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"reward\.function"):
+            async with workers(model_path, tmp_path, function="reward_cases:nothing"):
+                pass
+
+    drive(main())
+
+
+def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
+    async def main() -> None:
+        with pytest.raises(KeyError, match="in the block"):
+            async with ended_by_death([]):
+                raise KeyError("in the block")
+
+    drive(main())
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from worker_cases import make_samples, pids_of, workers
+
+async def main():
+    async with workers(Path(sys.argv[1]), Path(sys.argv[2])) as opened:
+        weights = await opened.trainer.publish(1)
+        print(weights.location, *pids_of(opened), flush=True)
+        while True:
+            await asyncio.gather(*(opened.engines[0].generate(sample) for sample in make_samples(64)))
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        controller = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parent,
+        )
+        assert controller.stdout is not None
+        location, *pids = (await controller.stdout.readline()).decode().split()
+        assert all(is_running(int(pid)) for pid in pids) and Path(location).exists()
+        controller.kill()
+        await until_gone(*map(int, pids))
+        await controller.communicate()
+        assert not Path(location).parent.exists()
+
+    drive(main())
