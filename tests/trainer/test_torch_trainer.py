@@ -120,16 +120,17 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
     assert stats.compute_s > 0
 
 
+def recorded_by(model_path: Path, sample: TrainSample) -> TrainSample:
+    """The same sample with the log-probs that the model itself gives it."""
+    policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
+    recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
+    return TrainSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
+
+
 def test_log_probs_recorded_by_the_policy_itself_have_ratio_one(make_trainer: Make, model_path: Path) -> None:
     """Then nothing is clipped, KL is zero, and the loss is minus the mean advantage."""
     trainer = make_trainer()
-    policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
-    samples = []
-    for sample in make_units(1)[0]:
-        recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
-        samples.append(
-            TrainSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
-        )
+    samples = [recorded_by(model_path, sample) for sample in make_units(1)[0]]
     trainer.accumulate([samples])
     stats = trainer.step()
     assert stats.clip_ratio == 0
@@ -187,3 +188,15 @@ def test_bfloat16_on_a_gpu_steps_near_float32_on_the_cpu(make_trainer: Make, tmp
         make_trainer(device="cuda", dtype="bfloat16", **NO_MOMENTUM), [make_units(4)], tmp_path / "gpu"
     )
     assert torch.nn.functional.cosine_similarity(exact, rough, dim=0) > 0.99
+
+
+def test_the_effective_sample_size_is_one_on_policy_and_counts_as_compute(
+    make_trainer: Make, model_path: Path
+) -> None:
+    trainer = make_trainer()
+    units = [make_units(1, seed=seed)[0] for seed in (0, 1)]
+    own = [[recorded_by(model_path, sample) for sample in unit] for unit in units]
+    assert trainer.ess(own) == pytest.approx(1.0, abs=1e-6)
+    assert 0.0 < trainer.ess(units) < 0.99
+    trainer.accumulate(own)
+    assert trainer.step().samples == tuple(sample.id for unit in own for sample in unit)

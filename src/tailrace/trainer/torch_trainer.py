@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailrace.algo import losses
+from tailrace.algo.ess import effective_sample_size
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
@@ -112,6 +113,25 @@ class TorchTrainer:
             kl=totals.kl / num_tokens,
             num_micro_batches=totals.num_micro_batches,
         )
+
+    @torch.no_grad()
+    def ess(self, units: Sequence[Sequence[TrainSample]]) -> float:
+        """Effective sample size of the units' tokens under the current weights (algo/ess.py).
+
+        The pass counts as compute of the step it guards. Each rank answers for its own units.
+        """
+        started = time.perf_counter()
+        batches = [
+            MicroBatch.of(samples, self._policy.device)
+            for unit in units
+            for samples in pack(unit, self._settings.token_budget)
+        ]
+        nothing_T = torch.zeros(0, device=self._policy.device)
+        logprobs_T = torch.cat([nothing_T, *(self._policy.logprobs(batch).logprobs for batch in batches)])
+        recorded_T = torch.cat([nothing_T, *(batch.recorded_logprobs for batch in batches)])
+        size = effective_sample_size(logprobs_T, recorded_T)
+        self._tally.compute_s += time.perf_counter() - started
+        return size
 
     def state(self) -> Mapping[str, Tensor]:
         """The current weights by their Hugging Face names, tied ones once; not copies."""
