@@ -48,6 +48,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     await opened.trainer.save(start)
     first = await roll_out(opened, 8)
     assert [s.reward for s in first] == [len(s.text) + len("what?") / 8 for s in first]
+    assert await opened.trainer.ess([first]) == pytest.approx(1.0, abs=1e-4)
     stats = await train(opened, first)
     assert stats.samples == tuple(sample.id for sample in first)
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)

@@ -16,7 +16,7 @@ from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import RewardSettings
 from tailrace.types import Sample
-from tailrace.workers.messages import ScorerJob
+from tailrace.workers.messages import Failed, Scored, ScorerJob
 from tailrace.workers.reward import RemoteScorer, RewardPool
 
 Drive = Callable[[Any], Any]
@@ -51,6 +51,13 @@ async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
     return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
 
 
+async def fork_of(one: RemoteScorer) -> int:
+    """The process that makes its calls."""
+    scored = await one.call("", "pid", {})
+    assert isinstance(scored, Scored)
+    return int(scored.reward)
+
+
 def test_a_reward_sees_prompt_completion_and_row_and_the_sample_keeps_the_text(
     tmp_path: Path, drive: Drive
 ) -> None:
@@ -80,14 +87,28 @@ def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: P
 def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            with pytest.raises(RewardFailed, match="its process: exit code 3"):
-                await one.score("", "exit", {})
-            with pytest.raises(RewardFailed, match="its process: signal SIGSEGV"):
-                await one.score("", "crash", {})
-            with pytest.raises(RewardFailed, match="KeyError: 'no such answer'"):
-                await one.score("", "raise", {})
-            with pytest.raises(RewardFailed, match=r"^row: "):
-                await one.score("", "fine", {"answer": object()})
+            pool = RewardPool([one], Letters())
+            for word, why in (
+                ("exit", "died: the call ended its process: exit code 3"),
+                ("crash", "died: the call ended its process: signal SIGSEGV"),
+                ("raise", "raised: KeyError: 'no such answer'"),
+            ):
+                with pytest.raises(RewardFailed) as failed:
+                    await pool.score(saying(word)[0])
+                assert str(failed.value) == why
+
+    drive(main())
+
+
+def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            pool = RewardPool([one], Letters())
+            for column in (object(), 1 << 70):
+                with pytest.raises(RewardFailed) as failed:
+                    await pool.score(make_samples(1, row={"answer": column})[0])
+                assert failed.value.reason == "row"
+            assert await outcomes(pool, "fine") == [4.625]
 
     drive(main())
 
@@ -133,7 +154,7 @@ def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
 def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            os.kill(int(await one.score("", "pid", {})), signal.SIGKILL)
+            os.kill(await fork_of(one), signal.SIGKILL)
             pool = RewardPool([one], Letters())
             first, *others = await outcomes(pool, *["fine"] * 3)
             assert first in (4.625, "died")
@@ -145,8 +166,8 @@ def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Pa
 def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            fork = int(await one.score("", "pid", {}))
-            call = asyncio.create_task(one.score("", "lock", {}))
+            fork = await fork_of(one)
+            call = one.call("", "lock", {})
             await asyncio.sleep(0.1)
             one.process.kill()
             with pytest.raises(WorkerDied, match=r"scorer-0 .* signal SIGKILL"):
@@ -159,12 +180,11 @@ def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive
 def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            fork = int(await one.score("", "pid", {}))
-            call = asyncio.create_task(one.score("", "lock", {}))
+            fork = await fork_of(one)
+            call = one.call("", "lock", {})
             await asyncio.sleep(0.1)
         await until_gone(fork, one.process.pid)
-        with pytest.raises((WorkerDied, RewardFailed)):
-            await call
+        assert await call == Failed(2, "died", "the call ended its process: signal SIGKILL")
 
     drive(main())
 
@@ -183,13 +203,13 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive:
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from test_reward import job, scorer
+from test_reward import fork_of, job, scorer
 
 async def main():
     async with scorer(job(), Path(sys.argv[1])) as one:
-        fork = int(await one.score("", "pid", {}))
+        fork = await fork_of(one)
         print(one.process.pid, fork, flush=True)
-        await one.score("", "lock", {})
+        await one.call("", "lock", {})
 
 asyncio.run(main())
 """

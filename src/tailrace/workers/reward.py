@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -14,6 +15,8 @@ from tailrace.workers.exits import kill_group
 from tailrace.workers.messages import BadConfig, Failed, FromScorer, Score, Scored, ScorerJob, Serving
 from tailrace.workers.process import WorkerProcess
 
+Outcome: TypeAlias = asyncio.Future[Scored | Failed]
+
 
 class RemoteScorer:
     """One call at a time. The calls are made by a fork of the process, which is replaced when a call hangs
@@ -22,12 +25,15 @@ class RemoteScorer:
     def __init__(self, process: WorkerProcess, timeout_s: float) -> None:
         self.process = process
         self._timeout_s = timeout_s
+        self._loaded = process.promise()
         self._fork: int | None = None
         """Process group of the fork; None before there is one."""
         self._number = 0
-        """Of the call being made: what comes of another is ignored."""
-        self._heard: asyncio.Future[msgspec.Struct] | None = process.promise()
-        """What is being waited for: the fork, or what comes of a call; None between calls."""
+        """Of the latest call."""
+        self._outcome: Outcome | None = None
+        """Of the call being made; None between calls."""
+        self._expired = False
+        """The call being made took too long: its fork is killed, and what it says does not count."""
         process.on_message = self._hear
 
     @classmethod
@@ -43,71 +49,71 @@ class RemoteScorer:
         Raises:
             ConfigError: it cannot be.
         """
-        assert self._heard is not None, "ready is asked once"
         with waiting(f"{self.process.name} to load the reward function"):
-            first = await self._heard
-        self._heard = None
+            first = await self._loaded
         if isinstance(first, BadConfig):
             raise first.error()
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, object]) -> float:
-        """Make a call; when it takes longer than the timeout, kill it.
+    def call(self, prompt: str, completion: str, row: Mapping[str, object]) -> Outcome:
+        """Make a call: the only one until its future is done, which is not to be cancelled.
 
-        Raises:
-            RewardFailed: it did; also 'timeout', 'died', and 'row' where the row is not plain data.
-            WorkerDied: the process that loads and forks is gone.
+        The future may fail, with WorkerDied, if not the call but the process that forks ends. Reasons of
+        ours are 'timeout', 'died', and 'row' where the row is not plain data.
         """
         self._number += 1
+        self._outcome = outcome = self.process.promise()
         try:
             self.process.send(Score(self._number, prompt, completion, row))
         except (TypeError, OverflowError) as error:
-            raise RewardFailed("row", str(error)) from error
-        try:
-            return _reward(await self._outcome())
-        except WorkerDied:
-            self._kill_call()
-            raise
-        finally:
-            self._heard = None
+            self._finish(Failed(self._number, "row", str(error)))
+            return outcome
+        except WorkerDied:  # so says the promise
+            return outcome
+        self._expired = False
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        outcome.add_done_callback(lambda outcome: self._leave(outcome, timer))
+        return outcome
 
     async def close(self) -> None:
         """End the processes; a call being made is killed."""
-        if self._heard is not None:
-            self._kill_call()
+        if self._outcome is not None:
+            self._kill_fork()
         await self.process.close()
 
-    async def _outcome(self) -> msgspec.Struct:
-        self._heard = self.process.promise()
-        done, _ = await asyncio.wait([self._heard], timeout=self._timeout_s)
-        if done:
-            return self._heard.result()
-        self._kill_call()
-        self._number += 1  # the answer may have been on its way when the kill came
-        self._heard = self.process.promise()
-        await self._heard
-        return Failed(self._number, "timeout", f"no reward in {self._timeout_s:g} s")
+    def _hear(self, message: msgspec.Struct) -> None:
+        match message:
+            case BadConfig():
+                self._loaded.set_result(message)
+            case Serving(pid=pid, ended=ended):
+                self._fork = pid
+                if not self._loaded.done():
+                    self._loaded.set_result(message)
+                elif self._expired:
+                    self._finish(Failed(self._number, "timeout", f"no reward in {self._timeout_s:g} s"))
+                else:
+                    self._finish(Failed(self._number, "died", f"the call ended its process: {ended}"))
+            case Scored(number=number) | Failed(number=number) as answer:
+                if number == self._number and not self._expired:
+                    self._finish(answer)
 
-    def _kill_call(self) -> None:
+    def _finish(self, outcome: Scored | Failed) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+        self._outcome = None
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._kill_fork()
+
+    def _leave(self, outcome: Outcome, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        if outcome.exception() is not None:  # nobody else would end the fork
+            self._kill_fork()
+            self._outcome = None
+
+    def _kill_fork(self) -> None:
         if self._fork is not None:
             kill_group(self._fork)
-
-    def _hear(self, message: msgspec.Struct) -> None:
-        if isinstance(message, Serving):
-            self._fork = message.pid
-        late = isinstance(message, Scored | Failed) and message.number != self._number
-        if self._heard is not None and not self._heard.done() and not late:
-            self._heard.set_result(message)
-
-
-def _reward(outcome: msgspec.Struct) -> float:
-    match outcome:
-        case Scored(reward=reward):
-            return reward
-        case Failed(reason=reason, detail=detail):
-            raise RewardFailed(reason, detail)
-        case Serving(ended=ended):
-            raise RewardFailed("died", f"the call ended its process: {ended}")
-    raise AssertionError(outcome)
 
 
 class RewardPool:
@@ -116,7 +122,6 @@ class RewardPool:
     def __init__(self, scorers: Sequence[RemoteScorer], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._free: asyncio.Queue[RemoteScorer] = asyncio.Queue()
-        self._calls: set[asyncio.Task[float]] = set()
         for scorer in scorers:
             self._free.put_nowait(scorer)
 
@@ -128,14 +133,9 @@ class RewardPool:
         """
         sample.text = self._tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
         scorer = await self._free.get()
-        prompt = sample.prompt
-        call = asyncio.create_task(scorer.score(prompt.text, sample.text, prompt.row))
-        self._calls.add(call)
-        call.add_done_callback(lambda call: self._release(call, scorer))
-        return await asyncio.shield(call)
-
-    def _release(self, call: asyncio.Task[float], scorer: RemoteScorer) -> None:
-        self._calls.discard(call)
-        self._free.put_nowait(scorer)
-        if not call.cancelled():
-            call.exception()  # its caller may be gone; asyncio would complain that nobody asked
+        outcome = scorer.call(sample.prompt.text, sample.text, sample.prompt.row)
+        outcome.add_done_callback(lambda _: self._free.put_nowait(scorer))
+        judged = await asyncio.shield(outcome)
+        if isinstance(judged, Failed):
+            raise RewardFailed(judged.reason, judged.detail)
+        return judged.reward
