@@ -5,13 +5,14 @@ whenever every task waits. Timers with equal times fire in the order they were s
 does not do that), so a simulated run replays exactly. `Signal` is how tasks wait for one another; each
 wait says what it waits for, so a run that stands still can name the reason.
 
-The loop uses three private members of asyncio (`_selector`, `_scheduled`, `_when`), as SimPy-like
-loops for asyncio must; the tests of this file fail if an interpreter changes them.
+The loop uses four private members of asyncio (`_selector`, `_scheduled`, `_when`, `_clock_resolution`), as
+SimPy-like loops for asyncio must; the tests of this file fail if an interpreter changes them.
 """
 
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -66,6 +67,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 # The timer's own time, not now + timeout: no rounding comes between them.
                 when: float = self._scheduled[0]._when  # type: ignore[attr-defined]
                 self._now = max(self._now, when)
+                # asyncio fires what is due before now + resolution; late in a run, a constant would vanish.
+                self._clock_resolution = math.ulp(self._now)
             return ready
 
         self._selector.select = jump  # type: ignore[attr-defined]

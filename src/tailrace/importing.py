@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,9 +34,10 @@ def import_function(spec: str, key: str) -> Any:
 
 
 def _from_file(path: Path) -> ModuleType:
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.parent}", path)
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up there
     module_spec.loader.exec_module(module)
     return module
