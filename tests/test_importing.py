@@ -1,0 +1,51 @@
+"""Importing what a user names: it works, or it is one message that names the key."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import ConfigError
+from tailrace.importing import import_function
+
+
+def test_a_function_of_a_module_and_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def double(x):\n    return 2 * x\n")
+    assert import_function("json:dumps", "reward.function") is json.dumps
+    assert import_function(f"{file}:double", "reward.function")(21) == 42
+
+
+def test_a_file_may_define_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Weighing:\n    grams: int\n"
+        "def weigh(grams):\n    return Weighing(grams).grams\n"
+    )
+    assert import_function(f"{file}:weigh", "reward.function")(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("json.dumps", "names no function"),
+        (":dumps", "names no function"),
+        ("json:", "names no function"),
+        ("nowhere.at_all:f", "cannot be imported"),
+        ("nowhere.py:f", "cannot be imported"),
+        ("json:undumps", "has no function 'undumps'"),
+        ("json:__name__", "has no function '__name__'"),
+    ],
+)
+def test_what_cannot_be_imported_is_a_config_error(spec: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        import_function(spec, "reward.function")
+    assert caught.value.key == "reward.function" and caught.value.value == spec
+
+
+def test_a_file_that_is_no_python_is_a_config_error(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("def (:\n")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        import_function(f"{file}:f", "schedule.name")

@@ -1,0 +1,78 @@
+"""What flows keeps its own books: spans, completeness, what of a group trains."""
+
+import pytest
+
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, batched, noise_seed, samples_of
+
+
+def group_of(num_samples: int, need: int | None = None) -> Group:
+    group = Group(Prompt(7, [1, 2, 3]), need or num_samples, [], num_launched=num_samples)
+    group.samples = [Sample(SampleId(7, 0, number), group) for number in range(num_samples)]
+    return group
+
+
+def finish(sample: Sample, reward: float | None = None, failure: str | None = None) -> None:
+    sample.finish_reason, sample.reward, sample.failure = "stop", reward, failure
+    sample.group.kept.append(sample)
+
+
+def test_tokens_of_one_version_are_one_span() -> None:
+    sample = group_of(1).samples[0]
+    for num_tokens, version in [(3, 0), (0, 0), (2, 0), (0, 1), (4, 2), (1, 2)]:
+        sample.grow(num_tokens, version)
+    assert sample.spans == [Span(0, 5), Span(2, 5)]
+    assert sample.num_tokens == 10 and sample.oldest == 0
+
+
+def test_extending_keeps_ids_log_probs_and_spans_together() -> None:
+    sample = group_of(1).samples[0]
+    sample.extend([5, 6], [-0.5, -0.25], version=3)
+    sample.extend([7], [-1.0], version=4)
+    assert sample.completion_ids == [5, 6, 7]
+    assert sample.logprobs == [-0.5, -0.25, -1.0]
+    assert sample.spans == [Span(3, 2), Span(4, 1)]
+    with pytest.raises(AssertionError):
+        sample.extend([8, 9], [-1.0], version=4)
+
+
+def test_a_group_is_as_old_as_its_oldest_token_wherever_it_was_made() -> None:
+    group = group_of(2)
+    assert group.born is None
+    group.samples[0].grow(4, version=5)
+    group.samples[1].grow(1, version=3)  # by an engine that got its weights later
+    assert group.born == 3 and group.num_tokens == 5
+
+
+def test_serving_complete_and_trainable_complete_are_two_moments() -> None:
+    group = group_of(2)
+    for sample in group.samples:
+        finish(sample)
+    assert group.serving_complete and not group.complete
+    group.samples[0].reward = 1.0
+    assert not group.complete
+    group.samples[1].failure = "reward timeout"
+    assert group.complete
+
+
+def test_only_rewarded_samples_of_the_kept_train() -> None:
+    group = group_of(3, need=2)
+    finish(group.samples[2], reward=0.0)
+    finish(group.samples[0], failure="reward raised")
+    assert group.trainable == [group.samples[2]]
+    assert samples_of([group, group.samples[1]]) == [group.samples[2], group.samples[1]]
+
+
+def test_batches_are_consecutive_and_the_last_may_be_short() -> None:
+    groups = [group_of(1) for _ in range(5)]
+    assert batched(groups, 2) == [groups[:2], groups[2:4], groups[4:]]
+
+
+def test_noise_depends_on_the_run_s_seed_and_the_sample_alone() -> None:
+    assert noise_seed(0, SampleId(1, 0, 2)) == 5286012721971151952
+    assert (
+        len(
+            {noise_seed(s, SampleId(p, a, n)) for s in (0, 1) for p in (0, 1) for a in (0, 1) for n in (0, 1)}
+        )
+        == 16
+    )
+    assert all(0 <= noise_seed(seed, SampleId(0, 0, 0)) < 2**63 for seed in range(100))
