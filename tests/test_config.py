@@ -1,0 +1,155 @@
+"""The config: read, overridden, resolved; what cannot work is one message in the user's words."""
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import RunConfig, load_config, require_sections
+from tailrace.errors import ConfigError
+
+BASE = """
+[run]
+rounds = 3
+group_size = 4
+[schedule]
+name = "serial"
+R = 8
+U = 2
+"""
+
+
+def load(folder: Path, text: str = "", overrides: dict[str, str] | None = None) -> RunConfig:
+    (folder / "config.toml").write_text(BASE + text)
+    return load_config(folder / "config.toml", overrides)
+
+
+def message(folder: Path, text: str, overrides: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, overrides)
+    return str(caught.value)
+
+
+def test_a_config_is_read_and_every_default_written_out(tmp_path: Path) -> None:
+    config = load(tmp_path, "[sim.engines]\ncount = 3\n")
+    assert (config.run.rounds, config.run.group_size, config.sim.engines.count) == (3, 4, 3)
+    (tmp_path / "again.toml").write_text(config.toml())
+    assert load_config(tmp_path / "again.toml") == config
+
+
+def test_an_unknown_key_is_refused_with_the_key_that_was_meant(tmp_path: Path) -> None:
+    assert message(tmp_path, "[sim.engines]\ncuont = 3\n") == (
+        "sim.engines.cuont = 3: there is no such key; did you mean 'count'?"
+    )
+
+
+def test_a_key_like_no_other_is_answered_with_all_that_the_section_has(tmp_path: Path) -> None:
+    assert message(tmp_path, "[model]\npath = 'm'\nxyz = 1\n") == (
+        "model.xyz = 1: there is no such key; it has: path"
+    )
+
+
+def test_the_keys_of_a_section_that_may_be_of_two_kinds(tmp_path: Path) -> None:
+    assert message(tmp_path, "[data]\nkind = 'rows'\npath = 'd'\nspilt = 'x'\n") == (
+        "data.spilt = 'x': there is no such key; did you mean 'split'?"
+    )
+
+
+def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
+    assert message(tmp_path, "", {"run.rounds": "many"}).startswith(
+        "run.rounds = 'many': input should be a valid integer"
+    )
+    assert message(tmp_path, "", {"run.rounds": "0"}).startswith(
+        "run.rounds = 0: input should be greater than or equal to 1"
+    )
+
+
+def test_all_that_is_wrong_comes_in_one_message(tmp_path: Path) -> None:
+    lines = message(tmp_path, "[sim.engines]\ncuont = 3\nslots = 0\n").splitlines()
+    assert [line.partition(" = ")[0] for line in lines] == ["sim.engines.slots", "sim.engines.cuont"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[run]\nrounds = 1\ngroup_size = 1\n", "schedule = None: it is missing; set it"),
+        ("[schedule]\nname = 'serial'\n", "run = None: it is missing; set it"),
+        ("run = 3\n[schedule]\n", "run = 3: input should be a valid dictionary"),
+        ("model = 3\n[run]\nrounds = 1\ngroup_size = 1\n[schedule]\n", "model = 3: input should be"),
+        ("[run\n", "this is not TOML"),
+    ],
+)
+def test_sections_that_are_missing_or_no_sections(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tmp_path / "config.toml")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file; name a TOML file"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:
+    config = load(tmp_path, "[model]\npath = 'm'\n")
+    require_sections(config, "model")
+    with pytest.raises(ConfigError, match=r"data = None: this command needs the section; add \[data\]"):
+        require_sections(config, "model", "data")
+
+
+def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        overrides={
+            "run.seed": "7",
+            "schedule.name": "rolloutpipe",
+            "schedule.admission.kind": '"frontier"',
+            "schedule.admission.groups": "2",
+            "trainer.betas": "[0.8, 0.9]",
+        },
+    )
+    assert config.run.seed == 7
+    assert config.schedule["name"] == "rolloutpipe"
+    assert config.schedule["admission"] == {"kind": "frontier", "groups": 2}
+    assert config.trainer.betas == (0.8, 0.9)
+
+
+def test_an_override_cannot_go_through_a_value(tmp_path: Path) -> None:
+    assert message(tmp_path, "", {"run.rounds.first": "1"}) == (
+        "run.rounds.first = '1': rounds is not a section; use --section.key value"
+    )
+
+
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[model]\npath = 'small'\n[reward]\nfunction = 'mine.py:score'\n[data]\nkind='rows'\npath='d'\n",
+    )
+    assert config.model is not None and config.model.path == tmp_path / "small"
+    assert config.reward.function == f"{tmp_path / 'mine.py'}:score"
+    assert config.data is not None and config.model_dump()["data"]["path"] == tmp_path / "d"
+
+
+def test_a_schedule_s_file_is_relative_too_but_a_module_stays_a_name(tmp_path: Path) -> None:
+    text = BASE.replace('"serial"', '"mine.py:odd"')
+    (tmp_path / "config.toml").write_text(text)
+    assert load_config(tmp_path / "config.toml").schedule["name"] == f"{tmp_path / 'mine.py'}:odd"
+    (tmp_path / "config.toml").write_text(BASE.replace('"serial"', '"mine.odd:odd"'))
+    assert load_config(tmp_path / "config.toml").schedule["name"] == "mine.odd:odd"
+
+
+@pytest.mark.parametrize("key", ["rounds", "eval_every", "checkpoint_every", "patience_s", "give_up_s"])
+def test_a_run_may_be_longer_or_watched_otherwise_and_is_still_the_same(tmp_path: Path, key: str) -> None:
+    assert load(tmp_path).digest() == load(tmp_path, overrides={f"run.{key}": "9"}).digest()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{"run.seed": "1"}, {"schedule.U": "4"}, {"trainer.learning_rate": "1e-3"}, {"run.group_size": "8"}],
+)
+def test_whatever_changes_what_is_learnt_makes_another_run(tmp_path: Path, override: dict[str, str]) -> None:
+    assert load(tmp_path).digest() != load(tmp_path, overrides=override).digest()
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path).run.rounds = 5  # type: ignore[misc]
