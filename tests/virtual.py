@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tailrace import clock
+from tailrace.engine.base import Usage
 from tailrace.ledger.state import RunState
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.run import Parts, Run, RunSettings, drive
 from tailrace.schedules import SCHEDULES
+from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import (
     SimEngineSettings,
@@ -22,11 +24,12 @@ from tailrace.sim.settings import (
     SimTrainerSettings,
 )
 from tailrace.sim.world import simulated_parts
-from tailrace.types import SampleId
+from tailrace.types import Sample, SampleId
 
 E = TypeVar("E")
+S = TypeVar("S", bound=Settings)
 
-SETTINGS = RunSettings(rounds=4, group_size=4)
+SETTINGS = RunSettings(rounds=3, group_size=4)
 
 SIM = SimSettings(
     engines=SimEngineSettings(count=2, slots=24),
@@ -37,7 +40,7 @@ SIM = SimSettings(
 
 EXACT = SimSettings(
     engines=SimEngineSettings(
-        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e18, abort_s=0.0, load_s=0.0
+        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0
     ),
     trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0),
     lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),
@@ -82,6 +85,8 @@ class Outcome:
     run: Run = field(init=False)
     parts: Parts = field(init=False)
     ended_s: float = field(init=False)
+    usages: list[Usage] = field(default_factory=list)
+    """Of the engines, at the end."""
     killed: bool = False
 
     def on(self, event: Event) -> None:
@@ -89,6 +94,7 @@ class Outcome:
 
     def close(self) -> None:
         self.ended_s = clock.now()
+        self.usages = [engine.usage() for engine in self.parts.engines]
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -193,6 +199,21 @@ async def restored(parts: Parts, checkpoint: Path) -> RunState:
 def newest(folder: Path) -> Path | None:
     """The last whole checkpoint."""
     return max(folder.glob("round_??????"), default=None)
+
+
+def worlds(sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1) -> Callable[[], Parts]:
+    """Parts whose responses have the lengths of a table."""
+
+    def parts() -> Parts:
+        engines = [SimEngine(f"engine{number}", sim.engines, length_of) for number in range(count)]
+        return replace(simulated_parts(sim, seed=0), engines=engines)
+
+    return parts
+
+
+def change(settings: S, **changes: Any) -> S:
+    """The same settings, but for these, checked."""
+    return type(settings).model_validate({**settings.model_dump(), **changes})
 
 
 def in_service(events: list[Event]) -> list[list[SampleId]]:

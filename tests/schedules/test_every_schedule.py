@@ -1,0 +1,180 @@
+"""What must hold for every schedule of the package, whatever its order of the verbs."""
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tailrace import schedules
+from tailrace.record.events import RequestStarted, RoundEnded, Stepped
+from tailrace.schedules import SCHEDULES
+from virtual import (
+    EXACT,
+    ON_POLICY,
+    SCHEDULES_BY_NAME,
+    SETTINGS,
+    SIM,
+    Death,
+    change,
+    dying,
+    simulate,
+)
+
+EVERY = pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+TROUBLED = change(SIM, rewards=change(SIM.rewards, failing=0.15, hanging=0.1, timeout_s=5.0))
+
+
+@EVERY
+def test_ten_runs_are_one_trace(name: str) -> None:
+    settings = change(SETTINGS, rounds=2, filter="zero_variance")
+    traces = {tuple(simulate(SCHEDULES_BY_NAME[name], settings, TROUBLED).trace) for _ in range(10)}
+    assert len(traces) == 1
+
+
+def digests() -> dict[str, str]:
+    """One number for each schedule's trace in a troubled world."""
+    settings = change(SETTINGS, rounds=1, filter="zero_variance")
+    beside = dying(Death(20.0, 1, 9.0), Death(31.0, 0, 3.0))
+    traces = {
+        name: "\n".join(simulate(schedule, settings, TROUBLED, beside=beside).trace)
+        for name, schedule in SCHEDULES_BY_NAME.items()
+    }
+    return {name: hashlib.sha256(trace.encode()).hexdigest() for name, trace in traces.items()}
+
+
+def test_the_trace_does_not_depend_on_the_hash_seed() -> None:
+    code = (
+        f"import sys, json; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}; "
+        "import test_every_schedule; print(json.dumps(test_every_schedule.digests()))"
+    )
+    here = digests()
+    for seed in ("1", "2"):
+        command, environment = [sys.executable, "-c", code], {"PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == here
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_an_on_policy_schedule_trains_only_tokens_of_the_round_s_version(name: str) -> None:
+    outcome = simulate(SCHEDULES_BY_NAME[name])
+    version = 0
+    ends = iter(outcome.of(RoundEnded))
+    round_ends_s = next(ends).time_s
+    for step in outcome.of(Stepped):
+        while step.end_s > round_ends_s:
+            version, round_ends_s = version + 1, next(ends).time_s
+        assert all([span.version for span in sample.spans] == [version] for sample in step.samples)
+        assert list(step.staleness) == [0]
+
+
+@EVERY
+def test_no_sample_is_trained_twice_and_spans_are_true(name: str) -> None:
+    outcome = simulate(SCHEDULES_BY_NAME[name])
+    samples = [sample for step in outcome.of(Stepped) for sample in step.samples]
+    assert max(Counter(sample.id for sample in samples).values()) == 1
+    for sample in samples:
+        versions = [span.version for span in sample.spans]
+        assert versions == sorted(set(versions))
+        assert sum(span.num_tokens for span in sample.spans) == sample.num_tokens
+    assert outcome.totals.trained_tokens == sum(sample.num_tokens for sample in samples)
+
+
+@EVERY
+def test_everything_at_one_instant(name: str) -> None:
+    """All responses of one length and rewards of no time: every completion is a tie."""
+    ties = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=1000.0))
+    outcome = simulate(SCHEDULES_BY_NAME[name], sim=ties)
+    assert outcome.run.round == SETTINGS.rounds
+    if name == "april":  # 16 groups end together: 8 are trained, 8 are parked complete and come first
+        assert sorted(outcome.trained) == list(range(24))
+        assert [group.complete for group in outcome.run.parked.groups] == [True] * 8
+        assert outcome.totals.wasted_tokens == {}
+
+
+@EVERY
+def test_rewards_that_fail_or_hang_cost_their_samples_and_wedge_nothing(name: str) -> None:
+    outcome = simulate(SCHEDULES_BY_NAME[name], sim=TROUBLED)
+    assert outcome.run.round == SETTINGS.rounds
+    wasted = outcome.totals.wasted_tokens
+    assert wasted["reward raised"] > 0 and wasted["reward timeout"] > 0
+    sizes = Counter(sample.prompt.index for step in outcome.of(Stepped) for sample in step.samples)
+    assert min(sizes.values()) < 4 and max(sizes.values()) == 4  # a group goes on with the rest
+
+
+@EVERY
+def test_filtered_groups_are_replaced(name: str) -> None:
+    whole = simulate(SCHEDULES_BY_NAME[name])
+    outcome = simulate(SCHEDULES_BY_NAME[name], change(SETTINGS, filter="zero_variance"))
+    assert outcome.totals.groups["filtered"] > 0 and outcome.totals.wasted_tokens["zero variance"] > 0
+    assert outcome.totals.groups["trained"] == whole.totals.groups["trained"]
+    for step in outcome.of(Stepped):
+        for sample in step.samples:
+            assert len({kept.reward for kept in sample.group.trainable}) > 1
+
+
+@EVERY
+def test_dead_engines_cost_no_token_and_no_promise(name: str) -> None:
+    clean = simulate(SCHEDULES_BY_NAME[name])
+    moments = [clean.ended_s * share for share in (0.1, 0.3, 0.31, 0.6)]
+    deaths = [Death(at_s, number % 2, clean.ended_s / 20) for number, at_s in enumerate(moments)]
+    outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(*deaths))
+    assert outcome.run.round == SETTINGS.rounds
+    resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens > 0]
+    assert resumed
+    assert not any("engine" in reason for reason in outcome.totals.wasted_tokens)
+
+
+@EVERY
+def test_all_engines_dead_at_once_is_a_pause(name: str) -> None:
+    clean = simulate(SCHEDULES_BY_NAME[name])
+    for share in (0.05, 0.5, 0.95):  # among them while nothing is served and while weights are published
+        at_s = clean.ended_s * share
+        outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(Death(at_s, 0, 30.0), Death(at_s, 1, 31.0)))
+        assert outcome.run.round == SETTINGS.rounds
+        assert outcome.totals.groups["trained"] == clean.totals.groups["trained"]
+
+
+@EVERY
+def test_every_promise_of_staleness_is_kept_with_a_small_cache_that_preempts(name: str) -> None:
+    sim = change(SIM, engines=change(SIM.engines, kv_tokens=7_000))
+    outcome = simulate(SCHEDULES_BY_NAME[name], sim=sim)
+    assert sum(usage.num_preempted for usage in outcome.usages) > 0
+    assert outcome.run.round == SETTINGS.rounds
+
+
+def test_eager_trains_the_prompts_of_plain_rolloutpipe() -> None:
+    eager = partial(SCHEDULES["rolloutpipe_eager"], R=16, U=4)
+    plain = partial(SCHEDULES["rolloutpipe"], R=16, U=4)
+    first, second = simulate(eager), simulate(plain)
+    assert sorted(first.trained) == sorted(second.trained)
+    assert [len(step.samples) for step in first.of(Stepped)] == [16] * 12
+    assert first.ended_s <= second.ended_s
+
+
+FILES = sorted({Path(inspect.getfile(schedule)) for schedule in SCHEDULES.values()})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_schedule_s_file_is_a_screen_that_names_its_paper_and_section(file: Path) -> None:
+    text = file.read_text()
+    assert 10 <= len(text.splitlines()) <= 60
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    assert re.search(r"\bsection \d|\bAlgorithm \d", doc), doc
+    assert re.search(r"et al\. 20\d\d", doc) or file.stem == "serial", doc
+
+
+def test_no_other_file_knows_a_schedule_of_ours_by_name() -> None:
+    """No flag and no hook for one of them elsewhere: only the table and the commands' words name them."""
+    package = Path(schedules.__file__).parents[1]
+    for room in ("rollout", "ledger", "sim", "engine", "trainer", "reward", "weights"):
+        for file in (package / room).rglob("*.py"):
+            names = [node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)]
+            assert not set(names) & set(SCHEDULES), file

@@ -1,0 +1,150 @@
+"""Schedules in a world whose times can be computed by hand: exact moments, exact counts.
+
+One token is one second, whatever runs beside it; a trained position (one prompt token and the completion, of
+each sample) is one second; all else takes no time.
+"""
+
+from functools import partial
+
+import pytest
+
+from tailrace.record.events import (
+    Accumulated,
+    GroupReady,
+    Published,
+    RequestStarted,
+    RoundEnded,
+    Stepped,
+    TokensWasted,
+)
+from tailrace.rollout.admission import Frontier, FrontierFirst
+from tailrace.run import RunSettings
+from tailrace.schedules.april import april
+from tailrace.schedules.pipelinerl import pipelinerl
+from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
+from tailrace.schedules.serial import serial
+from tailrace.schedules.tailbatch import tailbatch
+from tailrace.types import Sample, Span
+from virtual import EXACT, change, simulate, worlds
+
+PAIRS = RunSettings(rounds=1, group_size=2)
+ONE_BY_ONE = change(EXACT, engines=change(EXACT.engines, slots=2))
+"""Room for one group: they complete at 10, 20, 30, ... s. Training one takes 2 * (1 + 10) = 22 s."""
+
+
+def times(outcome) -> tuple[list[float], list[tuple[float, float]], float]:  # type: ignore[no-untyped-def]
+    """When groups were ready, when the trainer worked, and when the round was over."""
+    ready = [event.time_s for event in outcome.of(GroupReady)]
+    worked = [(event.start_s, event.end_s) for event in outcome.of(Accumulated)]
+    return ready, worked, outcome.of(RoundEnded)[0].time_s
+
+
+def test_serial_trains_after_the_last_response() -> None:
+    outcome = simulate(partial(serial, R=3, U=1), PAIRS, ONE_BY_ONE)
+    assert times(outcome) == ([10, 20, 30], [(30, 52), (52, 74), (74, 96)], 96)
+
+
+def test_rolloutpipe_trains_from_the_first_complete_group_on() -> None:
+    outcome = simulate(partial(rolloutpipe, R=3, U=1), PAIRS, ONE_BY_ONE)
+    assert times(outcome) == ([10, 20, 30], [(10, 32), (32, 54), (54, 76)], 76)
+
+
+def test_a_step_waits_for_its_u_groups_and_the_publication_for_all_r() -> None:
+    outcome = simulate(partial(rolloutpipe, R=4, U=2), PAIRS, ONE_BY_ONE)
+    assert times(outcome) == ([10, 20, 30, 40], [(20, 64), (64, 108)], 108)
+    assert [step.end_s for step in outcome.of(Stepped)] == [64, 108]
+    assert [event.end_s for event in outcome.of(Published)] == [108]
+
+
+def test_eager_accumulates_at_once_and_steps_at_the_same_groups() -> None:
+    outcome = simulate(partial(rolloutpipe_eager, R=4, U=2), PAIRS, ONE_BY_ONE)
+    assert times(outcome) == ([10, 20, 30, 40], [(10, 32), (32, 54), (54, 98)], 98)
+    assert [[id.prompt for id in step.stats.samples[::2]] for step in outcome.of(Stepped)] == [[0, 1], [2, 3]]
+
+
+def test_groups_travel_in_feasible_batches_within_one_step() -> None:
+    """22 positions a group: two fit into 44 tokens, one into 43."""
+    for tokens, worked in [(44, [(40, 84), (84, 128)]), (43, [(40, 62), (62, 84), (84, 106), (106, 128)])]:
+        outcome = simulate(partial(rolloutpipe, R=4, U=4, tokens=tokens), PAIRS, ONE_BY_ONE)
+        assert times(outcome)[1] == worked
+        assert [step.end_s for step in outcome.of(Stepped)] == [128]
+
+
+def test_a_round_of_the_papers_size_to_the_second() -> None:
+    """R = 96, K = 8, U = 2: group g ends at g + 1 s, and a pair trains for a 32nd of its positions."""
+    sim = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=256.0))
+    parts = worlds(sim, lambda sample: sample.prompt.index + 1)
+    outcome = simulate(partial(rolloutpipe, R=96, U=2), RunSettings(rounds=1, group_size=8), sim, parts=parts)
+    end_s, expected = 0.0, []
+    for second in range(1, 96, 2):
+        complete_s = second + 1.0
+        start_s = max(end_s, complete_s)
+        end_s = start_s + 8 * ((second + 1) + (second + 2)) / 256
+        expected.append((start_s, end_s))
+    assert times(outcome) == ([float(g + 1) for g in range(96)], expected, end_s)
+    assert end_s == 165.03125
+    assert len(outcome.of(RequestStarted)) == 768 and len(outcome.of(Stepped)) == 48
+    assert [(event.end_s, event.version) for event in outcome.of(Published)] == [(end_s, 1)]
+
+
+UNEQUAL = {(0, 0): 10, (0, 1): 20, (1, 0): 5, (1, 1): 5}
+
+
+def unequal(sample: Sample) -> int:
+    return UNEQUAL[sample.id.prompt, sample.id.number]
+
+
+@pytest.mark.parametrize(
+    ("admission", "started"),
+    [
+        (Frontier(groups=1), [(0, 0), (0, 0), (20, 1), (20, 1)]),
+        (FrontierFirst(groups=1), [(0, 0), (0, 0), (10, 1), (15, 1)]),
+        (Frontier(groups=2), [(0, 0), (0, 0), (0, 1), (0, 1)]),
+    ],
+)
+def test_a_strict_frontier_holds_slots_free_that_frontier_first_fills(admission, started) -> None:  # type: ignore[no-untyped-def]
+    schedule = partial(rolloutpipe, R=2, U=2, admission=admission)
+    outcome = simulate(schedule, PAIRS, EXACT, parts=worlds(EXACT, unequal))
+    assert [(event.time_s, event.sample.prompt) for event in outcome.of(RequestStarted)] == started
+
+
+def test_serving_complete_frees_the_frontier_before_the_group_is_trainable() -> None:
+    sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
+    schedule = partial(rolloutpipe, R=2, U=1, admission=Frontier(groups=1))
+    outcome = simulate(schedule, PAIRS, sim)
+    assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0, 10, 10]
+    assert [event.time_s for event in outcome.of(GroupReady)] == [15, 25]
+
+
+def test_april_goes_on_from_the_parked_tokens_and_records_both_versions() -> None:
+    """Group 1 has 10 of its 20 tokens when group 0 is taken; v1 comes at 32 s; it ends at 42 s."""
+    parts = worlds(EXACT, lambda sample: 20 if sample.prompt.index == 1 else 10)
+    outcome = simulate(partial(april, N=1, N_launched=2), change(PAIRS, rounds=2), EXACT, parts=parts)
+    first, second = outcome.of(Stepped)
+    assert (first.start_s, second.start_s) == (32, 42 + 42)
+    assert [sample.spans for sample in first.samples] == [[Span(0, 10)]] * 2
+    assert [sample.spans for sample in second.samples] == [[Span(0, 10), Span(1, 10)]] * 2
+    assert (first.staleness, second.staleness) == ({0: 20}, {0: 20, 1: 20})
+    assert outcome.of(TokensWasted) == []
+
+
+def test_tailbatch_races_short_rounds_and_restarts_what_lost_in_a_long_one() -> None:
+    """P0 = 1 of 2 prompts, 3 samples each for K = 2: in round 0 prompt 1 loses and fills the long round 1."""
+    lengths = {(0, 0): 4, (0, 1): 6, (0, 2): 9, (1, 0): 7, (1, 1): 7, (1, 2): 7}
+    parts = worlds(EXACT, lambda sample: lengths[sample.id.prompt, sample.id.number])
+    schedule = partial(tailbatch, P0=1, eta_prompts=2.0, eta_responses=1.5)
+    outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
+    assert outcome.trained == [0, 1]
+    assert outcome.totals.wasted_tokens == {"raced": 6, "deferred": 18}  # at 6 s, the moment that decides
+    assert [id.attempt for id in outcome.of(Stepped)[1].stats.samples] == [1, 1]
+    assert [event.time_s for event in outcome.of(GroupReady)] == [6, 6 + 12 + 7]
+
+
+def test_pipelinerl_publishes_into_running_sequences() -> None:
+    """Two groups of 10 and 40 tokens in flight; the step on the first ends at 10 + 22 s."""
+    parts = worlds(EXACT, lambda sample: 40 if sample.prompt.index == 1 else 10)
+    schedule = partial(pipelinerl, U=1, H=4, room=4)
+    outcome = simulate(schedule, change(PAIRS, rounds=3), EXACT, parts=parts)
+    long = next(s for step in outcome.of(Stepped) for s in step.samples if s.prompt.index == 1)
+    assert outcome.of(Published)[0].end_s == 32
+    assert long.spans == [Span(0, 32), Span(1, 8)]
