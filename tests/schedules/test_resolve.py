@@ -1,0 +1,188 @@
+"""From the [schedule] section to a schedule that can run, or to one message before anything starts."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.config import RunConfig
+from tailrace.errors import ConfigError
+from tailrace.record.events import Stepped
+from tailrace.rollout.admission import FrontierFirst
+from tailrace.run import RunSettings
+from tailrace.schedules import SCHEDULES
+from tailrace.schedules.resolve import resolve, shared_parameters
+from virtual import simulate
+
+SETTINGS = RunSettings(rounds=2, group_size=4)
+
+
+def config(name: str, **parameters: Any) -> RunConfig:
+    return RunConfig(run=SETTINGS, schedule={"name": name, **parameters})
+
+
+def message(name: str, **parameters: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(name, **parameters))
+    return str(caught.value)
+
+
+def test_a_schedule_is_found_by_its_name_and_its_parameters_are_typed() -> None:
+    admission = {"kind": "frontier_first", "groups": 2}
+    bound = resolve(config("rolloutpipe", R=8, U=2, admission=admission))
+    assert bound.func is SCHEDULES["rolloutpipe"]
+    assert bound.keywords == {"R": 8, "U": 2, "admission": FrontierFirst(groups=2)}
+
+
+def test_samples_a_step_make_groups_a_step() -> None:
+    assert resolve(config("serial", R=8, B=16)).keywords == {"R": 8, "U": 4}
+    assert message("serial", R=8, B=17) == (
+        "schedule.B = 17: samples a step must be whole groups of K = 4; choose 4 times U"
+    )
+    assert message("serial", R=8, B=16, U=4) == "schedule.B = 16: U says the same; give one of the two"
+
+
+def test_a_schedule_of_its_own_in_a_race_wins_over_the_shared_section() -> None:
+    race = RunConfig(
+        run=SETTINGS,
+        schedule={"name": "serial", "R": 8, "U": 4},
+        schedules={"serial": {"U": 2}, "april": {"N": 4, "N_launched": 8}},
+    )
+    assert resolve(race).keywords == {"R": 8, "U": 2}
+    assert shared_parameters(race, "april") == {"name": "april"}
+    assert shared_parameters(race, "rolloutpipe") == {"name": "rolloutpipe", "R": 8, "U": 4}
+
+
+NOT_DIVISIBLE = "schedule.U = 3: R = 8 groups do not divide into steps of 3"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "said"),
+    [
+        ("rolloutpip", {"R": 8, "U": 2}, "schedule.name = 'rolloutpip': there is no such schedule; choose"),
+        ("serial", {"R": 8, "U": 3}, f"{NOT_DIVISIBLE}; choose from 1, 2, 4, 8"),
+        ("rolloutpipe", {"R": 8, "U": 3}, NOT_DIVISIBLE),
+        ("serial", {"R": 8}, "schedule.U = None: it is missing; set it"),
+        ("serial", {"R": 8, "U": 2, "F_w": 2}, "schedule.F_w = 2: the schedule has no such parameter"),
+        ("serial", {"R": "many", "U": 2}, "schedule.R = 'many': input should be a valid integer"),
+        ("serial", {"R": 0, "U": 2}, "schedule.R = 0: input should be greater than or equal to 1"),
+        ("april", {"N": 8, "N_launched": 7}, "schedule.N_launched = 7: fewer than N = 8 can never make N"),
+        ("pipelinerl", {"U": 8, "H": 4, "room": 7}, "schedule.room = 7: so few groups never make a step"),
+        ("json:dumps", {}, "schedule.name = 'json:dumps': it is not an async function; write `async def`"),
+        ("nowhere:f", {}, "schedule.name = 'nowhere:f': it cannot be imported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_with_key_value_and_remedy(
+    name: str, parameters: dict[str, Any], said: str
+) -> None:
+    assert message(name, **parameters).startswith(said)
+
+
+def test_a_frontier_of_no_group_is_refused_by_its_key() -> None:
+    admission = {"kind": "frontier", "groups": 0}
+    assert message("rolloutpipe", R=8, U=2, admission=admission).startswith(
+        "schedule.admission.groups = 0: input should be greater than or equal to 1"
+    )
+
+
+def test_an_unknown_admission_is_answered_with_those_there_are() -> None:
+    said = message("rolloutpipe", R=8, U=2, admission={"kind": "fronteer", "groups": 2})
+    assert all(kind in said for kind in ("schedule.admission", "'at_most'", "'frontier'", "'frontier_first'"))
+
+
+OUTSIDE = '''
+"""A sixth schedule, written where nobody of the package knows it."""
+
+
+async def one_step_off(run, U: int):
+    """Train on the last batch while the next one is generated."""
+    run.promise(staleness=1)
+    run.pool.launch(run.prompts(U))
+    async for _ in run.rounds():
+        groups = await run.pool.take(U)
+        run.pool.launch(run.prompts(U))
+        await run.train(groups)
+        await run.publish()
+
+
+async def liar(run, U: int):
+    run.promise(staleness=0)
+    async for _ in run.rounds():
+        run.pool.launch(run.parked.pop(2 * U) + run.prompts(2 * U - len(run.parked)))
+        groups = await run.pool.take(U)
+        await run.pool.park()
+        await run.train(groups)
+        await run.publish()
+
+
+async def greedy(run, U: int):
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.pool.take(U + 1)
+
+
+async def forgetful(run, U: int):
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.train((await run.pool.take(U))[1:])
+        await run.publish()
+
+
+async def sleeper(run, U: int):
+    import asyncio
+    async for _ in run.rounds():
+        await asyncio.Event().wait()
+
+
+async def stepless(run, U: int):
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.accumulate(await run.pool.take(U))
+        await run.publish()
+'''
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(OUTSIDE)
+    return file
+
+
+def test_a_schedule_from_outside_runs_by_its_path(outside: Path) -> None:
+    outcome = simulate(resolve(config(f"{outside}:one_step_off", U=4)))
+    assert len(outcome.trained) == 12
+    assert {lag for step in outcome.of(Stepped) for lag in step.staleness} == {0, 1}
+
+
+def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(outside.parent))
+    assert resolve(config("mine:one_step_off", U=4)).func.__module__ == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("liar", r"1 publications old and the schedule promised at most 0"),
+        (
+            "greedy",
+            r"the pool: 4 groups are wanted, 3 are ready|4 groups are wanted, 0 are ready and 3 in flight",
+        ),
+        ("forgetful", r"prompts \[\d+, \d+\] were taken and neither trained, dropped nor parked"),
+        ("sleeper", r"no optimizer step for 3600 s"),
+        ("stepless", r"samples accumulated and no step"),
+    ],
+)
+def test_a_rehearsal_catches_what_a_schedule_from_outside_gets_wrong(
+    outside: Path, name: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        resolve(config(f"{outside}:{name}", U=3))
+    assert str(caught.value).startswith("schedule = 'these parameters': a rehearsal failed: ")
+
+
+def test_the_same_objects_run_live_and_simulated() -> None:
+    """A schedule knows no world: it is resolved before one is chosen."""
+    assert all(inspect.iscoroutinefunction(schedule) for schedule in SCHEDULES.values())
+    assert resolve(config("serial", R=4, U=2)).func is SCHEDULES["serial"]

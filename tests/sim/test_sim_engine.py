@@ -1,0 +1,166 @@
+"""The simulated engine keeps the engines' contract, and its times can be computed by hand."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tailrace import clock
+from tailrace.errors import EngineDied, Evicted
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import SimEngineSettings
+from tailrace.types import Group, Prompt, Sample, SampleId, Span
+from tailrace.weights.base import Weights
+from virtual import EXACT, change
+
+TEN = EXACT.engines
+
+
+def sample(number: int = 0, num_prompt_tokens: int = 1) -> Sample:
+    group = Group(Prompt(number, range(num_prompt_tokens)), 1, [])
+    group.samples = [Sample(SampleId(number, 0, 0), group)]
+    return group.samples[0]
+
+
+def on_engine(
+    cost: SimEngineSettings, main: Callable[[SimEngine], Coroutine[Any, Any, None]], length: int = 10
+) -> None:
+    async def whole() -> None:
+        await main(SimEngine("engine0", cost, lambda _: length))
+
+    clock.run(whole(), virtual=True)
+
+
+def test_a_response_takes_its_tokens_times_the_step() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        await engine.generate(one)
+        assert (clock.now(), one.num_tokens, one.finish_reason, one.spans) == (
+            10.0,
+            10,
+            "stop",
+            [Span(0, 10)],
+        )
+
+    on_engine(TEN, main)
+
+
+def test_a_step_is_longer_the_more_run_and_prefill_comes_before_it() -> None:
+    """Two run: 10 steps of 1 + 2 * 0.25 s, after 2 prompts of 4 positions at 16 a second."""
+    cost = change(TEN, slope_s=0.25, prefill_tokens_per_s=16.0)
+
+    async def main(engine: SimEngine) -> None:
+        await asyncio.gather(engine.generate(sample(0, 4)), engine.generate(sample(1, 4)))
+        assert clock.now() == 0.5 + 15.0
+        assert engine.usage().num_prefilled == 8 and engine.usage().num_generated == 20
+
+    on_engine(cost, main)
+
+
+def test_who_finds_no_slot_waits_for_one() -> None:
+    ends: list[float] = []
+
+    async def one(engine: SimEngine, number: int) -> None:
+        await engine.generate(sample(number))
+        ends.append(clock.now())
+
+    async def main(engine: SimEngine) -> None:
+        await asyncio.gather(*(one(engine, number) for number in range(5)))
+
+    on_engine(change(TEN, slots=2), main)
+    assert ends == [10, 10, 20, 20, 30]
+
+
+def test_cancelling_leaves_a_valid_shorter_sample_that_goes_on_from_its_tokens() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3.5):
+                await engine.generate(one)
+        assert (one.num_tokens, one.finish_reason) == (3, None)
+        assert engine.usage().num_running == 0
+        await asyncio.sleep(1.5)
+        await engine.generate(one)
+        assert (clock.now(), one.num_tokens, one.spans) == (12.0, 10, [Span(0, 10)])
+        assert engine.usage().num_generated == 10
+
+    on_engine(TEN, main)
+
+
+def test_until_an_abort_arrives_the_engine_goes_on() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3.5):
+                await engine.generate(one)
+        assert (clock.now(), one.num_tokens) == (5.5, 5)
+
+    on_engine(change(TEN, abort_s=2.0), main)
+
+
+def test_a_sample_that_ends_before_its_abort_arrives_has_ended() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(9.5):
+                await engine.generate(one)
+        assert (one.num_tokens, one.finish_reason) == (10, "stop")
+
+    on_engine(change(TEN, abort_s=2.0), main)
+
+
+def test_a_load_stands_between_two_tokens_and_ends_nothing() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        task = asyncio.ensure_future(engine.generate(one))
+        await asyncio.sleep(4)
+        await engine.load(Weights(1), kv="keep")
+        assert clock.now() == 7.0
+        await task
+        assert (clock.now(), one.spans) == (13.0, [Span(0, 4), Span(1, 6)])
+
+    on_engine(change(TEN, load_s=3.0), main)
+
+
+def test_recomputing_the_cache_costs_a_prefill_of_all_that_runs() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample(0, num_prompt_tokens=4)
+        task = asyncio.ensure_future(engine.generate(one))
+        await asyncio.sleep(4.25)  # 4 prompt positions took a quarter of a second
+        await engine.load(Weights(1), kv="recompute")
+        assert clock.now() == 4.25 + 8 / 16
+        await task
+        assert clock.now() == 10.75 and engine.usage().num_prefilled == 12
+
+    on_engine(change(TEN, prefill_tokens_per_s=16.0), main)
+
+
+def test_a_dead_engine_gives_everything_back_with_its_tokens() -> None:
+    async def main(engine: SimEngine) -> None:
+        samples = [sample(number) for number in range(3)]
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in samples]
+        await asyncio.sleep(4)
+        engine.die()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in errors] == [EngineDied] * 3
+        assert [one.num_tokens for one in samples] == [4, 4, 0]  # the third waited for a slot
+        with pytest.raises(Evicted):
+            await engine.generate(samples[0])
+        engine.open = True
+        await engine.generate(samples[0])
+        assert (clock.now(), samples[0].num_tokens) == (10.0, 10)
+
+    on_engine(change(TEN, slots=2), main)
+
+
+def test_when_the_cache_is_full_the_youngest_gives_way_and_loses_no_token() -> None:
+    """Room for 16 positions: two samples of 1 + 7 fill it; then the second waits for the end of the first."""
+
+    async def main(engine: SimEngine) -> None:
+        samples = [sample(number) for number in range(2)]
+        await asyncio.gather(*(engine.generate(one) for one in samples))
+        assert [one.num_tokens for one in samples] == [10, 10]
+        assert engine.usage().num_preempted >= 1 and engine.usage().num_generated == 20
+
+    on_engine(change(TEN, kv_tokens=16), main)

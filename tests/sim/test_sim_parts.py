@@ -1,0 +1,117 @@
+"""The simulated trainer, rewards and lengths."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tailrace import clock
+from tailrace.errors import CheckpointError, RewardFailed
+from tailrace.sim.reward import SimRewards
+from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimTrainerSettings
+from tailrace.sim.trainer import STEPS_FILE, SimTrainer
+from tailrace.sim.world import Lengths, SimPrompts
+from tailrace.types import Group, Sample, SampleId
+from virtual import EXACT, change
+
+
+def sample(prompt: int = 0, number: int = 0) -> Sample:
+    group = Group(SimPrompts(2)[prompt], 1, [])
+    group.samples = [Sample(SampleId(prompt, 0, number), group)]
+    return group.samples[0]
+
+
+def test_a_step_trains_what_was_accumulated_since_the_last_and_counts_its_own_time() -> None:
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings(tokens_per_s=4.0, step_s=0.5))
+        samples = [sample(number) for number in range(3)]
+        for one in samples:
+            one.grow(6, version=0)
+        await trainer.accumulate([samples[:1]])
+        await asyncio.sleep(100)
+        await trainer.accumulate([samples[1:2]])
+        first = await trainer.step()
+        assert (clock.now(), first.compute_s, first.num_steps, first.num_tokens) == (104.5, 4.5, 1, 12)
+        assert first.samples == (samples[0].id, samples[1].id)
+        await trainer.accumulate([samples[2:]])
+        second = await trainer.step()
+        assert (second.compute_s, second.num_steps, second.samples) == (2.5, 2, (samples[2].id,))
+
+    clock.run(main(), virtual=True)
+
+
+def test_the_effective_sample_size_is_one_on_policy_and_falls_with_age() -> None:
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings(drift=0.5))
+        fresh, stale = sample(0), sample(1)
+        await trainer.publish(3)
+        fresh.grow(10, version=3)
+        stale.grow(10, version=1)
+        assert await trainer.ess([[fresh]]) == 1.0
+        assert 0 < await trainer.ess([[stale]]) < await trainer.ess([[fresh, stale]]) < 1
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_and_refuses_a_torn_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings())
+        await trainer.step()
+        await trainer.save(tmp_path / "one")
+        await trainer.save(tmp_path / "one")  # over what a killed run left
+        again = SimTrainer(SimTrainerSettings())
+        await again.restore(tmp_path / "one")
+        assert (await again.step()).num_steps == 2
+        (tmp_path / "one" / STEPS_FILE).write_text("")
+        with pytest.raises(CheckpointError, match=STEPS_FILE):
+            await again.restore(tmp_path / "one")
+
+    clock.run(main(), virtual=True)
+
+
+def test_rewards_take_time_on_a_bounded_number_of_workers() -> None:
+    async def main() -> None:
+        rewards = SimRewards(SimRewardSettings(workers=2, median_s=3.0, sigma=0.0), seed=0)
+        await asyncio.gather(*(rewards.score(sample(number)) for number in range(5)))
+        assert clock.now() == 9.0
+
+    clock.run(main(), virtual=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "time_s"), [("failing", "raised", 3.0), ("hanging", "timeout", 10.0)]
+)
+def test_a_reward_that_fails_or_hangs_says_so(fault: str, reason: str, time_s: float) -> None:
+    async def main() -> None:
+        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), **{fault: 1.0}), seed=0)
+        with pytest.raises(RewardFailed) as caught:
+            await rewards.score(sample())
+        assert (caught.value.reason, clock.now()) == (reason, time_s)
+
+    clock.run(main(), virtual=True)
+
+
+def test_the_reward_of_a_sample_is_its_own_whatever_else_is_scored() -> None:
+    async def scores(order: list[int]) -> dict[int, float]:
+        rewards = SimRewards(EXACT.rewards, seed=4)
+        return {number: await rewards.score(sample(0, number)) for number in order}
+
+    forwards = clock.run(scores(list(range(20))), virtual=True)
+    assert forwards == clock.run(scores(list(reversed(range(20)))), virtual=True)
+    assert set(forwards.values()) == {0.0, 1.0}
+
+
+def test_lengths_are_lognormal_clipped_and_fixed_by_the_sample() -> None:
+    lengths = Lengths(SimLengthSettings(median_tokens=100, sigma=1.0, max_tokens=400), seed=0)
+    drawn = sorted(lengths(sample(prompt)) for prompt in range(2001))
+    assert 95 <= drawn[1000] <= 105
+    assert drawn[-1] == 400 and drawn[0] >= 1
+    assert 0.07 <= drawn.count(400) / 2001 <= 0.1  # P(z > ln 4) = 0.083
+    assert lengths(sample(7, 3)) == lengths(sample(7, 3)) != lengths(sample(7, 4))
+
+
+def test_the_correlation_is_that_of_two_responses_to_one_prompt() -> None:
+    same = Lengths(SimLengthSettings(correlation=1.0), seed=0)
+    assert len({same(sample(0, number)) for number in range(8)}) == 1
+    none = Lengths(SimLengthSettings(sigma=0.0, median_tokens=10), seed=0)
+    assert {none(sample(prompt)) for prompt in range(8)} == {10}
