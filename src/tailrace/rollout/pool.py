@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from math import inf
 
 from tailrace.clock import now
@@ -205,7 +206,7 @@ class Pool:
             self._frontier[sample.group] = None
             self._serving[sample] = task = self._tasks.create_task(self._fleet.serve(sample))
             # Not try/finally inside: a task cancelled before its first step never enters its body.
-            task.add_done_callback(lambda _, s=sample: self._left(s))  # type: ignore[misc]
+            task.add_done_callback(partial(self._left, sample))
         self._pumping = False
 
     def _head(self) -> Sample | None:
@@ -226,11 +227,13 @@ class Pool:
         newest = next(reversed(self._groups), None)
         return newest is None or self.admission.admits(newest, self)
 
-    def _left(self, sample: Sample) -> None:
-        """Its task has ended: finished, cancelled, or failed (then the task group ends the run)."""
+    def _left(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        """Its task has ended: finished, or cancelled by the pool; or else the task group ends the run."""
         del self._serving[sample]
         if reason := self._cut.pop(sample, None):
             self._ledger.waste(sample, reason)
+        elif self._parking is None and (task.cancelled() or task.exception()):
+            self._shut = True
         self._look(sample.group)
         self._pump()
 
