@@ -254,7 +254,7 @@ def test_feed_keeps_the_admission_full_and_draws_no_prompt_before_it_is_needed()
     simulate(schedule, RunSettings(rounds=3, group_size=2), quick)
 
 
-def test_a_full_ring_holds_generation_until_somebody_takes() -> None:
+def test_a_full_ring_holds_generation_but_for_what_is_in_flight_until_somebody_takes() -> None:
     sizes: list[int] = []
 
     async def schedule(run: Run) -> None:
@@ -269,7 +269,7 @@ def test_a_full_ring_holds_generation_until_somebody_takes() -> None:
             await run.train(groups)
 
     outcome = simulate(schedule, RunSettings(rounds=1, group_size=2), EXACT)
-    assert sizes == [3] and outcome.totals.groups == {"trained": 2}
+    assert sizes == [4] and outcome.totals.groups == {"trained": 2}
 
 
 def test_a_dropping_ring_throws_the_oldest_out_and_counts_it() -> None:

@@ -80,8 +80,9 @@ class Pool:
         self._pump()
 
     def feed(self, source: Draw, *, room: float, full: Full) -> None:
-        """Draw from the source whenever admission has room and nothing waits, until park. At most
-        `room` complete groups wait to be taken: then generation holds, or the oldest is dropped."""
+        """Draw from the source whenever admission has room and nothing waits, until park. When `room`
+        complete groups wait to be taken, nothing more is drawn, and what is in flight still completes
+        (hold); or the oldest is thrown out for each that comes (drop)."""
         self.ready.room, self.ready.full = room, full
         self._source = source
         self._pump()
