@@ -15,57 +15,66 @@ from tailrace.engine.native.cache import Block, Tier
 
 
 class TierStep:
-    """What one decode step needs to know of a tier. Rows of the batch are its slots, from `start`."""
+    """What one decode step needs of a tier.
 
-    def __init__(self, tier: Tier, start: int, positions: Tensor, longest: int, ragged: bool) -> None:
-        """`positions`: [n], where each slot writes; the longest response then has `longest` positions."""
-        self.tier = tier
-        self.rows = slice(start, start + len(tier.responses))
-        self.slots = torch.arange(len(tier.responses), device=positions.device)
-        self.positions = positions[self.rows]
-        self.longest = longest
-        self.mask = self._mask() if ragged else None
+    Args:
+        rows: of the batch: the tier's slots, in order.
+        positions: [n], where each slot writes.
+        longest: positions of the longest response, the new one included.
+        ragged: whether another one is shorter.
+    """
 
-    def _mask(self) -> Tensor:
-        """[n * K, 1, longest]: -inf beyond each response's length."""
-        reach = torch.arange(self.longest, device=self.positions.device)
-        keys = self.tier.keys
-        mask = keys.new_zeros(len(self.slots), 1, 1, self.longest)
-        mask.masked_fill_((reach > self.positions[:, None])[:, None, None], float("-inf"))
-        return mask.expand(-1, keys.shape[2], 1, -1).reshape(-1, 1, self.longest)
+    def __init__(self, tier: Tier, rows: slice, positions: Tensor, longest: int, ragged: bool) -> None:
+        self.rows = rows
+        self.place = torch.arange(len(tier.responses), device=positions.device), positions
+        self.key_rows, self.value_rows = tier.key_rows, tier.value_rows
+        num_matrices = len(tier.responses) * tier.keys.shape[2]
+        self.shape = num_matrices, -1, tier.keys.shape[3]
+        self.keys = tier.keys.flatten(1, 2)[:, :num_matrices, :, :longest].unbind()
+        """Of each layer [n * K, D, longest]."""
+        self.values = tier.values.flatten(1, 2)[:, :num_matrices, :longest].unbind()
+        """Of each layer [n * K, longest, D]."""
+        self.mask = _mask(tier, positions, longest) if ragged else None
+
+
+def _mask(tier: Tier, positions: Tensor, longest: int) -> Tensor:
+    """[n * K, 1, longest]: -inf beyond each response's length."""
+    beyond = torch.arange(longest, device=positions.device) > positions[:, None, None, None]
+    mask = tier.keys.new_zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
+    return mask.expand(-1, tier.keys.shape[2], 1, -1).reshape(-1, 1, longest)
 
 
 class DecodeAttention:
-    """One new position for every running response."""
+    """One new position for every running response.
 
-    def __init__(self, arch: Architecture, tiers: Sequence[Tier], lengths: Sequence[int], positions: Tensor):
-        """`lengths`: tokens of each response, in the order of the rows; `positions`: those minus one."""
-        self._scale = arch.head_dim**-0.5
-        self._unmasked = torch.empty((), device=positions.device, dtype=tiers[0].keys.dtype)
+    Args:
+        tiers: those with responses.
+        lengths: tokens of each response, in the order of the rows: tier by tier, slot by slot.
+        positions: [n], the lengths minus one.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], lengths: Sequence[int], positions: Tensor) -> None:
         self._steps: list[TierStep] = []
         start = 0
         for tier in tiers:
-            stop = start + len(tier.responses)
-            longest, shortest = max(lengths[start:stop]), min(lengths[start:stop])
-            self._steps.append(TierStep(tier, start, positions, longest, shortest < longest))
-            start = stop
+            rows = slice(start, start + len(tier.responses))
+            longest, shortest = max(lengths[rows]), min(lengths[rows])
+            self._steps.append(TierStep(tier, rows, positions[rows], longest, shortest < longest))
+            start = rows.stop
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        outs = []
         for step in self._steps:
-            tier, rows = step.tier, step.rows
-            place = step.slots, step.positions
-            tier.key_rows[layer].index_put_(place, k[rows])
-            tier.value_rows[layer].index_put_(place, v[rows])
-            num_matrices = len(step.slots) * k.shape[1]
-            keys = tier.key_matrices[layer][:num_matrices, :, : step.longest]
-            values = tier.value_matrices[layer][:num_matrices, : step.longest]
+            step.key_rows[layer].index_put_(step.place, k[step.rows])
+            step.value_rows[layer].index_put_(step.place, v[step.rows])
             # The query heads that share a key-value head are the rows of one small matrix.
-            queries = q[rows].reshape(num_matrices, -1, q.shape[-1])
-            mask, beta = (self._unmasked, 0) if step.mask is None else (step.mask, 1)
-            scores = torch.baddbmm(mask, queries, keys, beta=beta, alpha=self._scale)
-            torch.bmm(torch.softmax(scores, -1), values, out=out[rows].view(queries.shape))
-        return out.flatten(1)
+            queries, keys = q[step.rows].reshape(step.shape), step.keys[layer]
+            scores = (
+                torch.bmm(queries, keys) if step.mask is None else torch.baddbmm(step.mask, queries, keys)
+            )
+            outs.append(torch.bmm(torch.softmax(scores, -1), step.values[layer]))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.view(len(q), -1)
 
 
 class PrefillAttention:
@@ -89,7 +98,7 @@ class PrefillAttention:
             rows = slice(start, start + length * count)
             # [count, heads, length, D]
             qs, ks, vs = (x[rows].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, enable_gqa=True)
+            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=1.0, enable_gqa=True)
             outs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
             start = rows.stop
         return torch.cat(outs)

@@ -75,10 +75,6 @@ class Tier:
         """For each layer [S, C, K, D], to write one position of each slot."""
         self.value_rows = [layer.transpose(1, 2) for layer in values]
         """For each layer [S, C, K, D]."""
-        self.key_matrices = [layer.flatten(0, 1) for layer in keys]
-        """For each layer [S * K, D, C], to multiply."""
-        self.value_matrices = [layer.flatten(0, 1) for layer in values]
-        """For each layer [S * K, C, D]."""
 
     @property
     def num_slots(self) -> int:

@@ -215,7 +215,7 @@ class NativeEngine:
         positions = torch.tensor(lengths, device=model.device) - 1
         ids = torch.tensor([response.tokens[-1] for response in responses], device=model.device)
         tiers = [tier for tier in cache.tiers if tier.responses]
-        attention = DecodeAttention(model.architecture, tiers, lengths, positions)
+        attention = DecodeAttention(tiers, lengths, positions)
         logits = model.logits(model.forward(ids, positions, attention))
         noise = uniforms([r.stream for r in responses], [r.num_completion for r in responses])
         drawn, logprobs = draw(logits, torch.from_numpy(noise).to(model.device), self._sampling)

@@ -7,6 +7,7 @@ What differs from the Hugging Face modules is only how the same function is comp
   x / hypot(|x|, sqrt(D * eps)): its factor sqrt(D) is folded as well.
 - The two halves that rotary embedding pairs are interleaved within each head of q and k, so that the
   rotation is one complex product. Scores are sums over the head, so they do not change.
+- Each of q and k is scaled by D^(-1/4) with its rotation, so that their products need no scale.
 - The temperature divides the gain of the last norm, so that logits come out at the sampling temperature.
 
 Attention is the caller's: it is all that differs between a prompt and a decode step (attention.py).
@@ -30,7 +31,7 @@ class Attend(Protocol):
     """Attention of one layer: keeps k and v, and returns [T, H * D]."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [T, H, D], k and v: [T, K, D]; k rotated, q rotated and not scaled."""
+        """q: [T, H, D], k and v: [T, K, D]; q and k rotated and scaled."""
 
 
 @dataclass(slots=True)
@@ -136,28 +137,32 @@ class Model:
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, [T]."""
-        arch = self.architecture
-        num_rotated = arch.num_heads + arch.num_kv_heads
         x = self.embedding[ids]
         rotations = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
-            h = _normalized(x, self._hidden_epsilon)
-            bias = layer.qkv_bias
-            qkv = h @ layer.qkv if bias is None else torch.addmm(bias, h, layer.qkv)
-            qkv = qkv.view(len(ids), -1, arch.head_dim)
-            qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-            if layer.qk_gain is not None:
-                qk = (qk / _length(qk, self._head_epsilon)).mul_(layer.qk_gain)
-            qk = _rotated(qk, rotations).to(x.dtype)
-            x.addmm_(attend(index, qk[:, : arch.num_heads], qk[:, arch.num_heads :], v), layer.out)
-            gate, up = (_normalized(x, self._hidden_epsilon) @ layer.gate_up).chunk(2, -1)
+            q, k, v = self._qkv(layer, _normalized(x, self._hidden_epsilon), rotations)
+            x.addmm_(attend(index, q, k, v), layer.out)
+            gate, up = torch.mm(_normalized(x, self._hidden_epsilon), layer.gate_up).chunk(2, -1)
             x.addmm_(F.silu(gate).mul_(up), layer.down)
         return x
+
+    def _qkv(self, layer: Layer, h: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, H, D], [T, K, D] and [T, K, D] of a normalised residual stream; q and k rotated and scaled."""
+        arch, bias = self.architecture, layer.qkv_bias
+        qkv = torch.mm(h, layer.qkv) if bias is None else torch.addmm(bias, h, layer.qkv)
+        sizes = arch.num_heads + arch.num_kv_heads, arch.num_kv_heads
+        qk, v = torch.split_with_sizes(qkv.view(len(h), -1, arch.head_dim), sizes, 1)
+        if layer.qk_gain is not None:
+            qk = (qk / _length(qk, self._head_epsilon)).mul_(layer.qk_gain)
+        rotated = qk.float()
+        rotated.view(torch.complex64).mul_(rotations)
+        q, k = torch.split_with_sizes(rotated.to(h.dtype), (arch.num_heads, arch.num_kv_heads), 1)
+        return q, k, v
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, V], float32, at the sampling temperature, of a residual stream [T, hidden]."""
         h = (x / _length(x, self._hidden_epsilon) * self.last_gain).to(x.dtype)
-        return (h @ self.head).float()
+        return torch.mm(h, self.head).float()
 
 
 def _length(x: Tensor, epsilon: Tensor) -> Tensor:
@@ -170,13 +175,7 @@ def _normalized(x: Tensor, epsilon: Tensor) -> Tensor:
     return (x / _length(x, epsilon)).to(x.dtype)
 
 
-def _rotated(qk: Tensor, rotations: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs: [T, heads, D] by complex [T, 1, D / 2], float32."""
-    pairs = torch.view_as_complex(qk.float().view(*qk.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotations).flatten(-2)
-
-
 def _rotations(arch: Architecture, max_tokens: int) -> Tensor:
-    """Complex [max_tokens, D / 2]: what position p turns pair i by."""
+    """Complex [max_tokens, D / 2]: what position p turns and scales pair i by."""
     angles = torch.arange(max_tokens, dtype=torch.float32)[:, None] * arch.inverse_frequencies
-    return torch.polar(torch.full_like(angles, arch.rotation_scale), angles)
+    return torch.polar(torch.full_like(angles, arch.rotation_scale * arch.head_dim**-0.25), angles)
