@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from record_story import make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated
+from tailrace.record.events import Evaluated, FromRound
 from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar, draw
 
 
@@ -66,3 +66,11 @@ def test_a_learning_curve_is_drawn(tmp_path: Path) -> None:
     points = [Evaluated(100.0 + 10 * n, n, 8, accuracy=0.2 * n, mean_tokens=3.0) for n in range(4)]
     draw_learning({"serial": points}, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sink_can_begin_with_a_later_round() -> None:
+    timeline = Timeline()
+    play(pipelined_round().events, FromRound(1, timeline))
+    assert timeline.requests == timeline.trainer == []
+    play(pipelined_round().events, FromRound(0, timeline))
+    assert len(timeline.rounds) == 1

@@ -21,7 +21,7 @@ from tailrace.config import RunConfig
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.ledger.state import RunState
 from tailrace.record.display import open_display
-from tailrace.record.events import Recorder
+from tailrace.record.events import FromRound, Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
@@ -31,6 +31,8 @@ from tailrace.run import Parts, drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 
 CONFIG_FILE = "config.toml"
+PICTURED_ROUNDS = 3
+"""The last rounds, in timeline.png; trace.json has them all."""
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: bool = False) -> None:
@@ -66,7 +68,7 @@ async def _train(
         MetricsWriter(metrics, first_round=state.round),
         SamplesWriter(folder / "samples", first_round=state.round),
         TraceWriter(folder / "trace.json"),
-        timeline,
+        FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
         summary,
         open_display(rounds=config.run.rounds, waits=clock.who_waits),
     )

@@ -31,7 +31,7 @@ class Policy:
         self._dtype = dtype
         if not self._runs_packed():
             raise ConfigError(
-                "model",
+                "model.path",
                 model.config.name_or_path,
                 f"an architecture of type {model.config.model_type!r} does not run packed",
                 "choose one of the Llama or Qwen kind",

@@ -12,7 +12,7 @@ from tailrace.errors import ConfigError
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the length of the sequence."""
-KEY = "model"
+KEY = "model.path"
 
 
 def check_model(path: Path) -> None:
