@@ -155,13 +155,15 @@ def simulate(
     kill_at_s: float | None = None,
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
+    into: Outcome | None = None,
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed.
 
     folder: for checkpoints. resume: the checkpoint to go on from. beside: runs next to the schedule, and
-    does what the world does to it. parts: others than the simulated ones.
+    does what the world does to it. parts: others than the simulated ones. into: what to fill, for a run that
+    ends with an error.
     """
-    outcome = Outcome()
+    outcome = into or Outcome()
 
     async def main() -> None:
         outcome.parts = parts() if parts else simulated_parts(sim, settings.seed)

@@ -1,0 +1,270 @@
+"""A run: what it refuses, what it says while it waits, and that it goes on after it was killed."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import BadRow, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.record.events import (
+    Evaluated,
+    Event,
+    GroupEnded,
+    RoundEnded,
+    RoundStarted,
+    RowSkipped,
+    Saved,
+    Stepped,
+    Waiting,
+)
+from tailrace.run import Parts, Run, RunSettings
+from tailrace.schedules.serial import serial
+from tailrace.sim.world import simulated_parts
+from tailrace.types import Prompt
+from virtual import (
+    EXACT,
+    SCHEDULES_BY_NAME,
+    SETTINGS,
+    SIM,
+    Death,
+    Outcome,
+    change,
+    dying,
+    newest,
+    simulate,
+)
+
+ONE_ROUND = RunSettings(rounds=1, group_size=2)
+
+
+# -- killed and resumed ----------------------------------------------------------------------------
+
+
+def lives(
+    name: str, settings: RunSettings, kills: Iterator[float], folder: Path
+) -> tuple[list[Event], Outcome]:
+    """Run, be killed, resume, until it ends: what happened in the lineage of checkpoints that led to the
+    end, what a kill undid left out, and the last life."""
+    lineage: list[Event] = []
+    while True:
+        resume = newest(folder)
+        outcome = simulate(
+            SCHEDULES_BY_NAME[name], settings, SIM, folder=folder, resume=resume, kill_at_s=next(kills, None)
+        )
+        if not outcome.killed:
+            return lineage + outcome.events, outcome
+        saves = [index for index, event in enumerate(outcome.events) if isinstance(event, Saved)]
+        lineage += outcome.events[: saves[-1]] if saves else []
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_twice(
+    name: str, every: int, tmp_path: Path
+) -> None:
+    settings = change(SETTINGS, checkpoint_every=every, filter="zero_variance" if every == 2 else "none")
+    whole = simulate(SCHEDULES_BY_NAME[name], settings)
+    chance = random.Random(f"{name} {every}")
+    for trial in range(2):
+        kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
+        lineage, last = lives(name, settings, kills, tmp_path / str(trial))
+        trained = [
+            event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
+        ]
+        assert len(trained) == len(set(trained)) == whole.totals.groups["trained"]
+        assert last.totals.groups["trained"] == len(trained)
+        steps = [event.stats.num_steps for event in lineage if isinstance(event, Stepped)]
+        assert steps == list(range(1, len(whole.of(Stepped)) + 1))
+        rounds = [event.round for event in lineage if isinstance(event, RoundEnded)]
+        assert rounds == list(range(SETTINGS.rounds))
+
+
+def test_serial_trains_the_same_prompts_after_a_crash(tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=1)
+    whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    for number, share in enumerate((0.05, 0.33, 0.5, 0.77, 0.99)):
+        lineage, last = lives("serial", settings, iter([whole.ended_s * share]), tmp_path / str(number))
+        trained = {event.prompt for event in lineage if isinstance(event, GroupEnded)}
+        assert trained == set(whole.trained) and last.totals.wasted_tokens == {}
+
+
+def test_a_finished_run_is_resumed_to_be_longer(tmp_path: Path) -> None:
+    short, longer = (change(SETTINGS, rounds=rounds, checkpoint_every=1) for rounds in (2, 3))
+    simulate(SCHEDULES_BY_NAME["rolloutpipe"], short, folder=tmp_path)
+    again = simulate(SCHEDULES_BY_NAME["rolloutpipe"], longer, folder=tmp_path, resume=newest(tmp_path))
+    assert [event.round for event in again.of(RoundStarted)] == [2]
+    assert again.totals.groups["trained"] == 48 and again.of(Stepped)[-1].stats.num_steps == 12
+
+
+def test_groups_that_a_crash_interrupted_come_first_and_go_on_from_their_tokens(tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=1)
+    simulate(SCHEDULES_BY_NAME["pipelinerl"], settings, folder=tmp_path)
+    (tmp_path / "round_000003").rename(tmp_path / "undone")
+    (tmp_path / "round_000002").rename(tmp_path / "undone_too")
+    resumed = simulate(SCHEDULES_BY_NAME["pipelinerl"], settings, folder=tmp_path, resume=newest(tmp_path))
+    first = resumed.of(Stepped)[0]
+    assert any(span.version == 0 for sample in first.samples for span in sample.spans)
+    assert resumed.totals.wasted_tokens.total() == 0
+
+
+# -- what a schedule may not do ----------------------------------------------------------------------
+
+
+def test_tokens_older_than_promised_are_refused_before_they_are_trained() -> None:
+    async def one_too_old(run: Run) -> None:
+        run.promise(staleness=1)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.publish()
+            await run.accumulate(groups[:1])
+            await run.publish()
+            await run.accumulate(groups[1:])
+
+    with pytest.raises(StalenessError, match=r"sample 1\.0/0 has tokens 2 publications old .* at most 1"):
+        simulate(one_too_old, ONE_ROUND, EXACT)
+
+
+def test_groups_that_were_taken_and_forgotten_are_named() -> None:
+    async def forgetful(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(4))
+            await run.train((await run.pool.take(4))[2:])
+
+    with pytest.raises(GroupsLost, match=r"prompts \[0, 1\] were taken and neither trained"):
+        simulate(forgetful, ONE_ROUND, EXACT)
+
+
+def test_what_is_trained_twice_is_found() -> None:
+    async def eager(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.train(groups)
+            await run.train(groups)
+
+    with pytest.raises(LedgerError, match=r"sample 0\.0/0 ended twice: trained, then trained"):
+        simulate(eager, ONE_ROUND, EXACT)
+
+
+def test_a_round_that_ends_without_the_step_is_refused() -> None:
+    async def stepless(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await run.accumulate(await run.pool.take(2))
+
+    with pytest.raises(ScheduleError, match=r"round 0 ended with 4 samples accumulated and no step"):
+        simulate(stepless, ONE_ROUND, EXACT)
+
+
+# -- waiting -----------------------------------------------------------------------------------------
+
+
+def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
+    async def choosy(run: Run) -> None:
+        run.pool.launch(run.prompts(2))
+        async for _ in run.rounds():
+            await run.pool.take(2, lambda ready, wanted: [])
+
+    settings, outcome = change(ONE_ROUND, patience_s=10.0, give_up_s=25.0), Outcome()
+    with pytest.raises(Stuck, match=r"no optimizer step for 30 s: the pool: 2 complete groups \(2 there\)"):
+        simulate(choosy, settings, EXACT, into=outcome)
+    waits = [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)]
+    assert waits == [(10, 10), (20, 20), (30, 30)]
+
+
+def test_a_step_is_what_patience_waits_for() -> None:
+    settings = RunSettings(rounds=3, group_size=2, patience_s=40.0, give_up_s=100.0)
+    outcome = simulate(partial(serial, R=2, U=2), settings, EXACT)  # a step every 10 + 44 s
+    assert [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)] == [(40, 40), (94, 40), (148, 40)]
+
+
+# -- between rounds ----------------------------------------------------------------------------------
+
+
+def test_evaluations_stand_at_the_start_between_rounds_and_at_the_end_outside_the_books() -> None:
+    settings = change(SETTINGS, eval_every=2, eval_prompts=10)
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    evaluated = [(event.round, event.num_samples) for event in outcome.of(Evaluated)]
+    assert evaluated == [(0, 10), (2, 10), (3, 10)]
+    assert outcome.trained == simulate(SCHEDULES_BY_NAME["serial"]).trained
+
+
+def test_an_evaluation_survives_that_all_engines_are_away() -> None:
+    settings = change(ONE_ROUND, eval_every=1, eval_prompts=4)
+    beside = dying(Death(0.0, 0, 20.0))
+    outcome = simulate(partial(serial, R=2, U=2), settings, EXACT, beside=beside)
+    assert [event.time_s for event in outcome.of(Evaluated)] == [30, 94]
+
+
+def test_rows_without_a_prompt_are_counted_and_the_next_one_is_drawn() -> None:
+    class Rows:
+        def __getitem__(self, index: int) -> Prompt:
+            if index % 3 == 1:
+                raise BadRow("no prompt")
+            return Prompt(index, [1])
+
+    def parts() -> Parts:
+        return replace(simulated_parts(EXACT, seed=0), prompts=Rows(), held_out=Rows())
+
+    outcome = simulate(partial(serial, R=4, U=2), change(ONE_ROUND, eval_every=1), EXACT, parts=parts)
+    assert outcome.trained == [0, 2, 3, 5]
+    skipped = [(event.prompt, event.reason) for event in outcome.of(RowSkipped)]
+    assert skipped == [(1, "no prompt"), (4, "no prompt")]
+    assert outcome.totals.num_drawn == 6 and outcome.totals.groups == {"trained": 4, "dropped": 2}
+
+
+# -- the rest of the vocabulary ------------------------------------------------------------------------
+
+
+def test_loose_samples_train_in_a_seeded_order_and_their_groups_end_with_the_last() -> None:
+    """Conventional RL of PipelineRL's paper: B samples a step, shuffled over the round."""
+    orders: list[list[str]] = []
+
+    async def conventional(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(4))
+            samples = run.shuffled(await run.pool.take(4))
+            orders.append([str(sample.id) for sample in samples])
+            await run.train(samples[:5])
+            await run.train(samples[5:])
+            await run.publish()
+
+    first, second = (simulate(conventional, RunSettings(rounds=2, group_size=2), EXACT) for _ in range(2))
+    assert orders[:2] == orders[2:] and orders[0] != sorted(orders[0])
+    assert first.trace == second.trace
+    assert first.totals.groups == {"trained": 8}
+
+
+def test_the_noise_of_every_sample_is_its_own_and_another_run_s_is_other() -> None:
+    seeds: list[set[int]] = []
+
+    async def look(run: Run) -> None:
+        async for _ in run.rounds():
+            groups = run.prompts(5)
+            run.restart(run.prompts(0))
+            seeds.append({sample.seed for group in groups for sample in group.samples})
+            run.pool.launch(groups)
+            await run.train(await run.pool.take(5))
+
+    for seed in (0, 0, 1):
+        simulate(look, change(ONE_ROUND, seed=seed), EXACT)
+    assert [len(drawn) for drawn in seeds] == [10] * 3
+    assert seeds[0] == seeds[1] and not seeds[0] & seeds[2]
+
+
+def test_the_watchdog_and_everything_else_end_with_the_schedule() -> None:
+    leftovers: list[int] = []
+
+    async def short(run: Run) -> None:
+        run.pool.feed(run.prompts, room=4, full="hold")
+        async for _ in run.rounds():
+            await run.train(await run.pool.take(1))
+        asyncio.get_running_loop().call_later(1000, lambda: leftovers.append(len(asyncio.all_tasks())))
+
+    outcome = simulate(short, ONE_ROUND, EXACT)
+    assert outcome.ended_s < 1000 and leftovers == []
