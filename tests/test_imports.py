@@ -37,6 +37,7 @@ INSIDES = {
     # The pool settles what it takes in and gives out.
     ("rollout", "ledger.ledger"),
     # The loss is the trainer's; it stands apart because it is pure.
+    ("trainer", "algo.ess"),
     ("trainer", "algo.losses"),
     # A procedural prompt brings its own scorer.
     ("reward", "data.procedural"),
