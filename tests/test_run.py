@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import BadRow, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.record.events import (
     Evaluated,
     Event,
@@ -216,6 +216,23 @@ def test_rows_without_a_prompt_are_counted_and_the_next_one_is_drawn() -> None:
     skipped = [(event.prompt, event.reason) for event in outcome.of(RowSkipped)]
     assert skipped == [(1, "no prompt"), (4, "no prompt")]
     assert outcome.totals.num_drawn == 6 and outcome.totals.groups == {"trained": 4, "dropped": 2}
+
+
+def test_data_without_any_usable_row_ends_the_run_and_says_so() -> None:
+    class NoRows:
+        def __getitem__(self, index: int) -> Prompt:
+            raise BadRow("no prompt")
+
+    def parts() -> Parts:
+        return replace(simulated_parts(EXACT, seed=0), prompts=NoRows())
+
+    with pytest.raises(ConfigError, match="data = 'no prompt': 10000 rows in a row have no usable prompt"):
+        simulate(partial(serial, R=4, U=2), ONE_ROUND, EXACT, parts=parts)
+
+
+def test_filtering_equal_rewards_needs_more_than_one_sample_a_group() -> None:
+    with pytest.raises(ValueError, match="would filter every group of one sample: raise group_size"):
+        RunSettings(rounds=1, group_size=1, filter="zero_variance")
 
 
 # -- the rest of the vocabulary ------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tailrace import clock
 from tailrace.algo.advantages import group_advantages
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
-from tailrace.errors import BadRow, GroupsLost, ScheduleError, StalenessError, Stuck
+from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.state import GroupState, RunState
 from tailrace.record import events
@@ -38,6 +38,9 @@ from tailrace.rollout.shelf import Shelf
 from tailrace.settings import Settings
 from tailrace.trainer.base import Trainer
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of
+
+MAX_SKIPPED_IN_A_ROW = 10_000
+"""Rows without a usable prompt are skipped and counted; so many together are no accident."""
 
 
 class RunSettings(Settings):
@@ -61,6 +64,14 @@ class RunSettings(Settings):
     """So long without an optimizer step, and the run says who waits for what."""
     give_up_s: float = Field(default=86_400.0, gt=0)
     """So long without an optimizer step, and the run ends with that as its error."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunSettings":
+        if self.filter == "zero_variance" and self.group_size == 1:
+            raise ValueError(
+                "filter 'zero_variance' would filter every group of one sample: raise group_size"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,6 @@ class Run:
         self._parts, self._settings, self._recorder, self._folder = parts, settings, recorder, folder
         self._config_digest = state.config_digest
         self._cursor = state.cursor
-        self._steps_at = state.steps_at or {state.version: 0}
         self._bound: float = inf
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags: Counter[int] = Counter()
@@ -193,7 +203,6 @@ class Run:
         self._ledger.train(samples)
         self._emit(events.Stepped(start_s, clock.now(), stats, dict(self._lags), samples))
         self._lags.clear()
-        self._steps_at[self.version] = stats.num_steps
         self._stepped.set()
 
     async def train(self, batch: Batch) -> None:
@@ -205,10 +214,8 @@ class Run:
         """The weights to every engine, between two decode steps; nothing in flight ends. kv: what
         becomes of the cache that older weights computed."""
         start_s = clock.now()
-        steps = self._steps_at[self.version]
         weights = await self._parts.trainer.publish(self.version + 1)
         self.version += 1
-        self._steps_at[self.version] = steps
         await asyncio.gather(*(engine.load(weights, kv=kv) for engine in self._parts.engines if engine.open))
         self._emit(events.Published(start_s, clock.now(), self.version))
 
@@ -236,13 +243,17 @@ class Run:
         self._recorder.emit(event)
 
     def _next_prompt(self) -> Prompt:
-        while True:
+        for _ in range(MAX_SKIPPED_IN_A_ROW):
             index, self._cursor = self._cursor, self._cursor + 1
             try:
                 return self._parts.prompts[index]
             except BadRow as bad:
                 self._ledger.skip()
                 self._emit(events.RowSkipped(clock.now(), index, bad.reason))
+                reason = bad.reason
+        raise ConfigError(
+            "data", reason, f"{MAX_SKIPPED_IN_A_ROW} rows in a row have no usable prompt", "check the data"
+        )
 
     def _new_samples(self, group: Group, n: int) -> list[Sample]:
         ids = [SampleId(group.prompt.index, group.attempt, index) for index in range(n)]
@@ -296,7 +307,6 @@ class Run:
             version=self.version,
             cursor=self._cursor,
             num_generated=self._ledger.num_known_tokens,
-            steps_at=self._steps_at,
             totals=self._ledger.totals,
             parked=[GroupState.of(group) for group in self.parked.groups],
             in_flight=[GroupState.of(group) for group in in_flight],

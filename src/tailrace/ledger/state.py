@@ -123,8 +123,6 @@ class RunState(msgspec.Struct):
     """The next prompt to draw."""
     num_generated: int = 0
     """Tokens the engines of this run's earlier lives produced that are still accounted for."""
-    steps_at: dict[int, int] = {}
-    """Optimizer steps done when each version was published."""
     totals: Totals = msgspec.field(default_factory=Totals)
     parked: list[GroupState] = []
     in_flight: list[GroupState] = []
