@@ -4,7 +4,8 @@ from record_story import Story, pipelined_round, play
 from rich.console import Console
 
 from tailrace.record.display import LiveDisplay, PlainDisplay, Progress, open_display, sparkline
-from tailrace.record.events import Evaluated, Waiting
+from tailrace.record.events import Evaluated, SampleScored, Waiting
+from tailrace.types import SampleId
 
 
 def told() -> Story:
@@ -17,7 +18,7 @@ def told() -> Story:
 
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:
-    out = io.StringIO()
+    out = io.io.StringIO()
     display = open_display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
     assert isinstance(display, PlainDisplay)
     play(told().events, display)
@@ -32,7 +33,7 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
 
 
 def test_on_a_terminal_there_is_a_panel() -> None:
-    out = io.StringIO()
+    out = io.io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     display = open_display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
     assert isinstance(display, LiveDisplay)
@@ -40,7 +41,7 @@ def test_on_a_terminal_there_is_a_panel() -> None:
     shown = out.getvalue()
     assert "Evaluation | Round 0 | Accuracy 0.5000" in shown
     assert "No step for 300 s" in shown
-    plain = Console(file=io.StringIO(), width=80, record=True)
+    plain = Console(file=io.io.StringIO(), width=80, record=True)
     plain.print(display.panel())
     panel = plain.export_text()
     assert "round 1/3  step 2" in panel
@@ -65,3 +66,17 @@ def test_the_wait_share_is_of_the_round() -> None:
 def test_rewards_are_drawn_between_their_extremes() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
     assert sparkline([0.3, 0.3]) == "▁▁"
+
+
+def test_the_first_failure_of_each_kind_is_shown_at_once() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    display = open_display(rounds=1, waits=str, console=console)
+    for number, (failure, detail) in enumerate(
+        [("reward raised", "no"), ("reward raised", "?"), ("reward nan", "")]
+    ):
+        display.on(SampleScored(1.0, SampleId(0, 0, number), None, failure, 5, detail))
+    display.on(SampleScored(1.0, SampleId(0, 0, 4), 1.0, None, 5))
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "First sample without a reward | reward raised | 0.0/0 | no",
+        "First sample without a reward | reward nan | 0.0/2 | ",
+    ]

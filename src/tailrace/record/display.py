@@ -13,7 +13,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.record.events import Evaluated, Event, RoundStarted, Sink, Stepped, Waiting, time_of
+from tailrace.record.events import (
+    Evaluated,
+    Event,
+    RoundStarted,
+    SampleScored,
+    Sink,
+    Stepped,
+    Waiting,
+    time_of,
+)
 from tailrace.record.gains import Gains
 from tailrace.record.steps import Row, StepMeter
 
@@ -89,12 +98,27 @@ class Progress:
         self.rewards = [*self.rewards, self.row["reward"]][-NUM_REWARDS:]
 
 
+class Failures:
+    """Which reasons for an unrewarded sample were seen: the first of each is worth a line at once, since a
+    reward function that always fails never comes to a step."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def is_new(self, event: SampleScored) -> bool:
+        if event.failure is None or event.failure in self._seen:
+            return False
+        self._seen.add(event.failure)
+        return True
+
+
 class PlainDisplay:
     """Sink: one line a step, for a log."""
 
     def __init__(self, console: Console, rounds: int) -> None:
         self._console = console
         self._progress = Progress(rounds)
+        self._failures = Failures()
 
     def on(self, event: Event) -> None:
         self._progress.on(event)
@@ -103,6 +127,8 @@ class PlainDisplay:
                 self._print(step_line(self._progress))
             case Evaluated():
                 self._print(evaluation_line(event))
+            case SampleScored() if self._failures.is_new(event):
+                self._print(failure_line(event))
             case Waiting():
                 self._print(waiting_line(event))
 
@@ -118,6 +144,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console, rounds: int, waits: Callable[[], str]) -> None:
         self._progress = Progress(rounds)
+        self._failures = Failures()
         self._waits = waits
         self._live = Live(
             console=console,
@@ -133,6 +160,9 @@ class LiveDisplay:
         match event:
             case Evaluated():
                 self._live.console.print(evaluation_line(event), highlight=False, markup=False)
+            case SampleScored() if self._failures.is_new(event):
+                line = failure_line(event)
+                self._live.console.print(line, style="yellow", highlight=False, markup=False)
             case Waiting():
                 self._live.console.print(waiting_line(event), style="yellow", highlight=False, markup=False)
 
@@ -191,6 +221,10 @@ def step_line(progress: Progress) -> str:
 
 def evaluation_line(event: Evaluated) -> str:
     return f"Evaluation | Round {event.round} | Accuracy {event.accuracy:.4f} | {event.num_samples} samples"
+
+
+def failure_line(event: SampleScored) -> str:
+    return f"First sample without a reward | {event.failure} | {event.sample} | {event.detail}"
 
 
 def waiting_line(event: Waiting) -> str:

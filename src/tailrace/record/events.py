@@ -49,6 +49,8 @@ class SampleScored:
     reward: float | None
     failure: str | None
     num_tokens: int
+    detail: str = ""
+    """Of the failure: what the reward function said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,11 +244,14 @@ class Pool:
 
     async def _score(self, sample: Sample) -> None:
         """Goes on when its group is parked: the reward belongs to the sample."""
+        detail = ""
         try:
             sample.reward = await self._rewards.score(sample)
         except RewardFailed as failed:
-            sample.failure = f"reward {failed.reason}"
-        self._recorder.emit(SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens))
+            sample.failure, detail = f"reward {failed.reason}", failed.detail
+        self._recorder.emit(
+            SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
+        )
         self._look(sample.group)
 
     def _discard(self, sample: Sample, reason: str) -> None:
