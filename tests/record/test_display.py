@@ -18,7 +18,7 @@ def told() -> Story:
 
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:
-    out = io.io.StringIO()
+    out = io.StringIO()
     display = open_display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
     assert isinstance(display, PlainDisplay)
     play(told().events, display)
@@ -33,7 +33,7 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
 
 
 def test_on_a_terminal_there_is_a_panel() -> None:
-    out = io.io.StringIO()
+    out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     display = open_display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
     assert isinstance(display, LiveDisplay)
@@ -41,7 +41,7 @@ def test_on_a_terminal_there_is_a_panel() -> None:
     shown = out.getvalue()
     assert "Evaluation | Round 0 | Accuracy 0.5000" in shown
     assert "No step for 300 s" in shown
-    plain = Console(file=io.io.StringIO(), width=80, record=True)
+    plain = Console(file=io.StringIO(), width=80, record=True)
     plain.print(display.panel())
     panel = plain.export_text()
     assert "round 1/3  step 2" in panel
