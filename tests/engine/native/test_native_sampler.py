@@ -1,12 +1,14 @@
 """How tokens are drawn: exact noise, exact distributions, and log-probs of the whole vocabulary."""
 
+from itertools import islice
+
 import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native.engine import Request
-from tailrace.engine.native.sampler import draw, stream, uniforms
+from tailrace.engine.native.sampler import draw, noise
 
 MASK = 2**64 - 1
 
@@ -24,19 +26,19 @@ def plain(num_tokens: int = 1, **settings) -> SamplingSettings:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 + 5])
 def test_noise_is_splitmix64_of_seed_and_place(seed):
-    streams = [stream(seed)] * 3
     expected = [
         (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
-        for place in (0, 1, 900)
+        for place in range(200)
     ]
-    assert uniforms(streams, [0, 1, 900]).tolist() == expected
+    assert list(islice(noise(seed, 0), 200)) == expected
+    assert list(islice(noise(seed, 77), 123)) == expected[77:]
 
 
 def test_drawn_frequencies_are_the_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 40_000
-    noise = torch.from_numpy(uniforms([stream(3)] * num, range(num)))
-    ids, logprobs = draw(logits.expand(num, -1), noise, plain())
+    uniforms = torch.tensor(list(islice(noise(3, 0), num)), dtype=torch.float64)
+    ids, logprobs = draw(logits.expand(num, -1), uniforms, plain())
     frequencies = torch.bincount(ids, minlength=5) / num
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
     torch.testing.assert_close(logprobs, logits.log_softmax(0)[ids])
@@ -44,8 +46,8 @@ def test_drawn_frequencies_are_the_probabilities():
 
 def test_the_draw_inverts_the_cumulative_distribution():
     logits = torch.tensor([0.0, 0.25, 0.25, 0.5, 0.0]).log()
-    noise = torch.tensor([0.0, 0.2499, 0.2501, 0.4999, 0.5001, 1 - 2**-53], dtype=torch.float64)
-    ids, _ = draw(logits.expand(6, -1), noise, plain())
+    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.4999, 0.5001, 1 - 2**-53], dtype=torch.float64)
+    ids, _ = draw(logits.expand(6, -1), uniforms, plain())
     assert ids.tolist() == [1, 1, 2, 2, 3, 3]
 
 
@@ -62,8 +64,8 @@ def test_the_draw_inverts_the_cumulative_distribution():
 )
 def test_truncation_cuts_the_tail_but_not_the_recorded_logprob(settings, kept):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    ids, logprobs = draw(probs.log().expand(1000, -1), noise, plain(**settings))
+    uniforms = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    ids, logprobs = draw(probs.log().expand(1000, -1), uniforms, plain(**settings))
     assert set(ids.tolist()) == kept
     torch.testing.assert_close(logprobs, probs.log()[ids])
 

@@ -26,13 +26,13 @@ class TierStep:
 
     def __init__(self, tier: Tier, rows: slice, positions: Tensor, longest: int, ragged: bool) -> None:
         self.rows = rows
-        self.place = torch.arange(len(tier.responses), device=positions.device), positions
+        self.place = tier.slots[: len(tier.responses)], positions
         self.key_rows, self.value_rows = tier.key_rows, tier.value_rows
         num_matrices = len(tier.responses) * tier.keys.shape[2]
         self.shape = num_matrices, -1, tier.keys.shape[3]
-        self.keys = tier.keys.flatten(1, 2)[:, :num_matrices, :, :longest].unbind()
+        self.keys = tier.key_matrices[:, :num_matrices, :, :longest].unbind()
         """Of each layer [n * K, D, longest]."""
-        self.values = tier.values.flatten(1, 2)[:, :num_matrices, :longest].unbind()
+        self.values = tier.value_matrices[:, :num_matrices, :longest].unbind()
         """Of each layer [n * K, longest, D]."""
         self.mask = _mask(tier, positions, longest) if ragged else None
 

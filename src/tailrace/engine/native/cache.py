@@ -12,6 +12,7 @@ weighs it with zero.
 Suffixes: _L layers, _S slots, _K key-value heads, _D head dimension, _C capacity, _N positions.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -32,8 +33,8 @@ class Response:
     tokens: list[int]
     """Prompt and completion."""
     num_prompt: int
-    stream: int
-    """Of its noise (sampler.py)."""
+    noise: Iterator[float]
+    """What its next tokens are drawn with (sampler.py)."""
     logprobs: list[float] = field(default_factory=list)
     """Of the last tokens: those not yet reported."""
     tier: "Tier | None" = None
@@ -75,6 +76,9 @@ class Tier:
         """For each layer [S, C, K, D], to write one position of each slot."""
         self.value_rows = [layer.transpose(1, 2) for layer in values]
         """For each layer [S, C, K, D]."""
+        self.key_matrices, self.value_matrices = keys.flatten(1, 2), values.flatten(1, 2)
+        """[L, S * K, D, C] and [L, S * K, C, D], to multiply."""
+        self.slots = torch.arange(keys.shape[1], device=keys.device)
 
     @property
     def num_slots(self) -> int:

@@ -23,7 +23,7 @@ from tailrace.engine.native.architecture import read_architecture, read_weights
 from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
 from tailrace.engine.native.cache import Block, Cache, Response
 from tailrace.engine.native.model import Model
-from tailrace.engine.native.sampler import draw, stream, uniforms
+from tailrace.engine.native.sampler import draw, noise
 from tailrace.engine.native.scheduler import Admission, Scheduler
 from tailrace.engine.native.stops import Stops
 from tailrace.types import KV, FinishReason
@@ -103,7 +103,8 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         """Queue it. One without a prompt, or already at its limit, ends at the next step with "length"."""
         tokens = [*request.prompt_ids, *request.completion_ids]
-        response = Response(request.id, tokens, len(request.prompt_ids), stream(request.seed))
+        uniforms = noise(request.seed, place=len(request.completion_ids))
+        response = Response(request.id, tokens, len(request.prompt_ids), uniforms)
         if not tokens or self._stops.exhausted(response):
             self._ended.append(self._delta(response, "length"))
         else:
@@ -119,7 +120,8 @@ class NativeEngine:
         """Admit, prefill, and decode one token of every running request. Returns those that ended."""
         with torch.inference_mode():
             self._scheduler.grow()
-            self._fill(self._scheduler.admit(self._version))
+            if self._scheduler.waiting:
+                self._fill(self._scheduler.admit(self._version))
             if self._scheduler.running:
                 self._decode()
         ended, self._ended = self._ended, []
@@ -217,8 +219,10 @@ class NativeEngine:
         tiers = [tier for tier in cache.tiers if tier.responses]
         attention = DecodeAttention(tiers, lengths, positions)
         logits = model.logits(model.forward(ids, positions, attention))
-        noise = uniforms([r.stream for r in responses], [r.num_completion for r in responses])
-        drawn, logprobs = draw(logits, torch.from_numpy(noise).to(model.device), self._sampling)
+        uniforms = [next(response.noise) for response in responses]
+        drawn, logprobs = draw(
+            logits, torch.tensor(uniforms, dtype=torch.float64, device=model.device), self._sampling
+        )
         for response, id, logprob in zip(responses, drawn.tolist(), logprobs.tolist(), strict=True):
             response.tokens.append(id)
             response.logprobs.append(logprob)

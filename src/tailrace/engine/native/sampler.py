@@ -6,7 +6,7 @@ cumulative distribution. So the tokens of a request depend neither on who shares
 replica, nor on how often it was resumed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tailrace.engine.base import SamplingSettings
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_BLOCK = 64
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -27,23 +28,24 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def stream(seed: int) -> int:
-    """The noise stream of a seed. Mixed first, so that neighbouring seeds have unrelated streams."""
-    return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])
+def noise(seed: int, place: int) -> Iterator[float]:
+    """Uniform numbers in [0, 1): those of token `place` of a completion, of the next token, and so on.
+
+    The seed is mixed first, so that neighbouring seeds have unrelated numbers.
+    """
+    stream = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    while True:
+        counters = stream + np.arange(place + 1, place + 1 + _BLOCK, dtype=np.uint64) * _GOLDEN
+        yield from ((_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
+        place += _BLOCK
 
 
-def uniforms(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """[T] numbers in [0, 1): token `places[i]` of stream `streams[i]`."""
-    counters = np.array(streams, dtype=np.uint64) + (np.array(places, dtype=np.uint64) + 1) * _GOLDEN
-    return (_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def draw(logits: Tensor, noise: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
     """Draw one token from each row.
 
     Args:
         logits: [T, V], float32, already divided by the temperature.
-        noise: [T], float64, in [0, 1).
+        uniforms: [T], float64, in [0, 1).
 
     Returns:
         ids [T], and their log-probs [T] over the whole vocabulary, whatever top_k and top_p cut off.
@@ -55,7 +57,7 @@ def draw(logits: Tensor, noise: Tensor, sampling: SamplingSettings) -> tuple[Ten
     if sampling.top_p < 1.0:
         probs = _nucleus(probs, sampling.top_p)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    targets = noise[:, None] * cumulative[:, -1:]
+    targets = uniforms[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the target: never one of probability zero.
     ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]

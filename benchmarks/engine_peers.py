@@ -1,0 +1,139 @@
+"""One engine, driven by engine.py: reads a number, generates so many requests, prints its seconds; again.
+
+    python engine_peers.py ENGINE MODEL_FOLDER REQUESTS_JSON CORE
+
+Runs under the interpreter of the engine it drives, so it imports nothing of another. Every engine samples
+at temperature 1 and returns the log-prob of each token; none may stop early. Prints, for each round,
+`ROUND wall_seconds cpu_seconds`.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+Requests = list[tuple[list[int], int]]
+"""(prompt, tokens to generate)"""
+MAX_REQUESTS = 256
+Generate = Callable[[Requests], int]
+"""Serves requests that arrive together; returns the number of tokens."""
+
+
+def native(model: str) -> Generate:
+    from pathlib import Path
+
+    import torch
+
+    from tailrace.engine.base import EngineSettings, SamplingSettings
+    from tailrace.engine.native.engine import NativeEngine, Request
+
+    torch.set_num_threads(1)
+    settings = EngineSettings(max_running=MAX_REQUESTS, kv_tokens=524_288)
+    engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
+
+    def generate(requests: Requests) -> int:
+        """The engine's own limit is one for all, so each request is aborted at its length."""
+        for index, (prompt, _) in enumerate(requests):
+            engine.submit(Request(str(index), prompt, (), index))
+        due: dict[int, list[int]] = defaultdict(list)
+        num_steps = num_admitted = num_ended = num_tokens = 0
+        while not engine.idle:
+            engine.step()
+            num_steps += 1
+            # In order of arrival: nothing is preempted, for the cache holds them all.
+            for index in range(num_admitted, num_ended + engine.usage().num_running):
+                due[num_steps - 1 + requests[index][1]].append(index)
+                num_admitted += 1
+            for index in due.pop(num_steps, ()):
+                delta = engine.abort(str(index))
+                assert delta is not None
+                num_tokens += len(delta.ids)
+                num_ended += 1
+        return num_tokens
+
+    return generate
+
+
+def vllm(model: str, *, eager: bool) -> Generate:
+    import vllm
+
+    engine = vllm.LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=eager,
+        max_num_seqs=MAX_REQUESTS,
+        max_model_len=2048,
+        disable_log_stats=True,
+    )
+
+    def generate(requests: Requests) -> int:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        sampling = [
+            vllm.SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+            for _, length in requests
+        ]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return generate
+
+
+def transformers_cb(model: str) -> Generate:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    torch.set_num_threads(1)
+    lm = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
+    generation = GenerationConfig(max_new_tokens=1536, do_sample=True, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(
+        num_blocks=1024, max_batch_tokens=2048, max_requests_per_batch=MAX_REQUESTS, return_logprobs=True
+    )
+
+    def generate(requests: Requests) -> int:
+        num_tokens = 0
+        with lm.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=batching
+        ) as manager:
+            for index, (prompt, length) in enumerate(requests):
+                manager.add_request(prompt, request_id=str(index), max_new_tokens=length)
+            for _ in requests:
+                output = manager.get_result()
+                while output is None or not output.is_finished():
+                    output = manager.get_result()
+                num_tokens += len(output.generated_tokens)
+        return num_tokens
+
+    return generate
+
+
+ENGINES: dict[str, Callable[[str], Generate]] = {
+    "native": native,
+    "vllm_eager": lambda model: vllm(model, eager=True),
+    "vllm_compiled": lambda model: vllm(model, eager=False),
+    "transformers_cb": transformers_cb,
+}
+
+
+def main(engine: str, model: str, file: str, core: str) -> None:
+    os.sched_setaffinity(0, {int(core)})
+    # In this process, so that its scheduler has the same one core as everybody's.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    with open(file) as stream:
+        requests: Requests = json.load(stream)
+    generate = ENGINES[engine](model)
+    for line in sys.stdin:
+        served = requests[: int(line)]
+        wall, cpu = time.perf_counter(), time.process_time()
+        num_tokens = generate(served)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        assert num_tokens == sum(length for _, length in served), num_tokens
+        print(f"\nROUND {wall} {cpu}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
