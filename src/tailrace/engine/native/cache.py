@@ -63,8 +63,8 @@ class Tier:
         self.responses: list[Response] = []
         shape = arch.num_layers, 0, arch.num_kv_heads
         self._hold(
-            torch.zeros(*shape, arch.head_dim, capacity, device=device, dtype=dtype),
-            torch.zeros(*shape, capacity, arch.head_dim, device=device, dtype=dtype),
+            torch.empty(*shape, arch.head_dim, capacity, device=device, dtype=dtype),
+            torch.empty(*shape, capacity, arch.head_dim, device=device, dtype=dtype),
         )
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
@@ -88,7 +88,7 @@ class Tier:
         """Allocate exactly so many slots, at least as many as are occupied."""
         kept = len(self.responses)
         assert num_slots >= kept, (num_slots, kept)
-        keys, values = (old.new_zeros(old.shape[0], num_slots, *old.shape[2:]) for old in self._tensors)
+        keys, values = (old.new_empty(old.shape[0], num_slots, *old.shape[2:]) for old in self._tensors)
         keys[:, :kept], values[:, :kept] = self.keys[:, :kept], self.values[:, :kept]
         self._hold(keys, values)
 
@@ -150,7 +150,7 @@ class Cache:
         return self.num_reserved - held + self.tier_for(len(response.tokens)).capacity <= self.budget
 
     def enter(self, response: Response) -> None:
-        """Give it a slot; what the slot holds is undefined until `write`."""
+        """Give it a slot; what the slot holds is undefined until `write`, which must follow."""
         tier = self.tier_for(len(response.tokens))
         if len(tier.responses) == tier.num_slots:
             self._enlarge(tier)
@@ -158,13 +158,13 @@ class Cache:
         response.tier = tier
 
     def _enlarge(self, tier: Tier) -> None:
-        """By half, as far as the budget goes; other tiers give back what they do not use."""
+        """To twice its slots as far as the budget goes; other tiers give back what they do not use."""
         if self.budget - self.num_allocated < tier.capacity:
             for other in self.tiers:
                 if other.num_slots > len(other.responses):
                     other.resize(len(other.responses))
         affordable = (self.budget - self.num_allocated) // tier.capacity
-        tier.resize(tier.num_slots + min(max(4, tier.num_slots // 2), affordable))
+        tier.resize(tier.num_slots + min(max(4, tier.num_slots), affordable))
 
     def leave(self, response: Response) -> None:
         assert response.tier is not None

@@ -2,7 +2,8 @@
 
 What differs from the Hugging Face modules is only how the same function is computed:
 
-- Weights are stored transposed, [in, out], and fused (q, k, v in one matrix, gate and up in another).
+- Weights are stored transposed, [in, out], and q, k and v are one matrix. Gate and up are not: their product is
+  elementwise, and faster between contiguous matrices.
 - The gains of the norms before a projection are folded into that projection's rows, and RMSNorm is
   x / hypot(|x|, sqrt(D * eps)): its factor sqrt(D) is folded as well.
 - The two halves that rotary embedding pairs are interleaved within each head of q and k, so that the
@@ -43,7 +44,8 @@ class Layer:
     qk_gain: Tensor | None
     """[H + K, D]: gains of the norms of q and k (Qwen3)."""
     out: Tensor
-    gate_up: Tensor
+    gate: Tensor
+    up: Tensor
     down: Tensor
 
 
@@ -92,7 +94,8 @@ class Model:
             qkv_bias=bias,
             qk_gain=gain,
             out=self._matrix(arch.num_heads * arch.head_dim, arch.hidden_size),
-            gate_up=self._matrix(arch.hidden_size, 2 * arch.intermediate_size),
+            gate=self._matrix(arch.hidden_size, arch.intermediate_size),
+            up=self._matrix(arch.hidden_size, arch.intermediate_size),
             down=self._matrix(arch.intermediate_size, arch.hidden_size),
         )
 
@@ -112,8 +115,8 @@ class Model:
             prefix = f"model.layers.{index}."
             self._load_attention(layer, tensors, prefix)
             gain = tensors[f"{prefix}post_attention_layernorm.weight"].float() * root
-            gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-            layer.gate_up.copy_((torch.cat(gate_up).float() * gain).t())
+            layer.gate.copy_((tensors[f"{prefix}mlp.gate_proj.weight"].float() * gain).t())
+            layer.up.copy_((tensors[f"{prefix}mlp.up_proj.weight"].float() * gain).t())
             layer.down.copy_(tensors[f"{prefix}mlp.down_proj.weight"].t())
 
     def _load_attention(self, layer: Layer, tensors: Mapping[str, Tensor], prefix: str) -> None:
@@ -142,8 +145,9 @@ class Model:
         for index, layer in enumerate(self.layers):
             q, k, v = self._qkv(layer, _normalized(x, self._hidden_epsilon), rotations)
             x.addmm_(attend(index, q, k, v), layer.out)
-            gate, up = torch.mm(_normalized(x, self._hidden_epsilon), layer.gate_up).chunk(2, -1)
-            x.addmm_(F.silu(gate).mul_(up), layer.down)
+            h = _normalized(x, self._hidden_epsilon)
+            gate = F.silu(torch.mm(h, layer.gate), inplace=True)
+            x.addmm_(gate.mul_(torch.mm(h, layer.up)), layer.down)
         return x
 
     def _qkv(self, layer: Layer, h: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
