@@ -60,7 +60,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(128, 384, 4, 4, 2, 32, num_requests=256),
+    "small": Size(96, 256, 4, 4, 2, 32, num_requests=256),
     "medium": Size(512, 1536, 8, 8, 4, 64, num_requests=64),
 }
 BARS = {"small": {"vllm": 3.0, "transformers_cb": 15.0}, "medium": {"vllm": 1.0}}
