@@ -1,4 +1,4 @@
-"""Makes the quickstart's model: python examples/quickstart/make_model.py  (about three minutes on one core)
+"""Makes the models of the examples: python examples/quickstart/make_model.py  (about three minutes on one core)
 
 A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_sum, in two stages:
 
@@ -15,6 +15,8 @@ import math
 import random
 import re
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.data.procedural import is_held_out
 
-FOLDER = Path(__file__).parent / "model"
+FOLDER = Path(__file__).parent
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
 WORDS = [
     *("<pad>", "<eos>", INSTRUCTION, " =\n", " = ", " = -", "-", *"0123456789"),
@@ -133,10 +135,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     chance, tokenizer, model = random.Random(0), make_tokenizer(), make_model()
-    imitate(model, lambda: demonstrate(chance, tokenizer, hasty=0.0), steps=1500, rate=3e-3)
-    imitate(model, lambda: demonstrate(chance, tokenizer, hasty=0.7), steps=100, rate=5e-4)
-    model.to(torch.bfloat16).save_pretrained(FOLDER)
-    tokenizer.save_pretrained(FOLDER)
+    for name, hasty, steps, rate in (("worked", 0.0, 1500, 3e-3), ("model", 0.7, 100, 5e-4)):
+        imitate(model, partial(demonstrate, chance, tokenizer, hasty), steps, rate)
+        deepcopy(model).to(torch.bfloat16).save_pretrained(FOLDER / name)
+        tokenizer.save_pretrained(FOLDER / name)
+
 
 
 if __name__ == "__main__":

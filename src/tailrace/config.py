@@ -23,6 +23,7 @@ from tailrace.run import RunSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.workers.base import HostSettings
 
 _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
 """Which of a union's sections is meant: pydantic puts it into the path of a key, users do not."""
@@ -49,6 +50,7 @@ class RunConfig(Settings):
     reward: RewardSettings = RewardSettings()
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
+    host: HostSettings = HostSettings()
     sim: SimSettings = SimSettings()
 
     def toml(self) -> str:
@@ -152,7 +154,7 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    for section, key in (("model", "path"), ("data", "path")):
+    for section, key in (("model", "path"), ("data", "path"), ("data", "eval_path")):
         value = _get(tree, section, key)
         if isinstance(value, str):
             tree[section][key] = str((base / value).resolve())

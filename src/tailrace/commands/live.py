@@ -10,6 +10,7 @@ from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
 from tailrace.reward.functions import Scorer
 from tailrace.run import Parts
+from tailrace.workers.base import left_to_the_trainer, plan_pins
 from tailrace.workers.local import open_local
 
 
@@ -23,7 +24,8 @@ def check_live(config: RunConfig) -> None:
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
     open_prompts(config.data, load_tokenizer(config.model.path), seed=config.run.seed, split="train")
-    Scorer.load(config.reward, config.data)
+    Scorer.load(config.reward, config.data).close()
+    plan_pins(config.host, config.engine.replicas)
 
 
 @asynccontextmanager
@@ -31,7 +33,8 @@ async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
     """Start the workers of a checked config and end them with the block; logs go into the folder."""
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    async with open_local(
+    pins = plan_pins(config.host, config.engine.replicas)
+    workers = open_local(
         config.model.path,
         engine=config.engine,
         sampling=config.sampling,
@@ -40,11 +43,14 @@ async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
-    ) as workers:
-        yield Parts(
-            engines=workers.engines,
-            trainer=workers.trainer,
-            rewards=workers.rewards,
-            prompts=open_prompts(config.data, tokenizer, seed=config.run.seed, split="train"),
-            held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
-        )
+        pins=pins,
+    )
+    with left_to_the_trainer(pins):
+        async with workers as opened:
+            yield Parts(
+                engines=opened.engines,
+                trainer=opened.trainer,
+                rewards=opened.rewards,
+                prompts=open_prompts(config.data, tokenizer, seed=config.run.seed, split="train"),
+                held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
+            )
