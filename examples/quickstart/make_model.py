@@ -141,6 +141,5 @@ def main() -> None:
         tokenizer.save_pretrained(FOLDER / name)
 
 
-
 if __name__ == "__main__":
     main()

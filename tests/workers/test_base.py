@@ -30,5 +30,7 @@ def test_the_trainer_gets_a_cpu_that_nobody_else_uses() -> None:
 
 
 def test_more_workers_than_cpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"host\.pin = True: 100000 engines and a trainer need as many CPUs"):
+    with pytest.raises(
+        ConfigError, match=r"host\.pin = True: 100000 engines and a trainer need as many CPUs"
+    ):
         plan_pins(HostSettings(pin=True), 100_000)

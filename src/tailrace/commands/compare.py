@@ -87,7 +87,12 @@ def compare(
         racers[FIRST_GROUPS] = partial(first_groups, U=U)
     with TemporaryDirectory() as scratch:
         results = clock.run(_race(config, racers, repeats, folder or Path(scratch)), virtual=False)
-    Console().print(results.table())
+    console = Console()
+    console.print(results.table())
+    if folder:
+        console.print(
+            f"timeline  {folder / 'timeline.png'}", f"traces    {folder / 'trace-*.json'}", sep="\n"
+        )
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(results.numbers(), indent=2) + "\n")
@@ -103,7 +108,7 @@ async def _race(
 ) -> "Results":
     settings = config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
     laps: dict[str, list[Lap]] = {name: [] for name in racers}
-    timelines: dict[str, Timeline] = {}
+    timelines: dict[str, list[Timeline]] = {name: [] for name in racers}
     start = folder / "start"
     async with open_parts(config, folder) as parts:
         await parts.trainer.save(start)
@@ -113,11 +118,13 @@ async def _race(
                 trace = TraceWriter(folder / f"trace-{name}.json")
                 await _rewind(parts, start)
                 await drive(racers[name], parts, settings, Recorder(meter, timeline, trace))
-                timelines[name] = timeline
                 if repeat >= 0:
                     laps[name].append(Lap.of(meter))
-    draw({name: timelines[name] for name in racers if name != FIRST_GROUPS}, folder / "timeline.png")
-    return Results(laps)
+                    timelines[name].append(timeline)
+    results = Results(laps)
+    pictured = {name: timelines[name][results.typical(name)] for name in results.racers}
+    draw(pictured, folder / "timeline.png")
+    return results
 
 
 def _rotated(names: list[str], repeat: int) -> list[str]:
@@ -142,6 +149,11 @@ class Results:
     def median(self, name: str, figure: str) -> float:
         return float(median(getattr(lap, figure) for lap in self.laps[name]))
 
+    def typical(self, name: str) -> int:
+        """The repetition whose main time is nearest to the median: the one to look at."""
+        times = [lap.main_time_s for lap in self.laps[name]]
+        return min(range(len(times)), key=lambda repeat: abs(times[repeat] - median(times)))
+
     @property
     def bound_s(self) -> float | None:
         """max(rollout alone, t_first + trainer compute); None without serial or steps of U groups."""
@@ -157,7 +169,7 @@ class Results:
         schedules = {
             name: {figure: self.median(name, figure) for figure in figures}
             | {"main_time_s_spread": [min(times), max(times)]}
-            for name in self._racers
+            for name in self.racers
             if (times := [lap.main_time_s for lap in self.laps[name]])
         }
         numbers: dict[str, object] = {"schedules": schedules, "bound_s": self.bound_s}
@@ -168,10 +180,10 @@ class Results:
     def table(self) -> Table:
         """A column a schedule, a row a figure."""
         table = Table("medians [lowest - highest]", title="the race", title_justify="left")
-        for name in self._racers:
+        for name in self.racers:
             table.add_column(name, justify="right")
         for label, cell in self._rows():
-            table.add_row(label, *(cell(name) for name in self._racers))
+            table.add_row(label, *(cell(name) for name in self.racers))
         if self.bound_s is not None:
             first_s = self.median(FIRST_GROUPS, "first_dispatch_s")
             table.caption = (
@@ -181,7 +193,8 @@ class Results:
         return table
 
     @property
-    def _racers(self) -> list[str]:
+    def racers(self) -> list[str]:
+        """The schedules that were asked for."""
         return [name for name in self.laps if name != FIRST_GROUPS]
 
     def _rows(self) -> list[tuple[str, Callable[[str], str]]]:

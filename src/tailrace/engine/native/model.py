@@ -2,8 +2,8 @@
 
 What differs from the Hugging Face modules is only how the same function is computed:
 
-- Weights are stored transposed, [in, out], and q, k and v are one matrix. Gate and up are not: their product is
-  elementwise, and faster between contiguous matrices.
+- Weights are stored transposed, [in, out], and q, k and v are one matrix. Gate and up are not: their product
+  is elementwise, and faster between contiguous matrices.
 - The gains of the norms before a projection are folded into that projection's rows, and RMSNorm is
   x / hypot(|x|, sqrt(D * eps)): its factor sqrt(D) is folded as well.
 - The two halves that rotary embedding pairs are interleaved within each head of q and k, so that the
