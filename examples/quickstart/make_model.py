@@ -1,4 +1,4 @@
-"""Makes the models of the examples: python examples/quickstart/make_model.py  (about three minutes on one core)
+"""Makes the models of the examples: python examples/quickstart/make_model.py (three minutes on one core)
 
 A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_sum, in two stages:
 
