@@ -29,7 +29,7 @@ from tailrace.run import Parts, Run, drive
 from tailrace.schedules.resolve import BoundSchedule, resolve, shared_parameters
 
 BASELINE = "serial"
-FIRST_GROUPS = "first U groups alone"
+FIRST_GROUPS = "first-groups"
 
 
 @dataclass(frozen=True, slots=True)
