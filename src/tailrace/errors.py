@@ -88,3 +88,10 @@ class BadRow(TailraceError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error that is no group of errors: what ended the tasks beside it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

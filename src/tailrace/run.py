@@ -26,7 +26,7 @@ from tailrace import clock
 from tailrace.algo.advantages import group_advantages
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
-from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, Stuck
+from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, Stuck, first_cause
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.state import GroupState, RunState
 from tailrace.record import events
@@ -380,15 +380,9 @@ async def drive(
             finally:
                 run.shut()
     except BaseExceptionGroup as group:
-        raise _first_cause(group) from None
+        raise first_cause(group) from None
     finally:
         recorder.close()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _units(batch: Batch) -> list[list[Sample]]:

@@ -6,7 +6,6 @@ no schedule that generates with these weights can beat: max(rollout alone, t_fir
 the rollout alone is serial's, and t_first is the time of the first U groups served alone.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.commands.live import open_parts
+from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, require_sections
 from tailrace.record.events import Recorder
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.run import Parts, Run, drive
+from tailrace.run import Run, drive
 from tailrace.schedules.resolve import BoundSchedule, resolve, shared_parameters
 
 BASELINE = "serial"
@@ -116,7 +115,7 @@ async def _race(
             for name in _rotated(list(racers), repeat):
                 meter, timeline = RoundMeter(), Timeline()
                 trace = TraceWriter(folder / f"trace-{name}.json")
-                await _rewind(parts, start)
+                await rewind(parts, start, version=0)
                 await drive(racers[name], parts, settings, Recorder(meter, timeline, trace))
                 if repeat >= 0:
                     laps[name].append(Lap.of(meter))
@@ -131,13 +130,6 @@ def _rotated(names: list[str], repeat: int) -> list[str]:
     """Every schedule goes first, second, ... in turn."""
     turn = repeat % len(names)
     return names[turn:] + names[:turn]
-
-
-async def _rewind(parts: Parts, start: Path) -> None:
-    """The weights, the optimizer and the engines as they were before the first lap."""
-    await parts.trainer.restore(start)
-    weights = await parts.trainer.publish(0)
-    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The parts of a live run: data read, worker processes started."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,13 @@ def check_live(config: RunConfig) -> None:
     open_prompts(config.data, load_tokenizer(config.model.path), seed=config.run.seed, split="train")
     Scorer.load(config.reward, config.data).close()
     plan_pins(config.host, config.engine.replicas)
+
+
+async def rewind(parts: Parts, folder: Path, version: int) -> None:
+    """The trainer and the engines as they were when the trainer was saved in `folder`."""
+    await parts.trainer.restore(folder)
+    weights = await parts.trainer.publish(version)
+    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
 @asynccontextmanager

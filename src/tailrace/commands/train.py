@@ -10,13 +10,12 @@ checkpoints/     round_000010/: a Hugging Face folder, the optimizer, and where 
 logs/            what the worker processes printed
 """
 
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, open_parts
+from tailrace.commands.live import check_live, open_parts, rewind
 from tailrace.config import RunConfig
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.ledger.state import RunState
@@ -27,7 +26,7 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.run import Parts, drive
+from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 
 CONFIG_FILE = "config.toml"
@@ -74,7 +73,7 @@ async def _train(
     )
     async with open_parts(config, folder) as parts:
         if checkpoint:
-            await _restore(parts, checkpoint, state)
+            await rewind(parts, checkpoint, state.version)
         checkpoints = folder / "checkpoints"
         await drive(schedule, parts, config.run, recorder, folder=checkpoints, state=state)
     draw({str(config.schedule["name"]): timeline}, folder / "timeline.png")
@@ -89,13 +88,6 @@ def _report(summary: RunSummary, folder: Path) -> None:
     console.print(f"timeline  {folder / 'timeline.png'}")
     console.print(f"trace     {folder / 'trace.json'}  (open it at ui.perfetto.dev)")
     console.print(f"model     {folder / 'checkpoints'}")
-
-
-async def _restore(parts: Parts, checkpoint: Path, state: RunState) -> None:
-    """The trainer and the engines as they were at the checkpoint."""
-    await parts.trainer.restore(checkpoint)
-    weights = await parts.trainer.publish(state.version)
-    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
 def _last_checkpoint(folder: Path) -> Path:

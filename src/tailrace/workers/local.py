@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.errors import WorkerDied
+from tailrace.errors import WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.engine import RemoteEngine
@@ -109,11 +109,5 @@ async def ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[No
                     watcher.cancel()
     except BaseExceptionGroup as group:
         deaths = group.subgroup(WorkerDied)
-        error = _first(deaths) if deaths else group.exceptions[0]
+        error = first_cause(deaths) if deaths else group.exceptions[0]
         raise error from error.__cause__
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
