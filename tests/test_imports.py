@@ -50,6 +50,8 @@ INSIDES = {
     ("workers", "weights.shared"),
     # The simulated parts are handed over as what a run is wired from.
     ("sim", "run"),
+    # Simulated rows come in epochs as real ones do.
+    ("sim", "data.epochs"),
 }
 
 

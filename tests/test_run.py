@@ -27,6 +27,7 @@ from tailrace.sim.world import simulated_parts
 from tailrace.types import Prompt
 from virtual import (
     EXACT,
+    FLUSHING,
     SCHEDULES_BY_NAME,
     SETTINGS,
     SIM,
@@ -75,8 +76,11 @@ def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_t
         trained = [
             event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
         ]
-        assert len(trained) == len(set(trained)) == whole.totals.groups["trained"]
-        assert last.totals.groups["trained"] == len(trained)
+        assert last.totals.groups["trained"] == len(trained) == len(set(trained))
+        if name in FLUSHING:
+            assert last.run.parked.groups == []
+            continue
+        assert len(trained) == whole.totals.groups["trained"]
         steps = [event.stats.num_steps for event in lineage if isinstance(event, Stepped)]
         assert steps == list(range(1, len(whole.of(Stepped)) + 1))
         rounds = [event.round for event in lineage if isinstance(event, RoundEnded)]

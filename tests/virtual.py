@@ -59,12 +59,30 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "rolloutpipe_at_most": partial(SCHEDULES["rolloutpipe"], R=16, U=4, admission=AtMost(requests=10)),
     "rolloutpipe_eager": partial(SCHEDULES["rolloutpipe_eager"], R=16, U=4, tokens=20_000),
     "april": partial(SCHEDULES["april"], N=8, N_launched=16),
+    "april_bounded": partial(SCHEDULES["april"], N=8, N_launched=16, staleness=2),
     "tailbatch": partial(SCHEDULES["tailbatch"], P0=8),
+    "tailbatch_prompts": partial(SCHEDULES["tailbatch"], P0=8, eta_responses=1.0),
+    "tailbatch_dapo": partial(SCHEDULES["tailbatch_dapo"], P0=8, requests=44),
+    "tailbatch_async": partial(SCHEDULES["tailbatch_async"], P0=8),
+    "rollpacker": partial(SCHEDULES["rollpacker"], P0=8),
+    "conventional": partial(SCHEDULES["conventional"], U=4, G=4),
     "pipelinerl": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16),
     "pipelinerl_hold": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16, full="hold", kv="recompute"),
     "pipelinerl_ess": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=24, ess_floor=0.8),
+    "tailrace": partial(SCHEDULES["tailrace"], U=8, in_flight=16, staleness=2),
+    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], N=8),
 }
 """Every schedule of the package, with parameters for the small world."""
+
+FLUSHING = (
+    "tailbatch",
+    "tailbatch_prompts",
+    "tailbatch_dapo",
+    "tailbatch_async",
+    "rollpacker",
+    "tailrace_on_policy",
+)
+"""Those that bring what is parked to its end in rounds beyond the last."""
 
 ON_POLICY = (
     "serial",
@@ -74,6 +92,11 @@ ON_POLICY = (
     "rolloutpipe_at_most",
     "rolloutpipe_eager",
     "tailbatch",
+    "tailbatch_prompts",
+    "tailbatch_dapo",
+    "rollpacker",
+    "conventional",
+    "tailrace_on_policy",
 )
 
 

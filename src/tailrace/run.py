@@ -33,6 +33,7 @@ from tailrace.record import events
 from tailrace.reward.base import Rewards
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.history import History
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.shelf import Shelf
 from tailrace.settings import Settings
@@ -109,12 +110,14 @@ class Run:
         self._parts, self._settings, self._recorder, self._folder = parts, settings, recorder, folder
         self._config_digest = state.config_digest
         self._cursor = state.cursor
-        self._bound: float = inf
+        self.promised: float | None = None
+        """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags: Counter[int] = Counter()
         self._generated_before = state.num_generated - self._produced()
         self._evaluated_tokens = 0
         self._ledger = Ledger(recorder, state.totals)
+        self.history = History(state.longest)
         self.parked = Shelf(state.revive(state.parked, parts.prompts.__getitem__))
         self._interrupted = state.revive(state.in_flight, parts.prompts.__getitem__)
         self._ledger.recall([*self.parked.groups, *self._interrupted])
@@ -135,12 +138,14 @@ class Run:
     # -- the vocabulary ----------------------------------------------------------------------------
 
     def promise(self, *, staleness: float) -> None:
-        """No token that is trained is older than so many publications; 0 is on-policy. Asserted."""
-        self._bound = staleness
+        """No token that is trained is older than so many publications; 0 is on-policy, math.inf no bound.
+        Asserted on every token. A schedule that promises nothing is refused before it starts."""
+        self.promised = staleness
 
-    async def rounds(self) -> AsyncIterator[int]:
-        """The rounds that remain. Evaluation and checkpoints stand between them."""
-        while self.round < self._settings.rounds:
+    async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
+        """The rounds that remain. Evaluation and checkpoints stand between them. while_parked: when they are
+        over, there are more, in `overtime`, until nothing is parked."""
+        while not self.overtime or (while_parked and len(self.parked)):
             await self._between_rounds()
             self._emit(events.RoundStarted(clock.now(), self.round, self.version))
             yield self.round
@@ -151,7 +156,12 @@ class Run:
                 )
             self._emit(events.RoundEnded(clock.now(), self.round))
             self.round += 1
-        await self._between_rounds()
+        await self._between_rounds(last=True)
+
+    @property
+    def overtime(self) -> bool:
+        """No round of the run's own remains: what is parked is to be brought to its end."""
+        return self.round >= self._settings.rounds
 
     def prompts(self, n: int, samples: int | None = None) -> list[Group]:
         """The next n groups, of K samples each; with more samples than K a group is a race for the first
@@ -161,7 +171,7 @@ class Run:
         self.restart(stale, reason="interrupted")
         while len(groups) < n:
             prompt = self._next_prompt()
-            group = Group(prompt, self.K, [], num_launched=samples or self.K)
+            group = Group(prompt, self.K, [], num_launched=samples or self.K, drawn=self.round)
             group.samples = self._new_samples(group, group.num_launched)
             self._ledger.draw(group)
             groups.append(group)
@@ -177,6 +187,12 @@ class Run:
             group.kept, group.born, group.num_launched = [], None, self.K
             group.samples = self._new_samples(group, self.K)
         return groups
+
+    def defer(self, groups: list[Group]) -> None:
+        """Put groups that were drawn off until later: they are parked before they start."""
+        for group in groups:
+            group.deferrals += 1
+        self.parked.put(groups)
 
     def drop(self, groups: list[Group], reason: str) -> None:
         """Give taken groups up, counted."""
@@ -201,6 +217,8 @@ class Run:
         stats = await self._parts.trainer.step()
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
         self._ledger.train(samples)
+        for group in dict.fromkeys(sample.group for sample in samples):
+            self.history.observe(group)
         self._emit(events.Stepped(start_s, clock.now(), stats, dict(self._lags), samples))
         self._lags.clear()
         self._stepped.set()
@@ -269,6 +287,10 @@ class Run:
             sample.advantage = advantage
         return None
 
+    @property
+    def _bound(self) -> float:
+        return inf if self.promised is None else self.promised
+
     def _check_staleness(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             for span in sample.spans:
@@ -280,13 +302,13 @@ class Run:
                         f"most {self._bound}: {sample.spans}, now {self.version}"
                     )
 
-    async def _between_rounds(self) -> None:
+    async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
-        rounds, every = self._settings.rounds, self._settings.checkpoint_every
-        if every and self._folder and (self.round % every == 0 or self.round == rounds):
+        every = self._settings.checkpoint_every
+        if every and self._folder and (last or self.round % every == 0):
             await self._save(self._folder / f"round_{self.round:06d}")
         every = self._settings.eval_every
-        if every and (self.round % every == 0 or self.round == rounds):
+        if every and (last or self.round % every == 0):
             await self._evaluate()
 
     async def _save(self, folder: Path) -> None:
@@ -308,6 +330,7 @@ class Run:
             cursor=self._cursor,
             num_generated=self._ledger.num_known_tokens,
             totals=self._ledger.totals,
+            longest=self.history.longest,
             parked=[GroupState.of(group) for group in self.parked.groups],
             in_flight=[GroupState.of(group) for group in in_flight],
         )

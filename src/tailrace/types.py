@@ -10,7 +10,9 @@ engines start with version 0, and every publish adds one.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length"]
 KV = Literal["keep", "recompute"]
@@ -54,6 +56,8 @@ class Prompt:
     text: str = ""
     row: Mapping[str, object] = field(default_factory=dict)
     """The row's own columns, for the reward function."""
+    row_number: int | None = None
+    """Which row of the data it is: the same in every epoch. None where the data never comes again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -136,8 +140,10 @@ class Group:
     """Place in the line of the pool, given at launch."""
     born: int | None = None
     """Version of its oldest token; None before the first."""
+    drawn: int = 0
+    """The round it was drawn in."""
     deferrals: int = 0
-    """How often it was parked."""
+    """How often it was parked or put off."""
     fate: str | None = None
     """'trained', 'filtered' or 'dropped'; None while it lives."""
 
@@ -173,6 +179,6 @@ def samples_of(batch: Batch) -> list[Sample]:
     return samples
 
 
-def batched(groups: Sequence[Group], n: int) -> list[list[Group]]:
-    """Consecutive batches of n groups, as itertools.batched of Python 3.12."""
-    return [list(groups[start : start + n]) for start in range(0, len(groups), n)]
+def batched(items: Sequence[T], n: int) -> list[list[T]]:
+    """Consecutive batches of n, as itertools.batched of Python 3.12."""
+    return [list(items[start : start + n]) for start in range(0, len(items), n)]

@@ -28,6 +28,8 @@ ADMISSIONS = st.one_of(
     st.builds(Frontier, groups=st.integers(1, 4)),
     st.builds(FrontierFirst, groups=st.integers(1, 4)),
 )
+KVS = st.sampled_from(["keep", "recompute"])
+FACTORS = st.sampled_from([1.0, 1.25, 2.0])
 
 
 @st.composite
@@ -42,13 +44,26 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters["tokens"] = draw(st.sampled_from([50, 5000]))
         case "april":
             parameters = {"N": U, "N_launched": U + draw(st.integers(0, 4))}
-        case "tailbatch":
-            factor = st.sampled_from([1.0, 1.25, 2.0])
-            parameters = {"P0": U, "eta_prompts": draw(factor), "eta_responses": draw(factor)}
-        case _:
+            bound = draw(st.sampled_from([None, 4]))  # with U = 1 and 5 launched, 4 is the least
+            parameters |= {"staleness": bound, "kv": draw(KVS)}
+        case "tailbatch" | "rollpacker" | "tailbatch_async":
+            parameters = {"P0": U, "eta_prompts": draw(FACTORS), "eta_responses": draw(FACTORS)}
+        case "tailbatch_dapo":
+            parameters = {"P0": U, "requests": draw(st.integers(1, 12)), "eta_responses": draw(FACTORS)}
+        case "conventional":
+            parameters = {"U": U, "G": draw(st.integers(1, 3))}
+        case "tailrace":
+            bound = draw(st.integers(0, 3))
+            in_flight = draw(st.integers(U, (bound + 1) * U))
+            parameters = {"U": U, "in_flight": in_flight, "staleness": bound, "kv": draw(KVS)}
+        case "tailrace_on_policy":
+            parameters = {"N": U, "long_share": draw(st.sampled_from([0.0, 0.25, 1.0]))}
+        case "pipelinerl":
             parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
             parameters["full"] = draw(st.sampled_from(["hold", "drop"]))
-            parameters["kv"] = draw(st.sampled_from(["keep", "recompute"]))
+            parameters["kv"] = draw(KVS)
+        case _:
+            raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)
 
 
@@ -80,6 +95,7 @@ WORLDS = st.builds(
         correlation=st.sampled_from([0.0, 0.7, 1.0]),
         max_tokens=st.just(300),
         prompt_tokens=st.just(10),
+        rows=st.sampled_from([None, 5]),
     ),
     rewards=st.builds(
         SimRewardSettings,
@@ -116,7 +132,7 @@ def test_the_books_close_in_every_world(
             )
             if not outcome.killed:
                 break
-        assert outcome.run.round == run.rounds
+        assert outcome.run.overtime
         totals = outcome.totals
         living = len(outcome.run.state().parked) + len(outcome.run.state().in_flight)
         assert totals.num_drawn == totals.groups.total() + living

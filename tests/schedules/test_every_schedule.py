@@ -18,6 +18,7 @@ from tailrace.record.events import RequestStarted, RoundEnded, Stepped
 from tailrace.schedules import SCHEDULES
 from virtual import (
     EXACT,
+    FLUSHING,
     ON_POLICY,
     SCHEDULES_BY_NAME,
     SETTINGS,
@@ -92,7 +93,7 @@ def test_everything_at_one_instant(name: str) -> None:
     """All responses of one length and rewards of no time: every completion is a tie."""
     ties = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=1000.0))
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=ties)
-    assert outcome.run.round == SETTINGS.rounds
+    assert outcome.run.overtime
     if name == "april":  # 16 groups end together: 8 are trained, 8 are parked complete and come first
         assert sorted(outcome.trained) == list(range(24))
         assert [group.complete for group in outcome.run.parked.groups] == [True] * 8
@@ -102,7 +103,7 @@ def test_everything_at_one_instant(name: str) -> None:
 @EVERY
 def test_rewards_that_fail_or_hang_cost_their_samples_and_wedge_nothing(name: str) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=TROUBLED)
-    assert outcome.run.round == SETTINGS.rounds
+    assert outcome.run.overtime
     wasted = outcome.totals.wasted_tokens
     assert wasted["reward raised"] > 0 and wasted["reward timeout"] > 0
     sizes = Counter(sample.prompt.index for step in outcome.of(Stepped) for sample in step.samples)
@@ -114,7 +115,10 @@ def test_filtered_groups_are_replaced(name: str) -> None:
     whole = simulate(SCHEDULES_BY_NAME[name])
     outcome = simulate(SCHEDULES_BY_NAME[name], change(SETTINGS, filter="zero_variance"))
     assert outcome.totals.groups["filtered"] > 0 and outcome.totals.wasted_tokens["zero variance"] > 0
-    assert outcome.totals.groups["trained"] == whole.totals.groups["trained"]
+    if name in FLUSHING:
+        assert outcome.run.parked.groups == []  # how many there were at the end is chance
+    else:
+        assert outcome.totals.groups["trained"] == whole.totals.groups["trained"]
     for step in outcome.of(Stepped):
         for sample in step.samples:
             assert len({kept.reward for kept in sample.group.trainable}) > 1
@@ -126,7 +130,7 @@ def test_dead_engines_cost_no_token_and_no_promise(name: str) -> None:
     moments = [clean.ended_s * share for share in (0.1, 0.3, 0.31, 0.6)]
     deaths = [Death(at_s, number % 2, clean.ended_s / 20) for number, at_s in enumerate(moments)]
     outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(*deaths))
-    assert outcome.run.round == SETTINGS.rounds
+    assert outcome.run.overtime
     resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens > 0]
     assert resumed
     assert not any("engine" in reason for reason in outcome.totals.wasted_tokens)
@@ -138,7 +142,7 @@ def test_all_engines_dead_at_once_is_a_pause(name: str) -> None:
     for share in (0.05, 0.5, 0.95):  # among them while nothing is served and while weights are published
         at_s = clean.ended_s * share
         outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(Death(at_s, 0, 30.0), Death(at_s, 1, 31.0)))
-        assert outcome.run.round == SETTINGS.rounds
+        assert outcome.run.overtime
         assert outcome.totals.groups["trained"] == clean.totals.groups["trained"]
 
 
@@ -147,7 +151,7 @@ def test_every_promise_of_staleness_is_kept_with_a_small_cache_that_preempts(nam
     sim = change(SIM, engines=change(SIM.engines, kv_tokens=7_000))
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=sim)
     assert sum(usage.num_preempted for usage in outcome.usages) > 0
-    assert outcome.run.round == SETTINGS.rounds
+    assert outcome.run.overtime
 
 
 def test_eager_trains_the_prompts_of_plain_rolloutpipe() -> None:
@@ -165,7 +169,7 @@ FILES = sorted({Path(inspect.getfile(schedule)) for schedule in SCHEDULES.values
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_a_schedule_s_file_is_a_screen_that_names_its_paper_and_section(file: Path) -> None:
     text = file.read_text()
-    assert 10 <= len(text.splitlines()) <= 60
+    assert 10 <= len(text.splitlines()) <= 80
     doc = ast.get_docstring(ast.parse(text)) or ""
     assert re.search(r"\bsection \d|\bAlgorithm \d", doc), doc
     assert re.search(r"et al\. 20\d\d", doc) or file.stem == "serial", doc

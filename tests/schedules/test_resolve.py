@@ -122,7 +122,15 @@ async def greedy(run, U: int):
         await run.pool.take(U + 1)
 
 
+async def silent(run, U: int):
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.train(await run.pool.take(U))
+        await run.publish()
+
+
 async def forgetful(run, U: int):
+    run.promise(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(U))
         await run.train((await run.pool.take(U))[1:])
@@ -170,6 +178,7 @@ def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: 
             r"the pool: 4 groups are wanted, 3 are ready|4 groups are wanted, 0 are ready and 3 in flight",
         ),
         ("forgetful", r"prompts \[\d+, \d+\] were taken and neither trained, dropped nor parked"),
+        ("silent", r"the schedule promises nothing; it must say run.promise"),
         ("sleeper", r"no optimizer step for 3600 s"),
         ("stepless", r"samples accumulated and no step"),
     ],

@@ -20,11 +20,13 @@ from tailrace.record.events import (
 from tailrace.rollout.admission import Frontier, FrontierFirst
 from tailrace.run import RunSettings
 from tailrace.schedules.april import april
+from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
 from tailrace.schedules.serial import serial
-from tailrace.schedules.tailbatch import tailbatch
-from tailrace.types import Sample, Span
+from tailrace.schedules.tailbatch import rollpacker, tailbatch
+from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
+from tailrace.types import Sample, SampleId, Span
 from virtual import EXACT, change, simulate, worlds
 
 PAIRS = RunSettings(rounds=1, group_size=2)
@@ -148,3 +150,83 @@ def test_pipelinerl_publishes_into_running_sequences() -> None:
     long = next(s for step in outcome.of(Stepped) for s in step.samples if s.prompt.index == 1)
     assert outcome.of(Published)[0].end_s == 32
     assert long.spans == [Span(0, 32), Span(1, 8)]
+
+
+def test_conventional_shuffles_the_samples_of_a_round_and_steps_g_times() -> None:
+    sim = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=1e9))
+    outcome = simulate(partial(conventional, U=2, G=3), PAIRS, sim)
+    steps = [[sample.id for sample in step.samples] for step in outcome.of(Stepped)]
+    assert [len(step) for step in steps] == [4, 4, 4] and len(outcome.of(Published)) == 1
+    assert sorted(id for step in steps for id in step) == [
+        SampleId(p, 0, k) for p in range(6) for k in (0, 1)
+    ]
+    assert any(len({id.prompt for id in step}) > 2 for step in steps)  # groups are torn apart
+
+
+def test_the_stream_trainer_accumulates_in_the_rollout_and_parks_at_the_last_group_of_the_race() -> None:
+    """Groups 0 to 3 take 10, 20, 30, 40 s; the race is for two: the others are parked at 20 s, not at 32 s,
+    when group 0 has been accumulated."""
+    outcome = simulate(
+        partial(rollpacker, P0=2, eta_prompts=2.0, eta_responses=1.0),
+        PAIRS,
+        EXACT,
+        parts=worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1)),
+    )
+    worked = [(event.start_s, event.end_s) for event in outcome.of(Accumulated)][:2]
+    assert worked == [(10, 32), (32, 74)]
+    deferred = [event for event in outcome.of(TokensWasted) if event.reason == "deferred"]
+    assert {(event.sample.prompt, event.num_tokens) for event in deferred} == {(2, 20), (3, 20)}
+
+
+def test_what_is_queued_after_the_last_round_is_flushed_on_policy() -> None:
+    outcome = simulate(
+        partial(tailbatch, P0=3, eta_prompts=4 / 3, eta_responses=1.0),
+        PAIRS,
+        EXACT,
+        parts=worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1)),
+    )
+    assert [sorted({s.prompt.index for s in step.samples}) for step in outcome.of(Stepped)] == [
+        [0, 1, 2],
+        [3],
+    ]
+    assert outcome.of(Stepped)[1].staleness == {0: 80}
+
+
+def test_tailrace_refills_at_publish_and_never_stops() -> None:
+    """One group of two is trained a round; the other goes on over the publication, not from its start."""
+    outcome = simulate(
+        partial(tailrace, U=1, in_flight=2, staleness=1),
+        change(PAIRS, rounds=2),
+        EXACT,
+        parts=worlds(EXACT, lambda sample: {0: 10, 1: 40, 2: 100}[sample.prompt.index]),
+    )
+    started = [(event.time_s, event.sample.prompt) for event in outcome.of(RequestStarted)]
+    assert started == [(0, 0), (0, 0), (0, 1), (0, 1), (32, 2), (32, 2)]
+    assert outcome.trained == [0, 1]
+    assert outcome.of(Stepped)[1].staleness == {1: 64, 0: 16}
+
+
+def test_the_window_waits_for_the_group_that_falls_due() -> None:
+    """Bound 1: group 0 of 100 s must be in the second round, though 1 and 2 are complete long before."""
+    outcome = simulate(
+        partial(tailrace, U=1, in_flight=2, staleness=1),
+        change(PAIRS, rounds=3),
+        EXACT,
+        parts=worlds(EXACT, lambda sample: {0: 100, 1: 10, 2: 10, 3: 10}[sample.prompt.index]),
+    )
+    assert outcome.trained == [1, 0, 2]
+
+
+def test_the_on_policy_form_puts_off_what_was_long_and_batches_it() -> None:
+    """Six rows, the last one long: from the second epoch on it waits until there are two of it."""
+    sim = change(EXACT, lengths=change(EXACT.lengths, rows=6))
+    outcome = simulate(
+        partial(tailrace_on_policy, N=2, long_share=0.2),
+        change(PAIRS, rounds=9),
+        sim,
+        parts=worlds(sim, lambda sample: 50 if sample.prompt.row_number == 5 else 10),
+    )
+    rows = [sorted(s.prompt.row_number for s in step.samples[::2]) for step in outcome.of(Stepped)]
+    assert sum(5 in pair for pair in rows[:3]) == 1  # unknown in the first epoch
+    assert all(pair == [5, 5] for pair in rows[3:] if 5 in pair)
+    assert outcome.totals.wasted_tokens == {} and outcome.run.parked.groups == []

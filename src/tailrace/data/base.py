@@ -30,6 +30,8 @@ class ProceduralSettings(Settings):
     key `terms` draws a number and sets both `min_terms` and `max_terms` to it."""
     template: str = "{question}"
     """What the model reads."""
+    size: int | None = Field(default=None, ge=2)
+    """So many prompts, which come again in a new order every epoch; None: endless ones, each once."""
     answer: str | None = None
     """Regular expression whose last match's last group is the answer; None: the whole completion."""
 

@@ -1,6 +1,7 @@
 """Procedural tasks of reasoning-gym: endless prompts, each with a scorer that knows its answer.
 
-Random access: prompt `index` is a function of (settings, seed, split, index) alone. Draws whose text belongs
+Random access: prompt `index` is a function of (settings, seed, split, index) alone; with a `size`, of its row
+number. Draws whose text belongs
 to the other split are drawn again, so training and evaluation share no prompt, whatever their seeds: the
 text alone decides (`is_held_out`).
 """
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from tailrace.data.base import ProceduralSettings, Split, TermsSettings
+from tailrace.data.epochs import Epochs
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
@@ -131,14 +133,16 @@ class ProceduralPrompts:
         self._tokenizer = tokenizer
         self._seed = seed
         self._held_out = split == "eval"
+        self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
         self._datasets: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __getitem__(self, index: int) -> Prompt:
+        row_number = self._epochs.row_at(index) if self._epochs else None
         for draw in range(MAX_DRAWS):
-            entry = self._entry(index, draw)
+            entry = self._entry(index if row_number is None else row_number, draw)
             if is_held_out(entry["question"]) == self._held_out:
                 text = self._task.question(entry)
-                return Prompt(index, self._tokenizer.encode(text), text, row_of(entry))
+                return Prompt(index, self._tokenizer.encode(text), text, row_of(entry), row_number)
         raise BadRow("no prompt in the split", f"{MAX_DRAWS} draws all belong to the other one")
 
     def _entry(self, index: int, draw: int) -> dict[str, Any]:

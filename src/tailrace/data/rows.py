@@ -1,7 +1,6 @@
 """Rows: JSONL, parquet or a Hugging Face dataset folder, in an endless seeded order.
 
-Epoch e is its own permutation, a function of (seed, e), so prompt `index` is found without walking there. A
-row that has no usable prompt costs that index alone: it is read when it is asked for.
+A row that has no usable prompt costs that index alone: it is read when it is asked for.
 """
 
 from collections.abc import Mapping
@@ -11,9 +10,9 @@ from typing import Any, Protocol, cast
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from tailrace.data.base import RowsSettings, Split
+from tailrace.data.epochs import Epochs
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
@@ -60,22 +59,17 @@ class RowPrompts:
         self._places = places
         self._column = settings.prompt_column
         self._tokenizer = tokenizer
-        self._seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self._epochs = Epochs(len(places), seed)
 
     def __getitem__(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self._places))
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._places))
-            self._epoch = epoch
-        row = self._table[self._places[self._order[place]]]
+        row_number = self._epochs.row_at(index)
+        row = self._table[self._places[row_number]]
         text, ids = tokenize(row.get(self._column), self._tokenizer)
         try:
             carried: dict[str, object] = msgspec.to_builtins(dict(row))
         except TypeError as why:
             raise BadRow("a column cannot be sent to another process", str(why)) from why
-        return Prompt(index, ids, text, carried)
+        return Prompt(index, ids, text, carried, row_number=row_number)
 
 
 def tokenize(prompt: object, tokenizer: Tokenizer) -> tuple[str, list[int]]:

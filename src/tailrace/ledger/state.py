@@ -80,6 +80,7 @@ class GroupState(msgspec.Struct, frozen=True):
     born: int | None
     deferrals: int
     samples: list[SampleState]
+    drawn: int = 0
 
     @classmethod
     def of(cls, group: Group) -> "GroupState":
@@ -91,6 +92,7 @@ class GroupState(msgspec.Struct, frozen=True):
             group.born,
             group.deferrals,
             [SampleState.of(sample) for sample in group.samples],
+            group.drawn,
         )
 
     def revive(self, prompt: Prompt) -> Group:
@@ -101,6 +103,7 @@ class GroupState(msgspec.Struct, frozen=True):
             num_launched=self.num_launched,
             attempt=self.attempt,
             born=self.born,
+            drawn=self.drawn,
             deferrals=self.deferrals,
         )
         group.samples = [state.revive(group) for state in self.samples]
@@ -124,6 +127,8 @@ class RunState(msgspec.Struct):
     num_generated: int = 0
     """Tokens the engines of this run's earlier lives produced that are still accounted for."""
     totals: Totals = msgspec.field(default_factory=Totals)
+    longest: dict[int, int] = {}
+    """Of each row of the data: its longest response when it was last trained."""
     parked: list[GroupState] = []
     in_flight: list[GroupState] = []
 

@@ -61,6 +61,7 @@ class Pool:
         self._waiting: dict[Sample, None] = {}  # what of the line is still to be served
         self._cut: dict[Sample, str] = {}  # out of its group: waste once its task has ended
         self._source: Draw | None = None
+        self._places = inf  # how many more groups a race lets out
         self._parking: asyncio.Task[None] | None = None
         self._orders, self._ties = itertools.count(), itertools.count()
         self._pumping = self._shut = False
@@ -95,12 +96,25 @@ class Pool:
         """n complete groups in all, in lists, as they complete."""
         return self.ready.stream(n, select)
 
+    async def race(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
+        """The first n groups, in lists, as they complete. All others are parked in the instant the n-th is
+        there, whatever the taker does then; the last list goes out when that is settled."""
+        self._places = n
+        self._end_race()
+        async for groups in self.stream(n, select):
+            n -= len(groups)
+            self._places -= len(groups)
+            if n == 0:
+                await self.settled()
+                await self.park()
+            yield groups
+
     async def park(self) -> None:
         """Stop everything. Whatever nobody has taken goes to the shelf with its tokens, finished
         siblings and rewards: complete groups first, then in the order of launch. Afterwards the pool is
         empty."""
-        groups, tasks = self._stop()
-        self._parking = asyncio.create_task(self._settle(groups, tasks))
+        self._park([*self.ready.clear(), *self._groups])
+        self.ready.room = inf
         await self.settled()
 
     async def settled(self) -> None:
@@ -185,6 +199,7 @@ class Pool:
                 self._ledger.waste(sample, sample.failure or "")
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
+            self._end_race()
             return
         self._refill(group)
 
@@ -266,17 +281,21 @@ class Pool:
         elif sample.fate is None:
             self._ledger.waste(sample, reason)
 
-    def _stop(self) -> tuple[list[Group], list[asyncio.Task[None]]]:
+    def _end_race(self) -> None:
+        """It is decided when as many are ready as have not been taken."""
+        if len(self.ready) >= self._places and self._groups:
+            self._park(list(self._groups))
+
+    def _park(self, groups: list[Group]) -> None:
         """The instant of parking, without an await: nobody enters or completes after it."""
-        groups = [*self.ready.clear(), *self._groups]
+        self._source, self._places = None, inf
         for held in (self._groups, self._frontier, self._waiting):
             held.clear()
         self._line.clear()
-        self._source, self.ready.room = None, inf
         tasks = list(self._serving.values())
         for task in tasks:
             _cancel(task)
-        return groups, tasks
+        self._parking = asyncio.create_task(self._settle(groups, tasks))
 
     async def _settle(self, groups: list[Group], tasks: list[asyncio.Task[None]]) -> None:
         if tasks:

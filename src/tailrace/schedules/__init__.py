@@ -6,10 +6,12 @@ of the signature. What cannot be said by a type, the function says with `require
 
 from tailrace.run import Schedule
 from tailrace.schedules.april import april
+from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
 from tailrace.schedules.serial import serial
-from tailrace.schedules.tailbatch import tailbatch
+from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
+from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 
 SCHEDULES: dict[str, Schedule] = {
     "serial": serial,
@@ -17,5 +19,11 @@ SCHEDULES: dict[str, Schedule] = {
     "rolloutpipe_eager": rolloutpipe_eager,
     "april": april,
     "tailbatch": tailbatch,
+    "tailbatch_dapo": tailbatch_dapo,
+    "tailbatch_async": tailbatch_async,
+    "rollpacker": rollpacker,
+    "conventional": conventional,
     "pipelinerl": pipelinerl,
+    "tailrace": tailrace,
+    "tailrace_on_policy": tailrace_on_policy,
 }

@@ -8,6 +8,8 @@ from tailrace.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 """At least one."""
+Bound = Annotated[int, Field(ge=0)]
+"""Publications: how old a trained token may be."""
 Factor = Annotated[float, Field(ge=1.0)]
 """How many times more than wanted."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

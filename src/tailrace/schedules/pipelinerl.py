@@ -1,8 +1,15 @@
-"""PipelineRL (Piche et al. 2025): in-flight weight updates, Algorithm 2.
+"""PipelineRL (Piche et al. 2025): in-flight weight updates, section 4, Algorithm 2.
 
-Generation never stops: H sequences are kept in flight, and new weights arrive after every optimizer step
-without ending any of them.
+    lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost(H)
+    lines 9-11, 18  new weights between two decode steps             run.publish
+    lines 19-20     B sequences, one optimizer step                  run.pool.take, run.train
+    earlier version, lines 20-24: the guard                          run.ess, run.on_policy
+
+Between actor and trainer stands a ring of complete groups; when it is full, it holds the actor or drops
+its oldest (section 4, ring buffers).
 """
+
+from math import inf
 
 from tailrace.rollout.admission import AtMost
 from tailrace.rollout.ring import Full
@@ -15,9 +22,10 @@ async def pipelinerl(
     run: Run, U: Count, H: Count, room: Count, full: Full = "drop", kv: KV = "keep", ess_floor: Share = 0.0
 ) -> None:
     """U groups a step, at most `room` complete groups between actor and trainer. A batch whose effective
-    sample size is below the floor is given up, and the next one is purely of the current weights (earlier
-    version, Algorithm 2)."""
+    sample size is below the floor is given up, and the next one is purely of the current weights. Its lag
+    has no bound; it is measured."""
     require(room >= U, "room", room, f"so few groups never make a step of U = {U}", "raise it")
+    run.promise(staleness=inf)
     run.pool.admission = AtMost(requests=H)
     run.pool.feed(run.prompts, room=room, full=full)
     async for _ in run.rounds():

@@ -16,7 +16,7 @@ from tailrace.config import RunConfig, explain
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
-from tailrace.run import RunSettings, Schedule, drive
+from tailrace.run import Run, RunSettings, Schedule, drive
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
@@ -125,8 +125,16 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 
+    async def watched(run: Run) -> None:
+        await schedule(run)
+        if run.promised is None:
+            raise ScheduleError(
+                "the schedule promises nothing; it must say run.promise(staleness=...): 0 is on-policy, "
+                "math.inf is no bound"
+            )
+
     async def two_rounds() -> None:
-        await drive(schedule, simulated_parts(short, settings.seed), rehearsal, Recorder())
+        await drive(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)

@@ -40,6 +40,8 @@ class SimLengthSettings(Settings):
     """Of the log-lengths of two responses to one prompt."""
     max_tokens: int = Field(default=16_384, ge=1)
     prompt_tokens: int = Field(default=100, ge=1)
+    rows: int | None = Field(default=None, ge=1)
+    """So many prompts, which come again every epoch; None: endless ones, each once."""
 
 
 class SimRewardSettings(Settings):

@@ -1,0 +1,40 @@
+"""History: how long the responses to each row of the data were when it was last trained.
+
+That is all that is known of a prompt before it is served. Rows that were never trained, and data that
+never comes again, have no history.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from math import ceil
+
+from tailrace.types import Group, Prompt
+
+
+class History:
+    """The longest response of each row, in tokens."""
+
+    def __init__(self, longest: Mapping[int, int] | None = None) -> None:
+        self.longest = dict(longest or {})
+        self._ordered = sorted(self.longest.values())
+
+    def observe(self, group: Group) -> None:
+        """A trained group; it replaces what its row had before."""
+        row = group.prompt.row_number
+        if row is None:
+            return
+        if row in self.longest:
+            del self._ordered[bisect_left(self._ordered, self.longest[row])]
+        self.longest[row] = max(sample.num_tokens for sample in group.kept)
+        insort(self._ordered, self.longest[row])
+
+    def predicts_long(self, prompt: Prompt, share: float) -> bool:
+        """Was it longer than all but the longest `share` of the rows that were trained so far?
+
+        Example: with a share of 0.125, rows among the longest eighth. Ties count as short.
+        """
+        longest = None if prompt.row_number is None else self.longest.get(prompt.row_number)
+        if longest is None:
+            return False
+        place = ceil((1.0 - share) * len(self._ordered)) - 1
+        return longest > self._ordered[max(place, 0)]
