@@ -13,7 +13,6 @@ is where a killed run starts again.
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -30,6 +29,7 @@ from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, Stal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.state import GroupState, RunState
 from tailrace.record import events
+from tailrace.record.lags import Lags
 from tailrace.reward.base import Rewards
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
@@ -113,7 +113,9 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
-        self._lags: Counter[int] = Counter()
+        self._lags = Lags()
+        self._steps_at = state.steps_at or {self.version: 0}
+        self._num_steps = self._steps_at[self.version]
         self._generated_before = state.num_generated - self._produced()
         self._evaluated_tokens = 0
         self._ledger = Ledger(recorder, state.totals)
@@ -215,12 +217,13 @@ class Run:
         """One optimizer step on what was accumulated since the last."""
         start_s = clock.now()
         stats = await self._parts.trainer.step()
+        self._num_steps = stats.num_steps
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
         self._ledger.train(samples)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
-        self._emit(events.Stepped(start_s, clock.now(), stats, dict(self._lags), samples))
-        self._lags.clear()
+        self._emit(events.Stepped(start_s, clock.now(), stats, self._lags, samples))
+        self._lags = Lags()
         self._stepped.set()
 
     async def train(self, batch: Batch) -> None:
@@ -234,6 +237,7 @@ class Run:
         start_s = clock.now()
         weights = await self._parts.trainer.publish(self.version + 1)
         self.version += 1
+        self._steps_at[self.version] = self._num_steps
         await asyncio.gather(*(engine.load(weights, kv=kv) for engine in self._parts.engines if engine.open))
         self._emit(events.Published(start_s, clock.now(), self.version))
 
@@ -293,14 +297,16 @@ class Run:
 
     def _check_staleness(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            for span in sample.spans:
-                lag = self.version - span.version
-                self._lags[lag] += span.num_tokens
-                if lag > self._bound:
-                    raise StalenessError(
-                        f"sample {sample.id} has tokens {lag} publications old and the schedule promised at "
-                        f"most {self._bound}: {sample.spans}, now {self.version}"
-                    )
+            self._lags.add(sample, self.version, self._steps_since)
+            if sample.spans and self.version - sample.oldest > self._bound:
+                raise StalenessError(
+                    f"sample {sample.id} has tokens {self.version - sample.oldest} publications old and the "
+                    f"schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
+                )
+
+    def _steps_since(self, version: int) -> int:
+        """Optimizer steps since it was published. What is older than this life knows counts as its oldest."""
+        return self._num_steps - self._steps_at.get(version, min(self._steps_at.values()))
 
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
@@ -331,6 +337,7 @@ class Run:
             num_generated=self._ledger.num_known_tokens,
             totals=self._ledger.totals,
             longest=self.history.longest,
+            steps_at=self._steps_at,
             parked=[GroupState.of(group) for group in self.parked.groups],
             in_flight=[GroupState.of(group) for group in in_flight],
         )
@@ -377,6 +384,7 @@ class Run:
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
         produced = self._produced() + self._generated_before - self._evaluated_tokens
         self._ledger.check(produced)
+        self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
 
     def shut(self) -> None:
         """Stop everything that runs beside the schedule."""

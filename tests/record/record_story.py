@@ -25,6 +25,7 @@ from tailrace.record.events import (
     Stepped,
     time_of,
 )
+from tailrace.record.lags import Lags
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId
 
@@ -67,8 +68,12 @@ class Story:
             self.tell(SampleScored(end_s, sample.id, sample.reward, None, sample.num_tokens))
 
     def train(self, group: Group, start_s: float, mid_s: float, end_s: float, *, lag: int = 0) -> None:
-        """Accumulate, then step; the trainer computes all the while."""
+        """Accumulate, then step; the trainer computes all the while. lag: in publications, of three optimizer
+        steps each."""
         self.num_steps += 1
+        lags = Lags()
+        for sample in group.kept:
+            lags.add(sample, sample.oldest + lag, lambda version: 3 * lag)
         ids = tuple(sample.id for sample in group.kept)
         stats = StepStats(
             num_steps=self.num_steps,
@@ -86,7 +91,7 @@ class Story:
             GroupReady(start_s, group.prompt.index, group.num_tokens),
             Accumulated(start_s, mid_s, ids, group.num_tokens),
             GroupEnded(end_s, group.prompt.index, "trained", "trained"),
-            Stepped(mid_s, end_s, stats, {lag: group.num_tokens}, tuple(group.kept)),
+            Stepped(mid_s, end_s, stats, lags, tuple(group.kept)),
         )
 
 

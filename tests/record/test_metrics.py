@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 from record_story import Story, make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated, GroupEnded, RowSkipped, SampleScored, TokensWasted
+from tailrace.record.events import (
+    BooksClosed,
+    Evaluated,
+    GroupEnded,
+    RowSkipped,
+    SampleScored,
+    Stepped,
+    TokensWasted,
+)
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.types import SampleId
 
@@ -42,6 +50,16 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "mismatch_kl": 0.01,
         "staleness/mean": 0.0,
         "staleness/max": 0,
+        "staleness/publications": 0,
+        **{f"staleness/tenth_{tenth}": 0.0 for tenth in range(10)},
+        "carried/tokens": 0.0,
+        "carried/samples": 0.0,
+        "versions/mean": 1.0,
+        "versions/max": 1,
+        "deferrals/mean": 0.0,
+        "deferrals/max": 0,
+        "age/mean": 0.0,
+        "age/max": 0,
         "num_tokens": 10,
         "time/step": 6.0,
         "time/wait": 4.0,
@@ -127,10 +145,20 @@ def test_staleness_is_averaged_over_tokens(tmp_path: Path) -> None:
     story = pipelined_round()
     story.train(make_group(5, [3, 5], [0.0, 1.0]), 30, 31, 32, lag=2)
     stepped = story.told[-1]
-    stepped.staleness.update({0: 24})  # type: ignore[union-attr,attr-defined]
+    assert isinstance(stepped, Stepped)
+    stepped.lags.steps[0] += 24
+    stepped.lags.publications[0] += 24
     row = write(story, tmp_path / "metrics.jsonl")[-1]
-    assert row["staleness/mean"] == 2 * 8 / 32
-    assert row["staleness/max"] == 2
+    assert row["staleness/mean"] == 6 * 8 / 32
+    assert (row["staleness/max"], row["staleness/publications"]) == (6, 2)
+    assert row["carried/tokens"] == 8 / 32
+
+
+def test_what_is_parked_at_the_end_is_in_the_last_row(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(BooksClosed(31.0, 3, 70))
+    after = write(story, tmp_path / "metrics.jsonl")[-1]
+    assert (after["groups/parked"], after["tokens/parked"]) == (3, 70)
 
 
 def test_an_evaluation_is_a_row_of_its_own(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from record_story import play
 
+from tailrace.record.events import Stepped
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
-from virtual import SCHEDULES_BY_NAME, SETTINGS, simulate
+from virtual import SCHEDULES_BY_NAME, simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
@@ -26,8 +27,12 @@ def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     assert summary.tokens.trained == totals.trained_tokens
     assert sum(summary.tokens.wasted.values()) == totals.wasted_tokens.total()
     assert summary.tokens.generated == totals.trained_tokens + totals.wasted_tokens.total() + parked
+    assert (summary.groups.parked, summary.tokens.parked) == (len(outcome.run.parked), parked)
+    assert summary.ages.publications_max == max(
+        lag for step in outcome.of(Stepped) for lag in step.lags.publications
+    )
 
-    assert [report.round for report in meter.reports] == list(range(SETTINGS.rounds))
+    assert [report.round for report in meter.reports] == list(range(outcome.run.round))
     for report in meter.reports:
         assert report.wait_s + report.trainer_compute_s == pytest.approx(report.main_time_s)
         assert 0 <= report.start_ratio <= 1

@@ -5,7 +5,15 @@ from record_story import Story, pipelined_round, play
 
 from tailrace.record.events import Evaluated, GroupEnded, RowSkipped, SampleScored, TokensWasted
 from tailrace.record.metrics import MetricsWriter, read_rows
-from tailrace.record.summary import FirstLast, GroupCounts, RoundMedians, RunSummary, Summary, TokenCounts
+from tailrace.record.summary import (
+    Ages,
+    FirstLast,
+    GroupCounts,
+    RoundMedians,
+    RunSummary,
+    Summary,
+    TokenCounts,
+)
 from tailrace.types import SampleId
 
 
@@ -30,11 +38,25 @@ EXPECTED = RunSummary(
     rounds=1,
     steps=2,
     groups=GroupCounts(
-        trained=2, filtered=1, dropped=1, reasons={"filtered/zero_variance": 1, "dropped/no_reward": 1}
+        trained=2,
+        filtered=1,
+        dropped=1,
+        reasons={"filtered/zero_variance": 1, "dropped/no_reward": 1},
+        parked=0,
     ),
-    tokens=TokenCounts(generated=40, trained=40, wasted={"no_reward": 5}),
+    tokens=TokenCounts(generated=40, trained=40, parked=0, wasted={"no_reward": 5}),
     failures={"timeout": 1},
     rows_skipped={"no_prompt": 1},
+    ages=Ages(
+        staleness_mean=0.0,
+        staleness_max=0.0,
+        publications_max=0.0,
+        carried_tokens=0.0,
+        versions_max=1.0,
+        deferrals_max=0.0,
+        rounds_max=0.0,
+    ),
+    mismatch_kl=0.01,
     round=RoundMedians(
         main_time_s=14.0,
         rollout_time_s=10.0,
@@ -60,7 +82,7 @@ def test_the_file_says_the_same(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert written["eval"] == {"first": 0.25, "last": 0.75}
     assert written["groups"]["trained"] == 2
-    assert written["tokens"] == {"generated": 40, "trained": 40, "wasted": {"no_reward": 5}}
+    assert written["tokens"] == {"generated": 40, "trained": 40, "parked": 0, "wasted": {"no_reward": 5}}
     assert written["round"]["waiting_ratio"] == 8 / 14
 
 

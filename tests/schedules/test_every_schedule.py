@@ -73,7 +73,7 @@ def test_an_on_policy_schedule_trains_only_tokens_of_the_round_s_version(name: s
         while step.end_s > round_ends_s:
             version, round_ends_s = version + 1, next(ends).time_s
         assert all([span.version for span in sample.spans] == [version] for sample in step.samples)
-        assert list(step.staleness) == [0]
+        assert list(step.lags.publications) == [0]
 
 
 @EVERY

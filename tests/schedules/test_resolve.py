@@ -161,7 +161,7 @@ def outside(tmp_path: Path) -> Path:
 def test_a_schedule_from_outside_runs_by_its_path(outside: Path) -> None:
     outcome = simulate(resolve(config(f"{outside}:one_step_off", U=4)))
     assert len(outcome.trained) == 12
-    assert {lag for step in outcome.of(Stepped) for lag in step.staleness} == {0, 1}
+    assert {lag for step in outcome.of(Stepped) for lag in step.lags.publications} == {0, 1}
 
 
 def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_april_goes_on_from_the_parked_tokens_and_records_both_versions() -> Non
     assert (first.start_s, second.start_s) == (32, 42 + 42)
     assert [sample.spans for sample in first.samples] == [[Span(0, 10)]] * 2
     assert [sample.spans for sample in second.samples] == [[Span(0, 10), Span(1, 10)]] * 2
-    assert (first.staleness, second.staleness) == ({0: 20}, {0: 20, 1: 20})
+    assert (first.lags.publications, second.lags.publications) == ({0: 20}, {0: 20, 1: 20})
     assert outcome.of(TokensWasted) == []
 
 
@@ -189,7 +189,7 @@ def test_what_is_queued_after_the_last_round_is_flushed_on_policy() -> None:
         [0, 1, 2],
         [3],
     ]
-    assert outcome.of(Stepped)[1].staleness == {0: 80}
+    assert outcome.of(Stepped)[1].lags.publications == {0: 80}
 
 
 def test_tailrace_refills_at_publish_and_never_stops() -> None:
@@ -203,7 +203,7 @@ def test_tailrace_refills_at_publish_and_never_stops() -> None:
     started = [(event.time_s, event.sample.prompt) for event in outcome.of(RequestStarted)]
     assert started == [(0, 0), (0, 0), (0, 1), (0, 1), (32, 2), (32, 2)]
     assert outcome.trained == [0, 1]
-    assert outcome.of(Stepped)[1].staleness == {1: 64, 0: 16}
+    assert outcome.of(Stepped)[1].lags.publications == {1: 64, 0: 16}
 
 
 def test_the_window_waits_for_the_group_that_falls_due() -> None:

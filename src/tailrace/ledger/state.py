@@ -129,6 +129,8 @@ class RunState(msgspec.Struct):
     totals: Totals = msgspec.field(default_factory=Totals)
     longest: dict[int, int] = {}
     """Of each row of the data: its longest response when it was last trained."""
+    steps_at: dict[int, int] = {}
+    """Optimizer steps at each publication."""
     parked: list[GroupState] = []
     in_flight: list[GroupState] = []
 

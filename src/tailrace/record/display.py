@@ -178,7 +178,7 @@ class LiveDisplay:
             grid.add_row("reward", f"{row['reward']:.3f}  {sparkline(progress.rewards)}")
         if progress.accuracy is not None:
             grid.add_row("held out", f"{progress.accuracy:.3f}")
-        staleness = f"staleness {row['staleness/max']:.0f}" if row else ""
+        staleness = f"staleness {row['staleness/mean']:.1f}" if row else ""
         grid.add_row("rollout", f"{progress.generated_per_s:,.0f} tokens/s  {staleness}")
         if row:
             grid.add_row("trainer", _busy_bar(progress.wait_share))

@@ -4,10 +4,10 @@
 asked anything back, so recording cannot change a run. Times are seconds on the run's clock.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.record.lags import Lags
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample, SampleId
 
@@ -102,8 +102,7 @@ class Stepped:
     start_s: float
     end_s: float
     stats: StepStats
-    staleness: Mapping[int, int]
-    """Trained tokens by the publications that came after them."""
+    lags: Lags
     samples: tuple[Sample, ...] = field(repr=False, compare=False)
 
 
@@ -120,6 +119,15 @@ class RoundEnded:
 
     time_s: float
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class BooksClosed:
+    """The run is over: what it drew and generated, and neither trained nor threw away."""
+
+    time_s: float
+    num_parked_groups: int
+    num_parked_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,7 @@ Event = (
     | Stepped
     | Published
     | RoundEnded
+    | BooksClosed
     | Evaluated
     | Saved
     | Waiting

@@ -9,12 +9,20 @@
     completions/failed/REASON         samples that could not be rewarded
     loss, grad_norm, learning_rate, entropy, clip_ratio, mismatch_kl, num_tokens
                                       of the step (StepStats); mismatch_kl: behaviour to current policy
-    staleness/mean, staleness/max     publications that came after a trained token, over tokens
+    staleness/mean, staleness/max     optimizer steps between the weights that produced a trained token and
+                                      those that were trained, over tokens
+    staleness/tenth_0 ... tenth_9     the same mean along the response: its first tenth, ..., its last
+    staleness/publications            the largest in publications: what schedules promise
+    carried/tokens, carried/samples   share of tokens older than the published weights; of samples with any
+    versions/mean, versions/max       versions that produced a sample, over samples
+    deferrals/mean, deferrals/max     how often a group was parked or put off, over groups
+    age/mean, age/max                 rounds since a group was drawn, over groups
     time/step                         since the last step's end, or the round's start: neither publishing
                                       nor evaluation is in it; = time/train + time/wait
     perf/tokens_per_s                 trained tokens over time/step
     tokens/generated                  by requests that left an engine
     tail/wasted_tokens/REASON         tokens that train nobody
+    groups/parked, tokens/parked      in the last row: what was neither trained nor thrown away
     groups/trained, groups/filtered/REASON, groups/dropped/REASON, rows/skipped/REASON
     round/*                           in a round's last row: its RoundReport
     eval/accuracy, eval/mean_tokens, eval/num_samples
@@ -30,9 +38,11 @@ from dataclasses import asdict
 from statistics import fmean
 
 from tailrace.record.events import (
+    BooksClosed,
     Evaluated,
     Event,
     GroupEnded,
+    Published,
     RoundEnded,
     RoundStarted,
     RowSkipped,
@@ -41,6 +51,7 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.gains import Gains
+from tailrace.record.lags import mean_of
 from tailrace.record.lengths import LengthStats
 from tailrace.record.rounds import RoundMeter, RoundReport
 from tailrace.types import Group, Sample
@@ -59,7 +70,7 @@ class StepMeter:
         self.row: Row = {}
         self._write = write
         self._step = step
-        self._round = 0
+        self._round = self._version = 0
         self._pending = False
         self._last_end_s = 0.0
         self._counts: Counter[str] = Counter()
@@ -72,7 +83,12 @@ class StepMeter:
             self._counts["tokens/generated"] += gained
         match event:
             case RoundStarted():
-                self._round, self._last_end_s = event.round, event.time_s
+                self._round, self._version, self._last_end_s = event.round, event.version, event.time_s
+            case Published():
+                self._version = event.version
+            case BooksClosed():
+                self._counts["groups/parked"] = event.num_parked_groups
+                self._counts["tokens/parked"] = event.num_parked_tokens
             case Stepped():
                 self._finish_row()
                 self._begin_row(event)
@@ -111,6 +127,7 @@ class StepMeter:
             {"step": self._step, "round": self._round, "time": event.end_s}
             | _completions(event.samples)
             | _training(event)
+            | _ages(event, self._round, self._version)
             | {
                 "time/step": step_s,
                 "time/wait": max(0.0, step_s - event.stats.compute_s),
@@ -178,8 +195,7 @@ def _reward_std(group: Group) -> float:
 
 
 def _training(event: Stepped) -> Row:
-    stats, lags = event.stats, event.staleness
-    num_tokens = sum(lags.values())
+    stats = event.stats
     return {
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
@@ -187,10 +203,29 @@ def _training(event: Stepped) -> Row:
         "entropy": stats.entropy,
         "clip_ratio": stats.clip_ratio,
         "mismatch_kl": stats.kl,
-        "staleness/mean": sum(lag * n for lag, n in lags.items()) / num_tokens if num_tokens else 0.0,
-        "staleness/max": max(lags, default=0),
         "num_tokens": stats.num_tokens,
     }
+
+
+def _ages(event: Stepped, round: int, version: int) -> Row:
+    """Old tokens, old groups."""
+    lags = event.lags
+    num_tokens = lags.publications.total()
+    groups = dict.fromkeys(sample.group for sample in event.samples)
+    versions = Counter(len({span.version for span in sample.spans}) for sample in event.samples)
+    deferrals = Counter(group.deferrals for group in groups)
+    ages = Counter(round - group.drawn for group in groups)
+    carried = sum(any(span.version < version for span in sample.spans) for sample in event.samples)
+    row: Row = {
+        "staleness/mean": mean_of(lags.steps),
+        "staleness/max": max(lags.steps, default=0),
+        "staleness/publications": max(lags.publications, default=0),
+        "carried/tokens": 1.0 - lags.publications[0] / num_tokens if num_tokens else 0.0,
+        "carried/samples": carried / len(event.samples),
+    }
+    for name, counts in (("versions", versions), ("deferrals", deferrals), ("age", ages)):
+        row |= {f"{name}/mean": mean_of(counts), f"{name}/max": max(counts)}
+    return row | {f"staleness/tenth_{tenth}": lag for tenth, lag in enumerate(lags.profile)}
 
 
 def _round_row(report: RoundReport) -> Row:

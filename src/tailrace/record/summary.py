@@ -2,7 +2,7 @@
 counts what it did before it was killed.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,41 @@ class GroupCounts:
     dropped: int
     reasons: dict[str, int]
     """Why they were filtered or dropped: 'filtered/zero_variance'."""
+    parked: int
+    """Drawn, and at the end neither trained nor given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     generated: int
     trained: int
+    parked: int
+    """Of groups that were parked at the end: generated = trained + parked + wasted."""
     wasted: dict[str, int]
     """By reason."""
+
+    @property
+    def waste_share(self) -> float:
+        """Of all that was generated."""
+        return sum(self.wasted.values()) / self.generated if self.generated else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How old what was trained had become; means over trained tokens, but where they say otherwise."""
+
+    staleness_mean: float
+    """In optimizer steps (PipelineRL's lag)."""
+    staleness_max: float
+    publications_max: float
+    carried_tokens: float
+    """Share of tokens older than the published weights."""
+    versions_max: float
+    """That produced one sample."""
+    deferrals_max: float
+    """How often a group was parked or put off."""
+    rounds_max: float
+    """From a group's draw to its training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,9 @@ class RunSummary:
     """Samples that could not be rewarded, by reason."""
     rows_skipped: dict[str, int]
     """Rows of the data that could not become a prompt, by reason."""
+    ages: Ages
+    mismatch_kl: float | None
+    """KL of behaviour to current policy, nats a token; None if nothing was trained."""
     round: RoundMedians
 
 
@@ -81,6 +111,9 @@ class Summary:
         self._rounds: list[Row] = []
         self._counts: Counter[str] = Counter()
         self._steps = 0
+        self._parked = (0, 0)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._largest: defaultdict[str, float] = defaultdict(float)
         for row in earlier:
             self._add(row)
         self._meter = StepMeter(self._add, step=self._steps)
@@ -108,14 +141,18 @@ class Summary:
                 filtered=sum(filtered.values()),
                 dropped=sum(dropped.values()),
                 reasons=self._reasons("groups/", "filtered/") | self._reasons("groups/", "dropped/"),
+                parked=self._parked[0],
             ),
             tokens=TokenCounts(
                 generated=self._counts["tokens/generated"],
                 trained=self._counts["num_tokens"],
+                parked=self._parked[1],
                 wasted=self._reasons("tail/wasted_tokens/"),
             ),
             failures=self._reasons("completions/failed/"),
             rows_skipped=self._reasons("rows/skipped/"),
+            ages=self._ages(),
+            mismatch_kl=self._mean("mismatch_kl") if self._rewards else None,
             round=self._medians(),
         )
 
@@ -127,9 +164,30 @@ class Summary:
             self._rewards.append(row["reward"])
         if "round/main_time_s" in row:
             self._rounds.append(row)
+        if "groups/parked" in row:
+            self._parked = int(row["groups/parked"]), int(row["tokens/parked"])
         for key, value in row.items():
             if key == "num_tokens" or key.startswith(COUNTED):
                 self._counts[key] += int(value)
+            elif key in AVERAGED:
+                self._sums[key] += value * row["num_tokens"]
+            elif key in LARGEST:
+                self._largest[key] = max(self._largest[key], value)
+
+    def _mean(self, key: str) -> float:
+        """Over trained tokens."""
+        return self._sums[key] / max(1, self._counts["num_tokens"])
+
+    def _ages(self) -> Ages:
+        return Ages(
+            staleness_mean=self._mean("staleness/mean"),
+            staleness_max=self._largest["staleness/max"],
+            publications_max=self._largest["staleness/publications"],
+            carried_tokens=self._mean("carried/tokens"),
+            versions_max=self._largest["versions/max"],
+            deferrals_max=self._largest["deferrals/max"],
+            rounds_max=self._largest["age/max"],
+        )
 
     def _reasons(self, room: str, kind: str = "") -> dict[str, int]:
         """Counts by what stands after `room` in their key, of the keys that go on with `kind`."""
@@ -156,6 +214,9 @@ class Summary:
 
 COUNTED = ("groups/", "tokens/", "tail/wasted_tokens/", "completions/failed/", "rows/skipped/")
 """Keys whose values add up over rows."""
+AVERAGED = ("staleness/mean", "carried/tokens", "mismatch_kl")
+"""Keys whose values are means over a row's tokens."""
+LARGEST = ("staleness/max", "staleness/publications", "versions/max", "deferrals/max", "age/max")
 
 
 def _first_last(values: list[float]) -> FirstLast | None:
