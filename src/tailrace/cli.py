@@ -44,8 +44,11 @@ def _train(arguments: argparse.Namespace, config: RunConfig) -> None:
 def _compare(arguments: argparse.Namespace, config: RunConfig) -> None:
     from tailrace.commands.compare import compare
 
-    names = arguments.schedules.split(",")
-    compare(config, names, repeats=arguments.repeats, folder=arguments.output_dir, json_path=arguments.json)
+    names = arguments.schedules and tuple(arguments.schedules.split(","))
+    given = {"schedules": names, "repeats": arguments.repeats}
+    race = config.compare.model_copy(update={key: value for key, value in given.items() if value})
+    config = config.model_copy(update={"compare": race})
+    compare(config, folder=arguments.output_dir, json_path=arguments.json)
 
 
 def _simulate(arguments: argparse.Namespace, config: RunConfig) -> None:
@@ -78,8 +81,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in D")
     train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
     compare = add("compare", _compare, "race schedules from the same weights on the same prompts and seeds")
-    compare.add_argument("--schedules", default="serial,rolloutpipe", metavar="A,B")
-    compare.add_argument("--repeats", type=_positive, default=5, metavar="N", help="counted repetitions (5)")
+    compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
+    compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
     simulate = add("simulate", _simulate, "run the schedule in virtual time, on the [sim] section's set-up")

@@ -10,10 +10,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
@@ -36,6 +36,23 @@ class ModelSettings(Settings):
     """A Hugging Face folder: config.json, safetensors, tokenizer."""
 
 
+class CompareSettings(Settings):
+    """How schedules are raced."""
+
+    schedules: tuple[str, ...] = ("serial", "rolloutpipe")
+    """Schedules, or variants of this config."""
+    repeats: int = Field(default=5, ge=1)
+    """Counted laps of each."""
+    seeds: Literal["same", "own"] = "same"
+    """own: lap r of every schedule has the seed run.seed + r, its prompts with it."""
+    warm_up_rounds: int = Field(default=0, ge=0)
+    """First rounds of each lap that do not count; 0: a lap of each schedule before the race instead."""
+    probe_every: int = Field(default=0, ge=0)
+    """Rounds between the checkpoints of a lap, which are evaluated after it; 0: none."""
+    target_accuracy: float = Field(default=0.8, gt=0, le=1)
+    """Held out: the time until it is reached is compared."""
+
+
 class RunConfig(Settings):
     """Everything a run is made from."""
 
@@ -44,6 +61,10 @@ class RunConfig(Settings):
     """`name`, a schedule of ours or 'package.module:function', and that function's parameters."""
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
+    variants: Mapping[str, Mapping[str, Any]] = {}
+    """This config under another name, for races: what stands here replaces the same keys; a `schedule`,
+    the whole section."""
+    compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
@@ -53,13 +74,26 @@ class RunConfig(Settings):
     host: HostSettings = HostSettings()
     sim: SimSettings = SimSettings()
 
+    def variant(self, name: str) -> "RunConfig":
+        """
+        Raises:
+            ConfigError: what stands there does not fit a config.
+        """
+        tree = self.model_dump(exclude={"variants"})
+        for section, values in self.variants[name].items():
+            tree[section] = values if section == "schedule" else {**(tree.get(section) or {}), **values}
+        try:
+            return RunConfig.model_validate(tree)
+        except ValidationError as why:
+            raise explain(why, f"variants.{name}") from None
+
     def toml(self) -> str:
         """The resolved config, every default written out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def digest(self) -> str:
         """Names what a checkpoint depends on: all but how long the run is and how it is watched."""
-        tree = self.model_dump(mode="json", exclude={"sim"})
+        tree = self.model_dump(mode="json", exclude={"sim", "variants", "compare"})
         for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
             del tree["run"][free]
         return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -74,6 +74,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
     _, last = write(pipelined_round(), tmp_path / "metrics.jsonl")
     figures = {key: value for key, value in last.items() if key.startswith("round/")}
     assert figures == {
+        "round/time_s": 15.0,
         "round/main_time_s": 14.0,
         "round/rollout_time_s": 10.0,
         "round/first_dispatch_s": 4.0,
@@ -84,6 +85,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
         "round/publish_s": 1.0,
         "round/num_steps": 2,
         "round/num_groups": 2,
+        "round/num_samples": 4,
         "round/num_tokens": 40,
         "round/num_generated": 40,
         "round/rollout_tokens_per_s": 4.0,

@@ -12,6 +12,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
     assert meter.reports == [
         RoundReport(
             round=0,
+            time_s=15.0,
             main_time_s=14.0,
             rollout_time_s=10.0,
             first_dispatch_s=4.0,
@@ -20,6 +21,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             publish_s=1.0,
             num_steps=2,
             num_groups=2,
+            num_samples=4,
             num_tokens=40,
             num_generated=40,
             rollout_tokens_per_s=4.0,

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 
 from tailrace.types import Sample
 
@@ -29,24 +30,17 @@ class Lags:
             version: the published one.
             steps_since: optimizer steps since a version was published.
         """
-        start = 0
+        start, size = 0, sample.num_tokens / TENTHS
         for span in sample.spans:
             lag = steps_since(span.version)
+            end = start + span.num_tokens
             self.publications[version - span.version] += span.num_tokens
             self.steps[lag] += span.num_tokens
-            self._spread(
-                start / sample.num_tokens, (start + span.num_tokens) / sample.num_tokens, lag, sample
-            )
-            start += span.num_tokens
-
-    def _spread(self, start: float, end: float, lag: int, sample: Sample) -> None:
-        """Over the tenths that a share of the response covers."""
-        for tenth in range(int(start * TENTHS), TENTHS):
-            share = min(end, (tenth + 1) / TENTHS) - max(start, tenth / TENTHS)
-            if share <= 0:
-                break
-            self.by_tenth[tenth] += lag * share * sample.num_tokens
-            self.tokens_by_tenth[tenth] += share * sample.num_tokens
+            for tenth in range(int(start / size), min(TENTHS, ceil(end / size))):
+                num_tokens = min(end, (tenth + 1) * size) - max(start, tenth * size)
+                self.by_tenth[tenth] += lag * num_tokens
+                self.tokens_by_tenth[tenth] += num_tokens
+            start = end
 
     @property
     def profile(self) -> list[float]:

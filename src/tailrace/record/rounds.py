@@ -29,6 +29,8 @@ class RoundReport:
     """One round that trained. Lengths and rewards are of the trained samples."""
 
     round: int
+    time_s: float
+    """From its start to its end, publishing included."""
     main_time_s: float
     """From the round's start to the end of its last optimizer step."""
     rollout_time_s: float | None
@@ -42,8 +44,9 @@ class RoundReport:
     publish_s: float
     num_steps: int
     num_groups: int
+    num_samples: int
     num_tokens: int
-    """Trained."""
+    """Trained, like groups and samples."""
     num_generated: int
     """Tokens of the requests that left an engine in this round, counting what they gained there."""
     rollout_tokens_per_s: float
@@ -118,6 +121,7 @@ class _OpenRound:
         lengths = [length for step in self.lengths_by_step for length in step]
         return RoundReport(
             round=self.start.round,
+            time_s=end_s - start_s,
             main_time_s=main_time_s,
             rollout_time_s=rollout_time_s,
             first_dispatch_s=self.first_dispatch_s - start_s,
@@ -126,6 +130,7 @@ class _OpenRound:
             publish_s=self.publish_s,
             num_steps=len(self.lengths_by_step),
             num_groups=self.num_groups,
+            num_samples=len(lengths),
             num_tokens=sum(lengths),
             num_generated=self.num_generated,
             rollout_tokens_per_s=self.num_generated / generating_s if generating_s else 0.0,

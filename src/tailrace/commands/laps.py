@@ -1,0 +1,120 @@
+"""A lap: one schedule in one repetition of a race, in the figures that races are about."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from tailrace.commands.probe import Probe
+from tailrace.record.events import Event
+from tailrace.record.rounds import RoundMeter, RoundReport
+from tailrace.record.steps import Row, StepMeter
+from tailrace.record.summary import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Means over its counted rounds, where nothing else is said."""
+
+    main_time_s: float
+    waiting_ratio: float
+    first_dispatch_s: float
+    trainer_compute_s: float
+    rollout_time_s: float
+    reward: float
+    samples_per_s: float
+    """Trained, over the whole time of the rounds."""
+    rollout_tokens_per_s: float
+    """Trained, over the time of the rollouts; of the whole rounds, where they never stop."""
+    staleness_mean: float
+    """Optimizer steps, over all trained tokens."""
+    staleness_max: float
+    carried_tokens: float
+    """Share of trained tokens that are older than the published weights."""
+    carried_samples: float
+    waste_share: float
+    """Tokens that train nobody, of all that were generated in the lap."""
+    deferrals_max: float
+    mismatch_kl: float
+    length_bias: float | None = None
+    """Trained mean length over that of the same prompts, uninterrupted, minus 1; None: not probed."""
+    time_to_reward_s: float | None = None
+    """Time of rounds until held-out accuracy reaches the target; None: it does not, or was not probed."""
+
+
+class LapMeter:
+    """Sink: measures a lap. Its first `warm_up_rounds` are run and not counted."""
+
+    def __init__(self, warm_up_rounds: int) -> None:
+        self._warm_up = warm_up_rounds
+        self._rounds = RoundMeter()
+        self._rows: list[Row] = []
+        self._steps = StepMeter(self._rows.append)
+
+    def on(self, event: Event) -> None:
+        self._rounds.on(event)
+        self._steps.on(event)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    @property
+    def all_rounds(self) -> Sequence[RoundReport]:
+        return self._rounds.reports
+
+    @property
+    def rounds(self) -> list[RoundReport]:
+        """Those that count."""
+        return [report for report in self._rounds.reports if report.round >= self._warm_up]
+
+    def lap(self, probes: Sequence[Probe], target: float) -> Lap:
+        """
+        Args:
+            probes: of the lap's checkpoints, in order; may be none.
+            target: the held-out accuracy that is timed.
+        """
+        rounds = self.rounds
+        rows = [row for row in self._rows if "reward" in row and row["round"] >= self._warm_up]
+        num_tokens = sum(row["num_tokens"] for row in rows)
+        counted, whole = Summary(earlier=rows).summary(), Summary(earlier=self._rows).summary()
+        rollout_s = sum(report.rollout_time_s or report.time_s for report in rounds)
+        return Lap(
+            main_time_s=fmean(report.main_time_s for report in rounds),
+            waiting_ratio=fmean(report.waiting_ratio for report in rounds),
+            first_dispatch_s=fmean(report.first_dispatch_s for report in rounds),
+            trainer_compute_s=fmean(report.trainer_compute_s for report in rounds),
+            rollout_time_s=fmean(report.rollout_time_s or 0.0 for report in rounds),
+            reward=fmean(report.reward for report in rounds),
+            samples_per_s=sum(report.num_samples for report in rounds) / sum(r.time_s for r in rounds),
+            rollout_tokens_per_s=num_tokens / rollout_s,
+            staleness_mean=counted.ages.staleness_mean,
+            staleness_max=counted.ages.staleness_max,
+            carried_tokens=counted.ages.carried_tokens,
+            carried_samples=fmean(row["carried/samples"] for row in rows),
+            waste_share=whole.tokens.waste_share,
+            deferrals_max=counted.ages.deferrals_max,
+            mismatch_kl=counted.mismatch_kl or 0.0,
+            length_bias=self._length_bias(probes),
+            time_to_reward_s=self._time_to(target, probes),
+        )
+
+    def _length_bias(self, probes: Sequence[Probe]) -> float | None:
+        """Over the counted rounds between the first and the last probe."""
+        probes = [probe for probe in probes if probe.round >= self._warm_up and probe.lengths]
+        if not probes:
+            return None
+        trained = [report for report in self.rounds if report.round >= probes[0].round]
+        mean = sum(report.num_tokens for report in trained) / sum(report.num_samples for report in trained)
+        return mean / fmean(length for probe in probes for length in probe.lengths) - 1.0
+
+    def _time_to(self, target: float, probes: Sequence[Probe]) -> float | None:
+        """Straight lines between the probes."""
+        before: tuple[float, float] | None = None
+        for probe in probes:
+            time_s = sum(report.time_s for report in self.all_rounds if report.round < probe.round)
+            if probe.accuracy >= target:
+                if before is None:
+                    return time_s
+                share = (target - before[1]) / (probe.accuracy - before[1])
+                return before[0] + share * (time_s - before[0])
+            before = time_s, probe.accuracy
+        return None
