@@ -175,7 +175,8 @@ def _draw_lags(axes: Axes, rows: Sequence[Mapping[str, Any]], part: str) -> None
         nats, low, high = zip(*(row[part][name] for row in rows), strict=True)
         axes.plot(LAGS, nats, color=COLOURS[name], marker="o", markersize=3.5, label=label)
         axes.fill_between(LAGS, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
-    axes.set(xlabel="lag g", xscale="log", yscale="log")
+    axes.set(xlabel="lag g", xscale="log")
+    axes.set_yscale("log", nonpositive="mask")  # recomputed from t_1 on has none at g = 1
     axes.set_xticks(LAGS, [str(lag) for lag in LAGS])
     axes.minorticks_off()
 
