@@ -324,7 +324,8 @@ class Run:
         await self._parts.trainer.save(partial)
         self.state().save(partial)
         partial.rename(folder)
-        self._emit(events.Saved(clock.now(), self.round, str(folder)))
+        num_drawn = self._ledger.totals.num_drawn
+        self._emit(events.Saved(clock.now(), self.round, str(folder), self.version, num_drawn))
 
     def state(self) -> RunState:
         """Where the run stands, at the top of a round."""

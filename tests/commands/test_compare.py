@@ -1,15 +1,24 @@
 """What a race's laps come to."""
 
+from dataclasses import MISSING, fields
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from tailrace.commands.compare import FIRST_GROUPS, Lap, Results
+from tailrace.commands.compare import FIRST_GROUPS, Results
+from tailrace.commands.laps import Lap
 
 
-def lap(main_s: float, *, first_s: float = 1.0) -> Lap:
-    return Lap(main_s, 0.5, first_s, trainer_compute_s=3.0, rollout_time_s=4.0, reward=0.5)
+def lap(main_s: float, *, first_s: float = 1.0, **figures: float) -> Lap:
+    given = {field.name: 0.5 for field in fields(Lap) if field.default is MISSING}
+    given |= {
+        "trainer_compute_s": 3.0,
+        "rollout_time_s": 4.0,
+        "main_time_s": main_s,
+        "first_dispatch_s": first_s,
+    }
+    return Lap(**(given | figures))
 
 
 RESULTS = Results(
@@ -36,6 +45,16 @@ def test_numbers_are_medians_with_their_spread() -> None:
     assert isinstance(schedules, dict) and list(schedules) == ["serial", "rolloutpipe"]
     assert schedules["serial"]["main_time_s"] == 8.0
     assert schedules["serial"]["main_time_s_spread"] == [7.0, 9.0]
+
+
+def test_ages_are_nested_and_what_no_lap_has_is_null() -> None:
+    laps = [lap(9.0, staleness_mean=2.0, staleness_max=3.0), lap(8.0, staleness_mean=1.0, length_bias=0.25)]
+    numbers = Results({"april": laps}).numbers()["schedules"]
+    assert isinstance(numbers, dict)
+    april = numbers["april"]
+    assert april["staleness"] == {"mean": 1.5, "max": 1.75}
+    assert (april["length_bias"], april["time_to_reward_s"]) == (0.25, None)
+    assert [each["main_time_s"] for each in april["laps"]] == [9.0, 8.0]
 
 
 def test_the_typical_repetition_is_the_one_nearest_to_the_median() -> None:

@@ -162,7 +162,7 @@ class Results:
             return label, lambda name: form.format(*values) if (values := self._figure(name, figure)) else ""
 
         return [
-            ("main time", lambda name: self._spread(name, "main_time_s", "{:.2f}") + " s"),
+            ("main time", lambda name: self._spread(name, "main_time_s", "{:.2f}", " s")),
             *self._against_serial(),
             row("waiting ratio", "waiting_ratio", "{:.3f}"),
             row("first dispatch", "first_dispatch_s", "{:.2f} s"),
@@ -201,10 +201,10 @@ class Results:
     def _main_s(self, name: str) -> float:
         return float(median(self.values(name, "main_time_s")))
 
-    def _spread(self, name: str, figure: str, form: str) -> str:
+    def _spread(self, name: str, figure: str, form: str, unit: str = "") -> str:
         values = self.values(name, figure)
         middle, low, high = (form.format(value) for value in (median(values), min(values), max(values)))
-        return f"{middle} [{low} - {high}]"
+        return f"{middle}{unit} [{low} - {high}]"
 
 
 NESTED = ("staleness", "ess")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from tailrace.commands.probe import Probe
-from tailrace.record.events import Event
+from tailrace.record.events import Event, Saved
 from tailrace.record.rounds import RoundMeter, RoundReport
 from tailrace.record.steps import Row, StepMeter
 from tailrace.record.summary import Summary
@@ -35,6 +35,8 @@ class Lap:
     """Tokens that train nobody, of all that were generated in the lap."""
     deferrals_max: float
     mismatch_kl: float
+    ess_mean: float | None
+    """Of the counted steps; None where the trainer does not say."""
     length_bias: float | None = None
     """Trained mean length over that of the same prompts, uninterrupted, minus 1; None: not probed."""
     time_to_reward_s: float | None = None
@@ -47,12 +49,15 @@ class LapMeter:
     def __init__(self, warm_up_rounds: int) -> None:
         self._warm_up = warm_up_rounds
         self._rounds = RoundMeter()
+        self.checkpoints: list[Saved] = []
         self._rows: list[Row] = []
         self._steps = StepMeter(self._rows.append)
 
     def on(self, event: Event) -> None:
         self._rounds.on(event)
         self._steps.on(event)
+        if isinstance(event, Saved):
+            self.checkpoints.append(event)
 
     def close(self) -> None:
         self._steps.close()
@@ -93,6 +98,7 @@ class LapMeter:
             waste_share=whole.tokens.waste_share,
             deferrals_max=counted.ages.deferrals_max,
             mismatch_kl=counted.mismatch_kl or 0.0,
+            ess_mean=fmean(ess) if (ess := [row["ess"] for row in rows if "ess" in row]) else None,
             length_bias=self._length_bias(probes),
             time_to_reward_s=self._time_to(target, probes),
         )

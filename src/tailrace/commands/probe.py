@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.errors import BadRow
-from tailrace.ledger.state import RunState
-from tailrace.record.events import Recorder
+from tailrace.record.events import Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
 from tailrace.run import Parts, RunSettings
@@ -32,28 +31,33 @@ class Probe:
     """Uninterrupted responses to the prompts drawn until the next checkpoint; of the last one, none."""
 
 
-async def probe(parts: Parts, folder: Path, settings: RunSettings) -> list[Probe]:
-    """Every checkpoint in a lap's folder, in order."""
-    checkpoints = sorted(folder.glob("round_??????"))
-    states = [RunState.load(checkpoint, "") for checkpoint in checkpoints]
-    fleet = Fleet(parts.engines, Recorder())
-    accuracies, lengths = [], [[] for _ in checkpoints]  # type: list[float], list[list[int]]
-    for place, checkpoint in enumerate(checkpoints):
-        weights = Weights(states[place].version, str(checkpoint / WEIGHTS_FILE))
+async def probe(parts: Parts, checkpoints: Sequence[Saved], settings: RunSettings) -> list[Probe]:
+    """Every checkpoint of a lap, in order."""
+    fleet, half = Fleet(parts.engines, Recorder()), settings.group_size // 2
+    probes: list[Probe] = []
+    for before, checkpoint, after in zip(
+        [None, *checkpoints], checkpoints, [*checkpoints[1:], None], strict=False
+    ):
+        weights = Weights(checkpoint.version, str(Path(checkpoint.path) / WEIGHTS_FILE))
         await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
         held_out = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, 0)
-        accuracies.append((await evaluate(held_out, fleet, parts.rewards)).accuracy)
-        half = settings.group_size // 2
-        for interval, numbers in ((place, range(half)), (place - 1, range(half, settings.group_size))):
-            if 0 <= interval < len(checkpoints) - 1:
-                drawn = range(states[interval].cursor, states[interval + 1].cursor)
-                samples = _samples(parts, settings, drawn, numbers)
-                await asyncio.gather(*(fleet.serve(sample) for sample in samples))
-                lengths[interval] += [sample.num_tokens for sample in samples]
-    return [
-        Probe(state.round, accuracy, each)
-        for state, accuracy, each in zip(states, accuracies, lengths, strict=True)
-    ]
+        accuracy = (await evaluate(held_out, fleet, parts.rewards)).accuracy
+        probes.append(Probe(checkpoint.round, accuracy, []))
+        if before:
+            numbers = range(half, settings.group_size)
+            probes[-2].lengths.extend(await _lengths(parts, fleet, settings, before, checkpoint, numbers))
+        if after:
+            probes[-1].lengths.extend(await _lengths(parts, fleet, settings, checkpoint, after, range(half)))
+    return probes
+
+
+async def _lengths(
+    parts: Parts, fleet: Fleet, settings: RunSettings, first: Saved, last: Saved, numbers: Sequence[int]
+) -> list[int]:
+    """Of the samples with these numbers, of the groups drawn between two checkpoints."""
+    samples = _samples(parts, settings, range(first.num_drawn, last.num_drawn), numbers)
+    await asyncio.gather(*(fleet.serve(sample) for sample in samples))
+    return [sample.num_tokens for sample in samples]
 
 
 def _samples(

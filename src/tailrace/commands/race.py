@@ -108,7 +108,7 @@ async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path,
     meter, trace = LapMeter(race.warm_up_rounds), TraceWriter(folder / f"trace-{name}.json")
     checkpoints = folder / "laps" / f"{name}-{repeat}"
     await drive(racer.schedule, parts, settings, Recorder(meter, timeline, trace), folder=checkpoints)
-    return meter.lap(await probe(parts, checkpoints, settings), race.target_accuracy)
+    return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)
 
 
 def _prompts(config: RunConfig, seed: int) -> Prompts:

@@ -144,9 +144,14 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """A checkpoint, at the top of a round."""
+
     time_s: float
     round: int
     path: str
+    version: int
+    num_drawn: int
+    """Prompts drawn so far: the number of the next."""
 
 
 @dataclass(frozen=True, slots=True)

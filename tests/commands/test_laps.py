@@ -1,0 +1,82 @@
+"""What a lap comes to, from the record of a schedule in virtual time."""
+
+from functools import partial
+
+import pytest
+
+from tailrace.commands.laps import Lap, LapMeter
+from tailrace.commands.probe import Probe
+from tailrace.record.events import GroupEnded, RoundEnded, RoundStarted, Stepped
+from tailrace.schedules import SCHEDULES
+from virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
+
+LONGER = change(SETTINGS, rounds=6)
+
+
+def measured(outcome: Outcome, *, warm_up_rounds: int = 0, probes: list[Probe] | None = None) -> Lap:
+    meter = LapMeter(warm_up_rounds)
+    for event in outcome.events:
+        meter.on(event)
+    meter.close()
+    return meter.lap(probes or [], 0.8)
+
+
+def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_time() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    starts = [event.time_s for event in outcome.of(RoundStarted)]
+    ends = [event.time_s for event in outcome.of(RoundEnded)]
+    seconds = sum(end - start for start, end in list(zip(starts, ends, strict=True))[2:])
+    lap = measured(outcome, warm_up_rounds=2)
+    assert lap.samples_per_s == pytest.approx(4 * 16 * 4 / seconds)
+
+
+def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:
+    """Conventional RL: one publication for G = 4 steps, so lags of 0 to 3 in batches of about equal size."""
+    lap = measured(simulate(partial(SCHEDULES["conventional"], U=4, G=4), LONGER))
+    assert lap.staleness_max == 3
+    assert 1.0 < lap.staleness_mean < 2.0
+    assert lap.carried_tokens == lap.carried_samples == 0.0
+
+
+def test_april_carries_tokens_over_and_wastes_none() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["april"], LONGER)
+    lap = measured(outcome)
+    old = sum(n for step in outcome.of(Stepped) for lag, n in step.lags.publications.items() if lag)
+    assert lap.carried_tokens == pytest.approx(old / outcome.totals.trained_tokens)
+    assert 0 < lap.carried_tokens < 1 and lap.waste_share == 0.0 and lap.deferrals_max > 0
+
+
+def test_the_waste_of_a_race_is_its_share_of_what_was_generated() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["tailbatch"], LONGER)
+    totals = outcome.totals
+    generated = totals.trained_tokens + totals.wasted_tokens.total()
+    assert measured(outcome).waste_share == pytest.approx(totals.wasted_tokens.total() / generated)
+
+
+def test_length_bias_is_against_uninterrupted_responses() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    lengths = [s.num_tokens for step in outcome.of(Stepped) for s in step.samples]
+    probes = [Probe(0, 0.5, lengths[:100]), Probe(3, 0.6, lengths[100:]), Probe(6, 0.7, [])]
+    assert measured(outcome, probes=probes).length_bias == pytest.approx(0.0)
+    probes = [Probe(0, 0.5, [length * 2 for length in lengths]), Probe(6, 0.7, [])]
+    assert measured(outcome, probes=probes).length_bias == pytest.approx(-0.5)
+
+
+def test_the_time_to_the_target_is_interpolated_between_checkpoints() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    reports = list(zip(outcome.of(RoundStarted), outcome.of(RoundEnded), strict=True))
+    seconds = [end.time_s - start.time_s for start, end in reports]
+    probes = [Probe(0, 0.2, []), Probe(3, 0.7, []), Probe(6, 0.9, [])]
+    expected = sum(seconds[:3]) + 0.5 * sum(seconds[3:])
+    assert measured(outcome, probes=probes).time_to_reward_s == pytest.approx(expected)
+    assert measured(outcome, probes=probes[:2]).time_to_reward_s is None
+    assert measured(outcome, probes=[Probe(0, 0.85, [])]).time_to_reward_s == 0.0
+
+
+def test_every_trained_group_is_counted_once_in_a_lap() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["rollpacker"], LONGER)
+    meter = LapMeter(0)
+    for event in outcome.events:
+        meter.on(event)
+    trained = [event for event in outcome.of(GroupEnded) if event.fate == "trained"]
+    assert sum(report.num_groups for report in meter.rounds) == len(trained)
