@@ -2,10 +2,10 @@
 
     python benchmarks/race.py [--repeats 3] [--schedules a,b,...] [--config examples/race.toml] [--json FILE]
 
-Runs `tailrace compare` (or reads its FILE, if that exists) and prints its ratios: of two schedules on the same
-seed, prompts and weights, then the mean over seeds with a 95 % t-interval. Model, mix and sizes stand in the
-config. The first `warm_up_rounds` of a lap do not count. Length bias is measured against responses that nobody
-interrupted, to the prompts that the lap drew.
+Runs `tailrace compare` (or reads its FILE, if that exists) and prints its ratios: of two schedules on the
+same seed, prompts and weights, then the mean over seeds with a 95 % t-interval. Model, mix and sizes stand in
+the config. The first `warm_up_rounds` of a lap do not count. Length bias is measured against responses that
+nobody interrupted, to the prompts that the lap drew.
 """
 
 import argparse

@@ -183,7 +183,7 @@ class Run:
         """The same prompts from nothing, K samples each; their tokens are waste."""
         for group in groups:
             for sample in group.samples:
-                if sample.fate is None:
+                if sample.fate is None and sample.num_tokens:
                     self._ledger.waste(sample, reason)
             group.attempt += 1
             group.kept, group.born, group.num_launched = [], None, self.K

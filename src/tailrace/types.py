@@ -35,8 +35,10 @@ class SampleId(NamedTuple):
 
 
 def noise_seed(seed: int, id: SampleId) -> int:
-    """63 bits that depend on the run's seed and the sample only."""
-    digest = blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
+    """63 bits that depend on the run's seed and the sample, and not on the attempt: to start afresh is not to
+    draw again. Whether a response turns out long then never decides whether its noise is trained on, and
+    putting prompts off does not bias lengths."""
+    digest = blake2b(f"{seed} {id.prompt}/{id.number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -57,7 +57,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             in_flight = draw(st.integers(U, (bound + 1) * U))
             parameters = {"U": U, "in_flight": in_flight, "staleness": bound, "kv": draw(KVS)}
         case "tailrace_on_policy":
-            parameters = {"N": U, "long_share": draw(st.sampled_from([0.0, 0.25, 1.0]))}
+            parameters = {"N": U, "eta": draw(FACTORS), "long_share": draw(st.sampled_from([0.0, 0.25, 1.0]))}
         case "pipelinerl":
             parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
             parameters["full"] = draw(st.sampled_from(["hold", "drop"]))

@@ -221,7 +221,7 @@ def test_the_on_policy_form_puts_off_what_was_long_and_batches_it() -> None:
     """Six rows, the last one long: from the second epoch on it waits until there are two of it."""
     sim = change(EXACT, lengths=change(EXACT.lengths, rows=6))
     outcome = simulate(
-        partial(tailrace_on_policy, N=2, long_share=0.2),
+        partial(tailrace_on_policy, N=2, eta=1.0, long_share=0.2),
         change(PAIRS, rounds=9),
         sim,
         parts=worlds(sim, lambda sample: 50 if sample.prompt.row_number == 5 else 10),

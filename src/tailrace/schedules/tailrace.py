@@ -2,8 +2,10 @@
 4) without their waits, and after RollPacker (Gao et al. 2025, section 3) without its race.
 """
 
+from math import ceil
+
 from tailrace.run import Run
-from tailrace.schedules.parameters import Bound, Count, Share
+from tailrace.schedules.parameters import Bound, Count, Factor, Share
 from tailrace.schedules.window import window
 from tailrace.types import KV, Group
 
@@ -23,25 +25,26 @@ async def tailrace(run: Run, U: Count, in_flight: Count, staleness: Bound, kv: K
         await run.publish(kv=kv)
 
 
-async def tailrace_on_policy(run: Run, N: Count, long_share: Share = 0.125) -> None:
-    """Tail batching without its race, so that nothing is wasted and lengths are not biased: a prompt that was
-    among the longest `long_share` of the rows when it was last trained is put off before it starts, and N of
-    those make a round of their own. Groups are accumulated as they finish."""
+async def tailrace_on_policy(run: Run, N: Count, eta: Factor = 1.25, long_share: Share = 0.2) -> None:
+    """Tail batching that wastes no token on prompts known to be long: what was among the longest
+    `long_share` of the rows when it was last trained joins the queue before it starts. The others race;
+    groups are accumulated as they finish. All K responses of a prompt are trained, and one that starts
+    again has the noise it had, so lengths are not biased."""
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(groups := next_round(run, N, long_share))
-        async for batch in run.pool.stream(len(groups)):
+        run.pool.launch(groups := next_round(run, N, ceil(eta * N), long_share))
+        async for batch in run.pool.race(min(N, len(groups))):
             await run.accumulate(batch)
         await run.step()
         await run.publish()
 
 
-def next_round(run: Run, N: int, long_share: float) -> list[Group]:
-    """N that were put off, or the next N that need not be."""
+def next_round(run: Run, N: int, num_launched: int, long_share: float) -> list[Group]:
+    """N that were put off or lost a race; or new ones, without those known to be long."""
     if len(run.parked) >= N or run.overtime:
-        return run.parked.pop(N)
+        return run.restart(run.parked.pop(N))
     short: list[Group] = []
-    while len(short) < N:
+    while len(short) < num_launched:
         (group,) = run.prompts(1)
         if run.history.predicts_long(group.prompt, long_share):
             run.defer([group])

@@ -36,7 +36,7 @@ class Lengths:
         prompt = sample.prompt
         row = prompt.index if prompt.row_number is None else prompt.row_number
         shared = random.Random(f"prompt {self._seed} {row}").gauss(0, 1)
-        own = random.Random(f"sample {self._seed} {sample.id}").gauss(0, 1)
+        own = random.Random(f"sample {self._seed} {prompt.index}/{sample.id.number}").gauss(0, 1)
         z = math.sqrt(settings.correlation) * shared + math.sqrt(1 - settings.correlation) * own
         tokens = int(settings.median_tokens * math.exp(settings.sigma * z))
         return max(1, min(settings.max_tokens, tokens))
