@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.check import check_algorithm
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
@@ -70,9 +72,15 @@ class RunConfig(Settings):
     sampling: SamplingSettings | None = None
     reward: RewardSettings = RewardSettings()
     engine: EngineSettings = EngineSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
     sim: SimSettings = SimSettings()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "RunConfig":
+        check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
+        return self
 
     def variant(self, name: str) -> "RunConfig":
         """

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tailrace.types import SampleId
+from tailrace.types import Sample, SampleId
 
 
 class TrainSample(msgspec.Struct, frozen=True):
@@ -22,6 +22,20 @@ class TrainSample(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """[num_tokens]: as recorded when the tokens were drawn, at the sampling temperature."""
     advantage: float
+    """Under gae: the reward at the last token."""
+    reference_logprobs: list[float] = []
+    """[num_tokens]; empty where the loss does not ask for them."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> "TrainSample":
+        return cls(
+            sample.id,
+            list(sample.prompt.ids),
+            sample.completion_ids,
+            sample.logprobs,
+            sample.advantage,
+            sample.reference_logprobs,
+        )
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, f"sample {self.id}: nothing to predict the first token from"

@@ -96,10 +96,4 @@ class RemoteTrainer:
 
 
 def _train_samples(units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
-    return [[_train_sample(sample) for sample in unit] for unit in units]
-
-
-def _train_sample(sample: Sample) -> TrainSample:
-    return TrainSample(
-        sample.id, list(sample.prompt.ids), sample.completion_ids, sample.logprobs, sample.advantage
-    )
+    return [[TrainSample.of(sample) for sample in unit] for unit in units]
