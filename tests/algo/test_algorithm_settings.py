@@ -64,6 +64,10 @@ def test_a_correction_of_recorded_log_probs_by_themselves_is_refused() -> None:
     check_algorithm(algorithm(correction="truncate", old_policy="recomputed"), group_size=2, sampling=None)
 
 
+def test_a_correction_of_the_kl_belongs_in_the_loss() -> None:
+    assert "nothing is differentiated there" in said(kl_in="reward", kl_bias_correction=True)
+
+
 def test_reinforce_has_no_old_policy() -> None:
     assert "reinforce has no ratio to an old policy" in said(name="rloo", old_policy="recomputed")
 

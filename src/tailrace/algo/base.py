@@ -90,8 +90,10 @@ class AlgorithmSettings(Settings):
     """Of the KL to the reference, which is the model that the run began with; 0: no reference is loaded."""
     kl_estimator: KLEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a token each, differentiated. reward: the sum over a sample is taken from its reward.
-    (algo/kl.py)"""
+    """loss: a token each, differentiated. reward: a sample's sum is taken from its reward. (algo/kl.py)"""
+    kl_bias_correction: bool = False
+    """In the loss: each token's estimate times its pi / pi_old, differentiated too: its gradient is then the
+    KL's (DeepSeek-V3.2, 2512.02556)."""
 
     @model_validator(mode="before")
     @classmethod

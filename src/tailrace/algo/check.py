@@ -17,6 +17,13 @@ def check_algorithm(
     """
     _check_group(algorithm, group_size)
     _check_ratio(algorithm)
+    if algorithm.kl_bias_correction and algorithm.kl_in == "reward":
+        raise ConfigError(
+            "algorithm.kl_bias_correction",
+            True,
+            "in the reward there is nothing to correct: nothing is differentiated there",
+            "leave it out, or set algorithm.kl_in = 'loss'",
+        )
     if algorithm.overlong_penalty and not algorithm.overlong_buffer:
         raise ConfigError(
             "algorithm.overlong_buffer",

@@ -52,8 +52,10 @@ def objective(
     reference_kl = torch.zeros((), device=logprobs.device)
     if settings.kl_coef and settings.kl_in == "loss":
         estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)
-        per_token = per_token + settings.kl_coef * estimates
         reference_kl = estimates.detach().sum()
+        if settings.kl_bias_correction:
+            estimates = estimates * (logprobs - old_logprobs).exp()
+        per_token = per_token + settings.kl_coef * estimates
     return Objective((per_token * weights).sum(), clipped.sum(), reference_kl)
 
 
