@@ -89,6 +89,19 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere.toml")
 
 
+def test_an_algorithm_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path: Path) -> None:
+    said = message(tmp_path, "[algorithm]\nname = 'gspo'\nnormalize = 'token_mean'\n")
+    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio a sequence")
+    assert message(tmp_path, "", {"run.group_size": "1"}).startswith("algorithm.advantage = 'group': a group")
+
+
+def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> None:
+    config = load(tmp_path, "[algorithm]\nname = 'dapo'\nclip_high = 0.3\n")
+    assert (config.algorithm.clip_high, config.algorithm.filter) == (0.3, "zero_variance")
+    (tmp_path / "again.toml").write_text(config.toml())
+    assert load_config(tmp_path / "again.toml") == config
+
+
 def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:
     config = load(tmp_path, "[model]\npath = 'm'\n")
     require_sections(config, "model")

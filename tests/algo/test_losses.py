@@ -109,12 +109,25 @@ def test_cispo_agrees_with_finite_differences_of_what_its_weights_hold_fast() ->
     torch.testing.assert_close(logprobs.grad, torch.stack(wanted) / (2 * step), atol=1e-8, rtol=0)
 
 
+def weights(normalize: str, *counted: float) -> list[float]:
+    """Of samples of four, one and two tokens, the limit being eight."""
+    found = token_weights(
+        torch.tensor(counted or [1.0] * 7),
+        torch.tensor([4, 1, 2]),
+        normalize,  # type: ignore[arg-type]
+        max_tokens=8,
+    )
+    return found.tolist()
+
+
 def test_each_normalisation_weighs_tokens_as_it_says() -> None:
-    num_tokens = torch.tensor([4, 1, 2])
-
-    def weights(normalize: str) -> list[float]:
-        return token_weights(num_tokens, normalize, max_tokens=8).tolist()  # type: ignore[arg-type]
-
     assert weights("sample_mean") == [0.25] * 4 + [1.0] + [0.5] * 2
     assert weights("token_mean") == weights("sample_sum") == [1.0] * 7
     assert weights("fixed_length") == [0.125] * 7
+
+
+def test_a_token_that_is_left_out_is_not_counted_either() -> None:
+    counted = (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+    assert weights("sample_mean", *counted) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 1.0]
+    assert weights("token_mean", *counted) == list(counted)
+    assert weights("fixed_length", *counted) == [c / 8 for c in counted]

@@ -29,14 +29,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8},
     "recomputed": {"old_policy": "recomputed", "correction": "mask"},
     "kl": {"kl_coef": 0.1, "kl_bias_correction": True},
+    "masked": {"mask_carried": True, "normalize": "token_mean"},
 }
 
 
 def with_reference(units: list[Unit]) -> list[Unit]:
-    """The same, with log-probs under a reference."""
+    """The same, with log-probs under a reference; every other sample's first half was carried over."""
 
     def of(sample: TrainSample) -> TrainSample:
-        return replace(sample, reference_logprobs=[logprob - 0.3 for logprob in sample.logprobs])
+        reference_logprobs = [logprob - 0.3 for logprob in sample.logprobs]
+        carried = len(sample.completion_ids) // 2 if sample.id.number % 2 else 0
+        return replace(sample, reference_logprobs=reference_logprobs, num_carried=carried)
 
     return [[of(sample) for sample in unit] for unit in units]
 
@@ -180,6 +183,37 @@ def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:
         [replace(sample, logprobs=logprobs) for sample, logprobs in zip(unit, found, strict=True)]
         for unit, found in ((unit, reference.logprobs(unit)) for unit in units)
     ]
+
+
+# -- tokens carried over -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
+def test_masked_tokens_are_as_if_they_were_prompt(make_trainer: Make, tmp_path: Path, normalize: str) -> None:
+    """Context that the policy reads, and nothing that it learns or counts."""
+    units = make_units(3)
+    carried = [[replace(s, num_carried=len(s.completion_ids) // 2) for s in unit] for unit in units]
+    prompted = [[as_prompt(sample, sample.num_carried) for sample in unit] for unit in carried]
+    masked, plain = (
+        gradients(
+            make_trainer(normalize=normalize, mask_carried=mask, **NO_MOMENTUM), [batch], tmp_path / name
+        )
+        for name, mask, batch in (("masked", True, carried), ("plain", False, prompted))
+    )
+    assert plain.abs().max() > 1e-3
+    torch.testing.assert_close(masked, plain, atol=1e-6, rtol=0)
+
+
+def as_prompt(sample: TrainSample, n: int) -> TrainSample:
+    """The first n tokens of the completion given to the prompt."""
+    ids = sample.completion_ids
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids + ids[:n],
+        completion_ids=ids[n:],
+        logprobs=sample.logprobs[n:],
+        num_carried=0,
+    )
 
 
 # -- what a step says ----------------------------------------------------------------------------------

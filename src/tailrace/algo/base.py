@@ -85,6 +85,9 @@ class AlgorithmSettings(Settings):
     pi_old. truncate: min(cap, w) a token. mask: w, or 0 above the cap. sequence: min(cap, product of a
     sample's w) for all of its tokens. (algo/corrections.py)"""
     correction_cap: float = Field(default=5.0, gt=0)
+    mask_carried: bool = False
+    """Tokens carried over from older versions than the published one teach nothing and are not counted
+    (APRIL)."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Of the KL to the reference, which is the model that the run began with; 0: no reference is loaded."""

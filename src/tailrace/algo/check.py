@@ -76,6 +76,13 @@ def _check_ratio(algorithm: AlgorithmSettings) -> None:
             f"the ratio of {algorithm.loss} is to the recorded log-probs: it corrects for them already",
             "set algorithm.old_policy = 'recomputed', or the correction to 'none'",
         )
+    if algorithm.loss == "gspo" and algorithm.mask_carried:
+        raise ConfigError(
+            "algorithm.mask_carried",
+            True,
+            "gspo has one ratio a sequence: its tokens cannot be taken apart",
+            "leave it out, or choose the loss 'grpo'",
+        )
     if algorithm.loss == "gspo" and algorithm.normalize != "sample_mean":
         raise ConfigError(
             "algorithm.normalize",

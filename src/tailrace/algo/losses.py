@@ -92,7 +92,7 @@ def value_loss(values: Tensor, returns: Tensor) -> Tensor:
     return (values - returns).square() / 2
 
 
-def token_weights(num_tokens: Tensor, normalize: Normalize, *, max_tokens: int) -> Tensor:
+def token_weights(counted: Tensor, num_tokens: Tensor, normalize: Normalize, *, max_tokens: int) -> Tensor:
     """[C]: what each token's loss weighs in the sum.
 
     `sample_mean`: sum over samples of the mean over each one's tokens; the step divides by its samples.
@@ -102,14 +102,16 @@ def token_weights(num_tokens: Tensor, normalize: Normalize, *, max_tokens: int) 
     code).
 
     Args:
+        counted: [C] float32: 1, or 0 for a token that is left out as if it were not there.
         num_tokens: [N] completion tokens of each sample, none of them zero; they sum to C.
     """
-    weights = torch.ones_like(num_tokens, dtype=torch.float32)
-    if normalize == "sample_mean":
-        weights = weights / num_tokens
-    if normalize == "fixed_length":
-        weights = weights / max_tokens
-    return spread(weights, num_tokens)
+    match normalize:
+        case "sample_mean":
+            return counted / spread(sums(counted, num_tokens).clamp(min=1), num_tokens)
+        case "fixed_length":
+            return counted / max_tokens
+        case "token_mean" | "sample_sum":
+            return counted
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:

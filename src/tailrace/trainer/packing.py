@@ -36,6 +36,8 @@ class MicroBatch:
     """[C] float32: under the policies that drew the tokens."""
     reference_logprobs: Tensor
     """[C] float32: under the reference model; [0] where there is none."""
+    carried: Tensor
+    """[C] bool: drawn before the last publication."""
     advantages: Tensor
     """[N] float32"""
     num_tokens: Tensor
@@ -58,6 +60,7 @@ class MicroBatch:
         targets = [token for sample in samples for token in sample.completion_ids]
         recorded = [logprob for sample in samples for logprob in sample.logprobs]
         reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
+        carried = [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))]
         counts = torch.tensor([len(sample.completion_ids) for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
         return cls(
@@ -69,6 +72,7 @@ class MicroBatch:
             targets=torch.tensor(targets).to(device),
             recorded_logprobs=torch.tensor(recorded, dtype=torch.float32).to(device),
             reference_logprobs=torch.tensor(reference, dtype=torch.float32).to(device),
+            carried=torch.tensor(carried).to(device),
             advantages=advantages.to(device),
             num_tokens=counts.to(device),
         )

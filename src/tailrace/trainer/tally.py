@@ -24,6 +24,8 @@ class Sums(NamedTuple, Generic[N]):
     """Of w = pi/mu, unclamped."""
     squares: N
     """Of w^2."""
+    counted: N
+    """Tokens that are not left out."""
     reference_kl: N
     value_loss: N
 

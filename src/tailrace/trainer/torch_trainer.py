@@ -117,7 +117,7 @@ class TorchTrainer:
         if totals.num_samples == 0:
             raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
         by_token = self._algorithm.normalize == "token_mean"
-        count = max(1, totals.num_tokens if by_token else totals.num_samples)
+        count = max(1, int(totals.sums.counted) if by_token else totals.num_samples)
         if self._published:
             self._published.keep()
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
@@ -198,7 +198,10 @@ class TorchTrainer:
             torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
 
     def _backward(self, batch: MicroBatch) -> None:
-        weights = token_weights(batch.num_tokens, self._algorithm.normalize, max_tokens=self._max_tokens)
+        left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
+        counted = (~left_out).float()
+        normalize = self._algorithm.normalize
+        weights = token_weights(counted, batch.num_tokens, normalize, max_tokens=self._max_tokens)
         advantages, critic_loss = self._judge(batch, weights)
         old_logprobs = self._published.logprobs(batch) if self._published else batch.recorded_logprobs
         logprobs, entropy = self._policy.logprobs(batch)
@@ -215,6 +218,7 @@ class TorchTrainer:
             clipped=clipped.sum(),
             kl=kl(batch.recorded_logprobs, current, "k3").sum(),
             **weight_sums(current, batch.recorded_logprobs)._asdict(),
+            counted=counted.sum(),
             reference_kl=reference_kl,
             value_loss=critic_loss,
         )

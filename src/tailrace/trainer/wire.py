@@ -1,5 +1,7 @@
 """What crosses from the controller to a trainer process: samples as values, without tensors."""
 
+import itertools
+
 import msgspec
 
 from tailrace.types import Sample, SampleId
@@ -25,9 +27,14 @@ class TrainSample(msgspec.Struct, frozen=True):
     """Under gae: the reward at the last token."""
     reference_logprobs: list[float] = []
     """[num_tokens]; empty where the loss does not ask for them."""
+    num_carried: int = 0
+    """Leading tokens, up to the last that an older version than the published one drew."""
 
     @classmethod
-    def of(cls, sample: Sample) -> "TrainSample":
+    def of(cls, sample: Sample, *, published: int = 0) -> "TrainSample":
+        """published: the version of the weights that were published last."""
+        ends = itertools.accumulate(span.num_tokens for span in sample.spans)
+        carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
         return cls(
             sample.id,
             list(sample.prompt.ids),
@@ -35,6 +42,7 @@ class TrainSample(msgspec.Struct, frozen=True):
             sample.logprobs,
             sample.advantage,
             sample.reference_logprobs,
+            max(carried, default=0),
         )
 
     def __post_init__(self) -> None:
