@@ -29,11 +29,13 @@ class Case(NamedTuple):
     ours: dict[str, Any]
     """Of [algorithm], beside the clip bounds."""
     trl: dict[str, Any]
-    """Of GRPOConfig, beside the same."""
+    """Of its config, beside the same."""
     vllm: str = ""
     """TRL's importance sampling mode; the old policy is then recomputed. Empty: it is the recorded one."""
     beta: float = 0.0
     """Of the KL. Set late: a trainer that is made with one looks for a reference model to load."""
+    trainer: str = "GRPO"
+    """RLOO's old policy is the current one; its loss has another value than ours and the same gradient."""
 
 
 CASES = {
@@ -50,6 +52,7 @@ CASES = {
     ),
     "truncate": Case({"correction": "truncate"}, {"loss_type": "grpo"}, "token_truncate"),
     "mask": Case({"correction": "mask"}, {"loss_type": "grpo"}, "token_mask"),
+    "rloo": Case({"name": "rloo"}, {"beta": 0.0}, trainer="RLOO"),
     "sequence": Case({"correction": "sequence"}, {"loss_type": "grpo"}, "sequence_truncate"),
 }
 
@@ -129,26 +132,32 @@ def trl_loss_and_gradient(case: Case) -> tuple[float, list[float]]:
     trainer.current_gradient_accumulation_steps = 1
     trainer.beta = case.beta
     model = trainer.model.eval()
+    if case.trainer == "RLOO":
+        inputs["old_logps"] = (_logprobs(trainer, inputs) * completion_mask).sum(1)
     if case.vllm:
         trainer.use_vllm = True  # of which the loss asks no more than whether there are weights
-        inputs["importance_sampling_ratio"] = _importance_sampling_ratio(trainer, case.vllm, inputs, recorded)
+        difference = (_logprobs(trainer, inputs) - recorded) * completion_mask
+        inputs["importance_sampling_ratio"] = _importance_sampling_ratio(case.vllm, difference)
     loss = trainer.compute_loss(model, inputs)
     loss.backward()
     gradients = {name: p.grad.flatten().tolist() for name, p in trainer.model.named_parameters()}
     return loss.item(), [value for name in sorted(gradients) for value in gradients[name]][::KEPT]
 
 
-def _importance_sampling_ratio(trainer: Any, mode: str, inputs: Any, recorded: torch.Tensor) -> torch.Tensor:
+@torch.no_grad()
+def _logprobs(trainer: Any, inputs: Any) -> torch.Tensor:
+    """[N, longest] of the model as it is."""
+    logprobs, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_mask"].size(1),
+    )
+    return logprobs
+
+
+def _importance_sampling_ratio(mode: str, difference: torch.Tensor) -> torch.Tensor:
     """As in TRL's _generate_and_score_completions, which would generate with vLLM first."""
-    mask = inputs["completion_mask"]
-    with torch.no_grad():
-        logps, *_ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], mask], dim=1),
-            mask.size(1),
-        )
-    difference = (logps - recorded) * mask
     if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = difference.exp()
@@ -156,17 +165,17 @@ def _importance_sampling_ratio(trainer: Any, mode: str, inputs: Any, recorded: t
 
 
 def _trl_trainer(case: Case) -> Any:
+    import trl
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
 
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(12)}, unk_token="w0"))
-    return GRPOTrainer(
+    return getattr(trl, f"{case.trainer}Trainer")(
         model=reference_model(),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(
+        args=getattr(trl, f"{case.trainer}Config")(
             **{
                 "output_dir": tempfile.mkdtemp(),
                 "use_cpu": True,

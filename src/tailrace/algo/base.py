@@ -30,14 +30,20 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     },
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_high": 4.0, "normalize": "token_mean"},
-    "rloo": {"loss": "reinforce", "advantage": "rloo", "normalize": "sample_sum"},
+    "rloo": {
+        "loss": "reinforce",
+        "advantage": "rloo",
+        "normalize": "sample_sum",
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+    },
     "reinforce": {
         "loss": "reinforce",
         "advantage": "none",
         "normalize": "sample_sum",
         "correction": "truncate",
     },
-    "ppo": {"advantage": "gae", "normalize": "token_mean"},
+    "ppo": {"advantage": "gae", "normalize": "token_mean", "kl_estimator": "k1", "kl_in": "reward"},
 }
 """Sources: GRPO 2402.03300 4.1. Dr. GRPO 2503.20783 3.2. DAPO 2503.14476 3 and 4.1 (clip 0.28, a soft
 punishment over the last 4,096 of 20,480 tokens). GSPO 2507.18071 5.1. CISPO 2506.13585 3.1, which prints no

@@ -20,7 +20,7 @@ class Objective(NamedTuple):
     clipped: Tensor
     """Tokens."""
     reference_kl: Tensor
-    """Over tokens, without its coefficient; 0 where the loss has none."""
+    """Over tokens, without its coefficient; 0 where there is no reference."""
 
 
 def objective(
@@ -50,12 +50,13 @@ def objective(
             cap=settings.correction_cap,
         )
     reference_kl = torch.zeros((), device=logprobs.device)
-    if settings.kl_coef and settings.kl_in == "loss":
+    if settings.needs_reference:
         estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)
         reference_kl = estimates.detach().sum()
         if settings.kl_bias_correction:
             estimates = estimates * (logprobs - old_logprobs).exp()
-        per_token = per_token + settings.kl_coef * estimates
+        if settings.kl_in == "loss":
+            per_token = per_token + settings.kl_coef * estimates
     return Objective((per_token * weights).sum(), clipped.sum(), reference_kl)
 
 

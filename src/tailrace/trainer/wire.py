@@ -26,7 +26,7 @@ class TrainSample(msgspec.Struct, frozen=True):
     advantage: float
     """Under gae: the reward at the last token."""
     reference_logprobs: list[float] = []
-    """[num_tokens]; empty where the loss does not ask for them."""
+    """[num_tokens]; empty where there is no reference."""
     num_carried: int = 0
     """Leading tokens, up to the last that an older version than the published one drew."""
 
