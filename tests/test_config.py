@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import RunConfig, load_config, require_sections
 from tailrace.errors import ConfigError
 
@@ -100,6 +101,13 @@ def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> 
     assert (config.algorithm.clip_high, config.algorithm.filter) == (0.3, "zero_variance")
     (tmp_path / "again.toml").write_text(config.toml())
     assert load_config(tmp_path / "again.toml") == config
+
+
+def test_a_variant_that_names_an_algorithm_is_that_algorithm(tmp_path: Path) -> None:
+    variants = "[variants.a.algorithm]\nname = 'dapo'\n[variants.b.algorithm]\nclip_low = 0.1\n"
+    config = load(tmp_path, "[algorithm]\nclip_high = 0.5\n" + variants)
+    assert config.variant("a").algorithm == AlgorithmSettings(name="dapo")
+    assert config.variant("b").algorithm == AlgorithmSettings(clip_high=0.5, clip_low=0.1)
 
 
 def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ class RunConfig(Settings):
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
     variants: Mapping[str, Mapping[str, Any]] = {}
-    """This config under another name, for races: what stands here replaces the same keys; a `schedule`,
-    the whole section."""
+    """This config under another name, for races: what stands here replaces the same keys; a `schedule`, and
+    an `algorithm` with a name, the whole section."""
     compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
@@ -89,7 +89,8 @@ class RunConfig(Settings):
         """
         tree = self.model_dump(exclude={"variants"})
         for section, values in self.variants[name].items():
-            tree[section] = values if section == "schedule" else {**(tree.get(section) or {}), **values}
+            whole = section == "schedule" or (section == "algorithm" and "name" in values)
+            tree[section] = values if whole else {**(tree.get(section) or {}), **values}
         try:
             return RunConfig.model_validate(tree)
         except ValidationError as why:

@@ -69,11 +69,13 @@ async def race(
     """All counted laps of each racer, and their pictures."""
     laps: dict[str, list[Lap]] = {name: [] for name in racers}
     timelines: dict[str, list[Timeline]] = {name: [] for name in racers}
-    arena, start = Arena(folder), folder / "start"
+    arena, setups = Arena(folder), list(dict.fromkeys(racer.setup for racer in racers.values()))
     try:
         for repeat in range(0 if config.compare.warm_up_rounds else -1, config.compare.repeats):
             for name in _in_turn(racers, repeat):
                 parts = await arena.parts(racers[name])
+                # The same weights; but what a trainer keeps beside them depends on its algorithm.
+                start = folder / f"start-{setups.index(racers[name].setup)}"
                 if not start.exists():
                     await parts.trainer.save(start)
                 await rewind(parts, start, version=0)
