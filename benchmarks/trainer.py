@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
@@ -110,10 +111,11 @@ class Ours:
 
     def __init__(self, model: Path, samples: Sequence[TrainSample]) -> None:
         torch.set_num_threads(1)
-        settings = TrainerSettings(
-            learning_rate=LEARNING_RATE, clip_low=CLIP, clip_high=CLIP, max_grad_norm=MAX_GRAD_NORM
+        settings = TrainerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
+        algorithm = AlgorithmSettings(clip_low=CLIP, clip_high=CLIP)
+        self._trainer = TorchTrainer.from_pretrained(
+            model, settings, algorithm, temperature=1.0, max_tokens=512
         )
-        self._trainer = TorchTrainer.from_pretrained(model, settings, temperature=1.0)
         self._units = [samples[i : i + GROUP_SIZE] for i in range(0, len(samples), GROUP_SIZE)]
 
     def step(self) -> Timing:

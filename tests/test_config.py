@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import RunConfig, load_config, require_sections
 from tailrace.errors import ConfigError
 
@@ -87,6 +88,26 @@ def test_sections_that_are_missing_or_no_sections(tmp_path: Path, text: str, pro
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file; name a TOML file"):
         load_config(tmp_path / "nowhere.toml")
+
+
+def test_an_algorithm_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path: Path) -> None:
+    said = message(tmp_path, "[algorithm]\nname = 'gspo'\nnormalize = 'token_mean'\n")
+    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio a sequence")
+    assert message(tmp_path, "", {"run.group_size": "1"}).startswith("algorithm.advantage = 'group': a group")
+
+
+def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> None:
+    config = load(tmp_path, "[algorithm]\nname = 'dapo'\nclip_high = 0.3\n")
+    assert (config.algorithm.clip_high, config.algorithm.filter) == (0.3, "zero_variance")
+    (tmp_path / "again.toml").write_text(config.toml())
+    assert load_config(tmp_path / "again.toml") == config
+
+
+def test_a_variant_that_names_an_algorithm_is_that_algorithm(tmp_path: Path) -> None:
+    variants = "[variants.a.algorithm]\nname = 'dapo'\n[variants.b.algorithm]\nclip_low = 0.1\n"
+    config = load(tmp_path, "[algorithm]\nclip_high = 0.5\n" + variants)
+    assert config.variant("a").algorithm == AlgorithmSettings(name="dapo")
+    assert config.variant("b").algorithm == AlgorithmSettings(clip_high=0.5, clip_low=0.1)
 
 
 def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:

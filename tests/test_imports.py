@@ -37,14 +37,19 @@ INSIDES = {
     # The pool settles what it takes in and gives out.
     ("rollout", "ledger.ledger"),
     # The loss is the trainer's; it stands apart because it is pure.
+    ("trainer", "algo.advantages"),
+    ("trainer", "algo.corrections"),
     ("trainer", "algo.ess"),
+    ("trainer", "algo.kl"),
     ("trainer", "algo.losses"),
+    ("trainer", "algo.segments"),
     # A procedural prompt brings its own scorer.
     ("reward", "data.procedural"),
     # A worker process is where the insides of a room run.
     ("workers", "data.tokenizer"),
     ("workers", "engine.native.engine"),
     ("workers", "reward.functions"),
+    ("workers", "trainer.reference"),
     ("workers", "trainer.torch_trainer"),
     ("workers", "trainer.wire"),
     ("workers", "weights.shared"),

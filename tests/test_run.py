@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.record.events import (
     Evaluated,
@@ -31,6 +32,7 @@ from virtual import (
     SCHEDULES_BY_NAME,
     SETTINGS,
     SIM,
+    ZERO_VARIANCE,
     Death,
     Outcome,
     change,
@@ -46,7 +48,11 @@ ONE_ROUND = RunSettings(rounds=1, group_size=2)
 
 
 def lives(
-    name: str, settings: RunSettings, kills: Iterator[float], folder: Path
+    name: str,
+    settings: RunSettings,
+    kills: Iterator[float],
+    folder: Path,
+    algorithm: AlgorithmSettings | None = None,
 ) -> tuple[list[Event], Outcome]:
     """Run, be killed, resume, until it ends: what happened in the lineage of checkpoints that led to the
     end, what a kill undid left out, and the last life."""
@@ -54,7 +60,13 @@ def lives(
     while True:
         resume = newest(folder)
         outcome = simulate(
-            SCHEDULES_BY_NAME[name], settings, SIM, folder=folder, resume=resume, kill_at_s=next(kills, None)
+            SCHEDULES_BY_NAME[name],
+            settings,
+            SIM,
+            folder=folder,
+            resume=resume,
+            kill_at_s=next(kills, None),
+            algorithm=algorithm,
         )
         if not outcome.killed:
             return lineage + outcome.events, outcome
@@ -67,12 +79,13 @@ def lives(
 def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_twice(
     name: str, every: int, tmp_path: Path
 ) -> None:
-    settings = change(SETTINGS, checkpoint_every=every, filter="zero_variance" if every == 2 else "none")
-    whole = simulate(SCHEDULES_BY_NAME[name], settings)
+    settings = change(SETTINGS, checkpoint_every=every)
+    algorithm = ZERO_VARIANCE if every == 2 else AlgorithmSettings()
+    whole = simulate(SCHEDULES_BY_NAME[name], settings, algorithm=algorithm)
     chance = random.Random(f"{name} {every}")
     for trial in range(2):
         kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
-        lineage, last = lives(name, settings, kills, tmp_path / str(trial))
+        lineage, last = lives(name, settings, kills, tmp_path / str(trial), algorithm)
         trained = [
             event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
         ]
@@ -232,11 +245,6 @@ def test_data_without_any_usable_row_ends_the_run_and_says_so() -> None:
 
     with pytest.raises(ConfigError, match="data = 'no prompt': 10000 rows in a row have no usable prompt"):
         simulate(partial(serial, R=4, U=2), ONE_ROUND, EXACT, parts=parts)
-
-
-def test_filtering_equal_rewards_needs_more_than_one_sample_a_group() -> None:
-    with pytest.raises(ValueError, match="would filter every group of one sample: raise group_size"):
-        RunSettings(rounds=1, group_size=1, filter="zero_variance")
 
 
 # -- the rest of the vocabulary ------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.materialise import Materialise
 from tailrace.engine.base import Usage
 from tailrace.ledger.state import RunState
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
@@ -30,6 +32,8 @@ E = TypeVar("E")
 S = TypeVar("S", bound=Settings)
 
 SETTINGS = RunSettings(rounds=3, group_size=4)
+
+ZERO_VARIANCE = AlgorithmSettings(filter="zero_variance")
 
 SIM = SimSettings(
     engines=SimEngineSettings(count=2, slots=24),
@@ -178,6 +182,7 @@ def simulate(
     kill_at_s: float | None = None,
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
+    algorithm: AlgorithmSettings | None = None,
     into: Outcome | None = None,
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed.
@@ -187,9 +192,12 @@ def simulate(
     ends with an error.
     """
     outcome = into or Outcome()
+    algorithm = algorithm or AlgorithmSettings()
+    materialise = Materialise(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
-        outcome.parts = parts() if parts else simulated_parts(sim, settings.seed)
+        reference = algorithm.needs_reference
+        outcome.parts = parts() if parts else simulated_parts(sim, settings.seed, reference=reference)
         state = await restored(outcome.parts, resume) if resume else None
 
         async def watched(run: Run) -> None:
@@ -203,7 +211,15 @@ def simulate(
 
         try:
             async with asyncio.timeout(kill_at_s):
-                await drive(watched, outcome.parts, settings, Recorder(outcome), folder=folder, state=state)
+                await drive(
+                    watched,
+                    outcome.parts,
+                    settings,
+                    Recorder(outcome),
+                    materialise=materialise,
+                    folder=folder,
+                    state=state,
+                )
         except TimeoutError:
             outcome.killed = True
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.check import check_algorithm
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
@@ -62,17 +64,23 @@ class RunConfig(Settings):
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
     variants: Mapping[str, Mapping[str, Any]] = {}
-    """This config under another name, for races: what stands here replaces the same keys; a `schedule`,
-    the whole section."""
+    """This config under another name, for races: what stands here replaces the same keys; a `schedule`, and
+    an `algorithm` with a name, the whole section."""
     compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
     reward: RewardSettings = RewardSettings()
     engine: EngineSettings = EngineSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
     sim: SimSettings = SimSettings()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "RunConfig":
+        check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
+        return self
 
     def variant(self, name: str) -> "RunConfig":
         """
@@ -81,7 +89,8 @@ class RunConfig(Settings):
         """
         tree = self.model_dump(exclude={"variants"})
         for section, values in self.variants[name].items():
-            tree[section] = values if section == "schedule" else {**(tree.get(section) or {}), **values}
+            whole = section == "schedule" or (section == "algorithm" and "name" in values)
+            tree[section] = values if whole else {**(tree.get(section) or {}), **values}
         try:
             return RunConfig.model_validate(tree)
         except ValidationError as why:

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tailrace import clock
-from tailrace.algo.advantages import group_advantages
+from tailrace.algo.materialise import GRPO
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
 from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, Stuck, first_cause
@@ -35,9 +35,10 @@ from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
 from tailrace.rollout.history import History
 from tailrace.rollout.pool import Pool
+from tailrace.rollout.reference import WithReference
 from tailrace.rollout.shelf import Shelf
 from tailrace.settings import Settings
-from tailrace.trainer.base import Trainer
+from tailrace.trainer.base import Reference, Trainer
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of
 
 MAX_SKIPPED_IN_A_ROW = 10_000
@@ -51,10 +52,6 @@ class RunSettings(Settings):
     group_size: int = Field(ge=1)
     """K: samples of one prompt."""
     seed: int = 0
-    advantage: Literal["group", "none"] = "group"
-    """group: divide by the group's standard deviation (GRPO). none: do not (Dr. GRPO)."""
-    filter: Literal["none", "zero_variance"] = "none"
-    """zero_variance: a group whose rewards are all equal teaches nothing and is replaced (DAPO 3.2)."""
     eval_every: int = Field(default=0, ge=0)
     """Rounds between evaluations, which also stand at the start and at the end; 0: none."""
     eval_prompts: int = Field(default=128, ge=1)
@@ -66,14 +63,6 @@ class RunSettings(Settings):
     give_up_s: float = Field(default=86_400.0, gt=0)
     """So long without an optimizer step, and the run ends with that as its error."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "RunSettings":
-        if self.filter == "zero_variance" and self.group_size == 1:
-            raise ValueError(
-                "filter 'zero_variance' would filter every group of one sample: raise group_size"
-            )
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -84,6 +73,8 @@ class Parts:
     rewards: Rewards
     prompts: Prompts
     held_out: Prompts
+    reference: Reference | None = None
+    """Where the algorithm wants a KL to it."""
 
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
@@ -100,10 +91,12 @@ class Run:
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
         *,
+        materialise: Callable[[Group], str | None] = GRPO,
         folder: Path | None = None,
         state: RunState | None = None,
     ) -> None:
-        """folder: where checkpoints go. state: where an earlier life of this run stood."""
+        """materialise: of the algorithm. folder: where checkpoints go. state: where an earlier life of this
+        run stood."""
         state = state or RunState()
         self.K = settings.group_size
         self.round, self.version = state.round, state.version
@@ -127,12 +120,12 @@ class Run:
         self.pool = Pool(
             tasks,
             self.fleet,
-            parts.rewards,
+            WithReference(parts.rewards, parts.reference) if parts.reference else parts.rewards,
             self._ledger,
             self.parked,
             recorder,
             replace=lambda samples: self.prompts(1, samples=samples),
-            materialise=self._materialise,
+            materialise=materialise,
         )
         self._stepped = asyncio.Event()
         self._watchdog = tasks.create_task(self._watch())
@@ -281,16 +274,6 @@ class Run:
         ids = [SampleId(group.prompt.index, group.attempt, index) for index in range(n)]
         return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
 
-    def _materialise(self, group: Group) -> str | None:
-        samples = group.trainable
-        rewards = [sample.reward or 0.0 for sample in samples]
-        if self._settings.filter == "zero_variance" and len(set(rewards)) == 1:
-            return "zero variance"
-        advantages = group_advantages(rewards, scale=self._settings.advantage)
-        for sample, advantage in zip(samples, advantages, strict=True):
-            sample.advantage = advantage
-        return None
-
     @property
     def _bound(self) -> float:
         return inf if self.promised is None else self.promised
@@ -399,13 +382,14 @@ async def drive(
     settings: RunSettings,
     recorder: events.Recorder,
     *,
+    materialise: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
     state: RunState | None = None,
 ) -> None:
     """Run a schedule to its end and close the books; the first error of anything ends it."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            run = Run(parts, settings, recorder, tasks, folder=folder, state=state)
+            run = Run(parts, settings, recorder, tasks, materialise=materialise, folder=folder, state=state)
             try:
                 await schedule(run)
                 await run.finish()

@@ -74,6 +74,8 @@ class Sample:
     """[num_tokens]; empty in a simulation, where only the count is real."""
     logprobs: list[float] = field(default_factory=list)
     """[num_tokens]: of each token, under the version that produced it, at the sampling temperature."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    """[num_tokens]: under the reference model; empty where there is none. Set before the reward."""
     spans: list[Span] = field(default_factory=list)
     """Who produced which tokens, in order."""
     num_tokens: int = 0
@@ -85,7 +87,8 @@ class Sample:
     failure: str | None = None
     """Why it has no reward; None while it may still get one."""
     advantage: float = 0.0
-    """Set when its group is materialised."""
+    """Set when its group is materialised. Under gae: the shaped reward, of which the critic makes an
+    advantage a token."""
     fate: str | None = None
     """'trained', or the reason for which its tokens are waste; None while it lives."""
 

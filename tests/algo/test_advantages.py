@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.algo.advantages import group_advantages
+from tailrace.algo.advantages import gae, group_advantages
 
 
 def test_group_scale_divides_by_the_sample_deviation() -> None:
@@ -19,7 +19,7 @@ def test_no_scale_only_subtracts_the_mean() -> None:
     assert group_advantages([3.0, 1.0, 2.0], scale="none") == [1.0, -1.0, 0.0]
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("scale", ["group", "none", "rloo"])
 @pytest.mark.parametrize("rewards", [[0.7], [1.0] * 8, [0.0, 0.0]])
 def test_equal_rewards_have_no_advantage(rewards: list[float], scale: str) -> None:
     assert group_advantages(rewards, scale=scale) == [0.0] * len(rewards)  # type: ignore[arg-type]
@@ -31,3 +31,32 @@ def test_advantages_sum_to_zero_and_keep_the_order(rewards: list[int]) -> None:
     assert math.isclose(math.fsum(advantages), 0.0, abs_tol=1e-9)
     places = range(len(rewards))
     assert sorted(places, key=rewards.__getitem__) == sorted(places, key=advantages.__getitem__)
+
+
+def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
+    # 3 - (1 + 2) / 2, 1 - (3 + 2) / 2, 2 - (3 + 1) / 2
+    assert group_advantages([3.0, 1.0, 2.0], scale="rloo") == pytest.approx([1.5, -1.5, 0.0])
+
+
+def test_gae_by_hand() -> None:
+    # delta = [0.5 * 0.4 - 0.2, 0.5 * 0.6 - 0.4, 1 - 0.6] = [0, -0.1, 0.4]
+    # A = [0 + 0.4 * 0.06, -0.1 + 0.4 * 0.4, 0.4], gamma lambda = 0.4
+    found = gae([0.2, 0.4, 0.6], 1.0, gamma=0.5, gae_lambda=0.8)
+    assert found == pytest.approx([0.024, 0.06, 0.4])
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=20), st.floats(-2, 2))
+def test_gae_of_lambda_one_is_the_return_and_of_lambda_zero_one_step(
+    values: list[float], reward: float
+) -> None:
+    gamma, last = 0.9, len(values) - 1
+    returns = [gamma ** (last - t) * reward - value for t, value in enumerate(values)]
+    assert gae(values, reward, gamma=gamma, gae_lambda=1.0) == pytest.approx(returns, abs=1e-9)
+    after = [*(gamma * value for value in values[1:]), reward]
+    steps = [later - value for later, value in zip(after, values, strict=True)]
+    assert gae(values, reward, gamma=gamma, gae_lambda=0.0) == pytest.approx(steps, abs=1e-9)
+
+
+def test_without_discount_and_lambda_it_is_reward_minus_value() -> None:
+    """PipelineRL, eq. 4."""
+    assert gae([0.5, 0.25], 1.0, gamma=1.0, gae_lambda=1.0) == [0.5, 0.75]

@@ -48,6 +48,20 @@ def test_a_run_leaves_everything_about_itself_in_its_output_directory(config_pat
     }
 
 
+def test_ppo_with_a_kl_trains_saves_its_critic_and_resumes(config_path: Path) -> None:
+    folder = config_path.parent / "out"
+    ppo = {"algorithm.name": "ppo", "algorithm.kl_coef": "0.05", "run.group_size": "1"}
+    train(load_config(config_path, ppo | {"run.rounds": "2"}), folder)
+    assert (folder / "checkpoints" / "round_000002" / "critic.safetensors").exists()
+    train(load_config(config_path, ppo | {"run.rounds": "3"}), folder, resume=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["value_loss"] > 0 and row["skipped"] == 0 for row in steps)
+    assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["reference_kl"] != 0
+    assert (folder / "logs" / "reference.log").exists()
+
+
 def test_a_checkpoint_is_a_hugging_face_folder(config_path: Path) -> None:
     folder = config_path.parent / "out"
     train(load_config(config_path, {"run.rounds": "1"}), folder)

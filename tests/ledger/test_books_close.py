@@ -11,6 +11,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.run import RunSettings
 from tailrace.schedules import SCHEDULES
@@ -72,10 +73,15 @@ RUNS = st.builds(
     rounds=st.integers(1, 3),
     group_size=st.integers(2, 3),
     seed=st.integers(0, 1000),
-    filter=st.sampled_from(["none", "zero_variance"]),
     checkpoint_every=st.integers(1, 2),
     eval_every=st.integers(0, 2),
     eval_prompts=st.just(3),
+)
+ALGORITHMS = st.builds(
+    AlgorithmSettings,
+    filter=st.sampled_from(["none", "zero_variance"]),
+    kl_coef=st.sampled_from([0.0, 0.1]),
+    kl_in=st.sampled_from(["loss", "reward"]),
 )
 WORLDS = st.builds(
     SimSettings,
@@ -110,10 +116,11 @@ KILLS = st.lists(st.floats(0, 12), max_size=2)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(schedules(), RUNS, WORLDS, DEATHS, KILLS)
+@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS)
 def test_the_books_close_in_every_world(
     schedule: partial,
     run: RunSettings,
+    algorithm: AlgorithmSettings,
     world: SimSettings,
     deaths: list[Death],
     kills: list[float],  # type: ignore[type-arg]
@@ -129,6 +136,7 @@ def test_the_books_close_in_every_world(
                 resume=newest(folder),
                 kill_at_s=kill_at_s,
                 beside=dying(*deaths) if deaths else None,
+                algorithm=algorithm,
             )
             if not outcome.killed:
                 break

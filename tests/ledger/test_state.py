@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tailrace.errors import CheckpointError
 from tailrace.ledger.state import STATE_FILE, GroupState, RunState
 from tailrace.types import Group, Prompt, Sample, SampleId
-from virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, change, newest, simulate
+from virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, ZERO_VARIANCE, change, newest, simulate
 
 
 @st.composite
@@ -35,6 +35,7 @@ def groups(draw: st.DrawFn) -> Group:
                 draw(st.sampled_from(["", "12", "\u00e4\n"])),
                 draw(st.floats(-2, 2)),
             )
+            sample.reference_logprobs = [logprob - 0.5 for logprob in sample.logprobs]
             sample.fate = draw(st.sampled_from([None, "reward timeout"]))
         group.samples.append(sample)
     finished = draw(st.permutations([sample for sample in group.samples if sample.finish_reason]))
@@ -45,7 +46,7 @@ def groups(draw: st.DrawFn) -> Group:
 def looks(group: Group) -> list[object]:
     """All that a group is, but for the pool's line and identity."""
     fields = ("id", "seed", "completion_ids", "logprobs", "spans", "num_tokens", "finish_reason", "text")
-    judged = ("reward", "failure", "advantage", "fate", "judged")
+    judged = ("reference_logprobs", "reward", "failure", "advantage", "fate", "judged")
     return [
         (group.prompt, group.need, group.num_launched, group.attempt, group.born, group.deferrals),
         [sample.id for sample in group.kept],
@@ -67,8 +68,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_a_real_run_s_state_comes_back_to_the_last_count(tmp_path: Path, name: str) -> None:
     sim = change(SIM, rewards=change(SIM.rewards, failing=0.2))
-    settings = change(SETTINGS, filter="zero_variance")
-    outcome = simulate(SCHEDULES_BY_NAME[name], settings, sim)
+    outcome = simulate(SCHEDULES_BY_NAME[name], SETTINGS, sim, algorithm=ZERO_VARIANCE)
     state = outcome.run.state()
     state.save(tmp_path)
     assert RunState.load(tmp_path, "") == state

@@ -15,7 +15,7 @@ from tailrace.run import Parts, Run, RunSettings
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.world import simulated_parts
 from tailrace.types import Group, Sample
-from virtual import EXACT, SETTINGS, SIM, Death, change, dying, in_service, simulate, worlds
+from virtual import EXACT, SETTINGS, SIM, ZERO_VARIANCE, Death, change, dying, in_service, simulate, worlds
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 
@@ -231,8 +231,9 @@ def test_a_group_none_of_whose_samples_can_be_rewarded_is_dropped_and_replaced()
 
 
 def test_r_counts_trainable_groups_and_a_filtered_one_is_replaced_in_the_same_round() -> None:
-    settings = RunSettings(rounds=1, group_size=2, filter="zero_variance")
-    outcome = simulate(partial(rolloutpipe, R=4, U=2), settings, EXACT, parts=with_rewards(constant={0, 3}))
+    parts = with_rewards(constant={0, 3})
+    schedule = partial(rolloutpipe, R=4, U=2)
+    outcome = simulate(schedule, ONE_ROUND, EXACT, parts=parts, algorithm=ZERO_VARIANCE)
     assert sorted(outcome.trained) == [1, 2, 4, 5]
     assert outcome.totals.wasted_tokens == {"zero variance": 40}
     assert outcome.totals.groups == {"trained": 4, "filtered": 2}

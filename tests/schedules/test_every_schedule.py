@@ -23,6 +23,7 @@ from virtual import (
     SCHEDULES_BY_NAME,
     SETTINGS,
     SIM,
+    ZERO_VARIANCE,
     Death,
     change,
     dying,
@@ -35,17 +36,18 @@ TROUBLED = change(SIM, rewards=change(SIM.rewards, failing=0.15, hanging=0.1, ti
 
 @EVERY
 def test_ten_runs_are_one_trace(name: str) -> None:
-    settings = change(SETTINGS, rounds=2, filter="zero_variance")
-    traces = {tuple(simulate(SCHEDULES_BY_NAME[name], settings, TROUBLED).trace) for _ in range(10)}
+    settings = change(SETTINGS, rounds=2)
+    schedule = SCHEDULES_BY_NAME[name]
+    traces = {tuple(simulate(schedule, settings, TROUBLED, algorithm=ZERO_VARIANCE).trace) for _ in range(10)}
     assert len(traces) == 1
 
 
 def digests() -> dict[str, str]:
     """One number for each schedule's trace in a troubled world."""
-    settings = change(SETTINGS, rounds=1, filter="zero_variance")
+    settings = change(SETTINGS, rounds=1)
     beside = dying(Death(20.0, 1, 9.0), Death(31.0, 0, 3.0))
     traces = {
-        name: "\n".join(simulate(schedule, settings, TROUBLED, beside=beside).trace)
+        name: "\n".join(simulate(schedule, settings, TROUBLED, algorithm=ZERO_VARIANCE, beside=beside).trace)
         for name, schedule in SCHEDULES_BY_NAME.items()
     }
     return {name: hashlib.sha256(trace.encode()).hexdigest() for name, trace in traces.items()}
@@ -113,7 +115,7 @@ def test_rewards_that_fail_or_hang_cost_their_samples_and_wedge_nothing(name: st
 @EVERY
 def test_filtered_groups_are_replaced(name: str) -> None:
     whole = simulate(SCHEDULES_BY_NAME[name])
-    outcome = simulate(SCHEDULES_BY_NAME[name], change(SETTINGS, filter="zero_variance"))
+    outcome = simulate(SCHEDULES_BY_NAME[name], algorithm=ZERO_VARIANCE)
     assert outcome.totals.groups["filtered"] > 0 and outcome.totals.wasted_tokens["zero variance"] > 0
     if name in FLUSHING:
         assert outcome.run.parked.groups == []  # how many there were at the end is chance

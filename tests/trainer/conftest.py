@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import VOCABULARY
+from trainer_cases import VOCABULARY, make_torch_trainer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.torch_trainer import TorchTrainer
 
 
@@ -46,8 +45,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
     def make(temperature: float = 0.8, **settings: object) -> TorchTrainer:
         defaults: dict[str, object] = {"learning_rate": 1e-3, "token_budget": 48}
-        return TorchTrainer.from_pretrained(
-            model_path, TrainerSettings.model_validate(defaults | settings), temperature=temperature
-        )
+        return make_torch_trainer(model_path, temperature=temperature, **(defaults | settings))
 
     return make

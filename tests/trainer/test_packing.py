@@ -61,5 +61,5 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.predictors.tolist() == [1, 2, 3, 4]
     assert batch.targets.tolist() == [0, 1, 2, 0]
     assert batch.recorded_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0]
-    assert batch.advantages.tolist() == [0.5, 0.5, 0.5, 1.5]
+    assert batch.advantages.tolist() == [0.5, 1.5]
     assert batch.num_tokens.tolist() == [3, 1]

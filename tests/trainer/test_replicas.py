@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trainer_cases import first_moments, make_units
+from trainer_cases import first_moments, make_torch_trainer, make_units
 
-from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.torch_trainer import TorchTrainer
 
 NORMALIZE = ("sample_mean", "token_mean")
@@ -41,10 +40,9 @@ def train(rank: int, model_path: Path, folder: Path) -> None:
 
 
 def make(model_path: Path, normalize: str) -> TorchTrainer:
-    settings = TrainerSettings.model_validate(
-        {"betas": (0.0, 0.9), "max_grad_norm": 1e9, "normalize": normalize, "token_budget": 64}
+    return make_torch_trainer(
+        model_path, betas=(0.0, 0.9), max_grad_norm=1e9, normalize=normalize, token_budget=64
     )
-    return TorchTrainer.from_pretrained(model_path, settings, temperature=1.0)
 
 
 def test_unequal_replicas_make_the_step_of_one(model_path: Path, tmp_path: Path) -> None:

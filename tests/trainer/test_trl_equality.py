@@ -1,59 +1,64 @@
-"""The same batch through TRL's GRPOTrainer and ours: the same loss and gradients to 1e-6."""
+"""The same batch through TRL's trainers and ours: the same loss and gradients to 1e-6."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from trainer_cases import first_moments
 from trl_reference import (
+    CAP,
+    CASES,
     CLIP_HIGH,
     CLIP_LOW,
-    FIXTURE,
+    KEPT,
+    MAX_TOKENS,
     TEMPERATURE,
     reference_model,
     reference_samples,
-    trl_loss_and_gradients,
+    stored,
+    trl_loss_and_gradient,
 )
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
 
-@pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("token_budget", [10, 1000])
-def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, normalize: str, token_budget: int) -> None:
-    reference = json.loads(FIXTURE.read_text())[normalize]
+def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, name: str, token_budget: int) -> None:
+    wanted_loss, wanted_gradient = stored()[name]
+    case = CASES[name]
     reference_model().save_pretrained(tmp_path / "model")
-    settings = TrainerSettings.model_validate(
-        {
-            "normalize": normalize,
-            "clip_low": CLIP_LOW,
-            "clip_high": CLIP_HIGH,
-            "betas": (0.0, 0.9),
-            "max_grad_norm": 1e9,
-            "token_budget": token_budget,
-        }
+    settings = TrainerSettings(betas=(0.0, 0.9), max_grad_norm=1e9, token_budget=token_budget)
+    algorithm = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "correction_cap": CAP, **case.ours}
+    algorithm["old_policy"] = "recomputed" if case.vllm else "recorded"
+    trainer = TorchTrainer.from_pretrained(
+        tmp_path / "model",
+        settings,
+        AlgorithmSettings.model_validate(algorithm),
+        temperature=TEMPERATURE,
+        max_tokens=MAX_TOKENS,
     )
-    trainer = TorchTrainer.from_pretrained(tmp_path / "model", settings, temperature=TEMPERATURE)
     samples = [TrainSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
     trainer.accumulate([samples[:3], samples[3:]])
     stats = trainer.step()
     trainer.save(tmp_path / "trained")
-    gradients = reference["gradients"]
-    wanted = torch.tensor([value for name in sorted(gradients) for value in gradients[name]])
-    assert stats.loss == pytest.approx(reference["loss"], abs=1e-6)
-    assert 0 < stats.clip_ratio < 1, "the batch must exercise the clip"
-    torch.testing.assert_close(first_moments(tmp_path / "trained"), wanted, atol=1e-6, rtol=0)
+    assert case.trainer == "RLOO" or stats.loss == pytest.approx(wanted_loss, abs=1e-6)
+    on_policy = case.vllm or case.trainer == "RLOO"
+    assert on_policy or 0 < stats.clip_ratio < 1, "the batch must exercise the clip"
+    gradient = first_moments(tmp_path / "trained")[::KEPT]
+    assert gradient.abs().max() > 1e-3
+    tolerance = 2e-6 if case.trainer == "RLOO" else 1e-6  # a sum over tokens is larger than a mean
+    torch.testing.assert_close(gradient, wanted_gradient, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
-def test_the_stored_reference_is_what_trl_gives(normalize: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_stored_reference_is_what_trl_gives(name: str) -> None:
     pytest.importorskip("trl", reason="TRL is installed by the benchmark's extra only")
-    reference = json.loads(FIXTURE.read_text())[normalize]
-    loss, gradients = trl_loss_and_gradients(normalize)
-    assert loss == pytest.approx(reference["loss"], abs=1e-6)
-    for name, values in gradients.items():
-        assert values == pytest.approx(reference["gradients"][name], abs=1e-6), name
+    wanted_loss, wanted_gradient = stored()[name]
+    loss, gradient = trl_loss_and_gradient(CASES[name])
+    assert loss == pytest.approx(wanted_loss, abs=1e-6)
+    torch.testing.assert_close(torch.tensor(gradient), wanted_gradient, atol=1e-6, rtol=0)

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from tailrace.trainer.wire import TrainSample
-from tailrace.types import SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 SAMPLE = TrainSample(SampleId(7, 1, 2), [5, 6], [8, 9], [-0.5, -1 / 3], advantage=1.5)
 
@@ -10,6 +10,21 @@ SAMPLE = TrainSample(SampleId(7, 1, 2), [5, 6], [8, 9], [-0.5, -1 / 3], advantag
 def test_a_sample_crosses_the_wire_unchanged() -> None:
     data = msgspec.msgpack.encode([[SAMPLE]])
     assert msgspec.msgpack.decode(data, type=list[list[TrainSample]]) == [[SAMPLE]]
+
+
+@pytest.mark.parametrize(
+    ("versions", "num_carried"), [((2,), 0), ((1,), 3), ((0, 1, 2), 6), ((1, 2, 1, 2), 9), ((2, 2), 0)]
+)
+def test_carried_are_the_tokens_up_to_the_last_of_an_older_version(
+    versions: tuple[int, ...], num_carried: int
+) -> None:
+    group = Group(Prompt(0, [1]), need=1, samples=[])
+    sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5)
+    for version in versions:
+        sample.extend([1, 2, 3], [-1.0, -2.0, -3.0], version)
+    crossing = TrainSample.of(sample, published=2)
+    assert crossing.num_carried == num_carried
+    assert crossing.completion_ids == sample.completion_ids and crossing.advantage == 0.5
 
 
 def test_a_sample_without_a_prompt_is_a_defect() -> None:

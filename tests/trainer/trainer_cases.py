@@ -7,10 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
 VOCABULARY = 24
+MAX_TOKENS = 50
+"""The limit of a completion."""
 Unit = list[TrainSample]
 
 
@@ -31,6 +36,19 @@ def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit
         )
 
     return [[sample(prompt, index) for index in range(num_samples)] for prompt in range(num_units)]
+
+
+def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: object) -> TorchTrainer:
+    """Of a model on disk; each setting goes to the section that has it."""
+    own = {key: value for key, value in settings.items() if key in AlgorithmSettings.model_fields}
+    rest = {key: value for key, value in settings.items() if key not in own}
+    return TorchTrainer.from_pretrained(
+        model,
+        TrainerSettings.model_validate(rest),
+        AlgorithmSettings.model_validate(own),
+        temperature=temperature,
+        max_tokens=MAX_TOKENS,
+    )
 
 
 def first_moments(folder: Path) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import RowsSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.reward.base import RewardSettings
@@ -62,12 +63,17 @@ class Letters:
 
 @asynccontextmanager
 async def workers(
-    model: Path, folder: Path, *, function: str = "reward_cases:score"
+    model: Path,
+    folder: Path,
+    *,
+    function: str = "reward_cases:score",
+    algorithm: AlgorithmSettings | None = None,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
         engine=EngineSettings(),
         sampling=SamplingSettings(max_completion_tokens=40),
+        algorithm=algorithm or AlgorithmSettings(),
         trainer=TrainerSettings(learning_rate=1e-2),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tailrace.algo.materialise import Materialise
 from tailrace.config import RunConfig, require_sections
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
@@ -36,6 +37,12 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
+def live_materialise(config: RunConfig) -> Materialise:
+    """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
+    assert config.sampling
+    return Materialise(config.algorithm, config.sampling.max_completion_tokens)
+
+
 @asynccontextmanager
 async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
     """Start the workers of a checked config and end them with the block; logs go into the folder."""
@@ -46,6 +53,7 @@ async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
         config.model.path,
         engine=config.engine,
         sampling=config.sampling,
+        algorithm=config.algorithm,
         trainer=config.trainer,
         reward=config.reward,
         data=config.data,
@@ -61,4 +69,5 @@ async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
                 rewards=opened.rewards,
                 prompts=open_prompts(config.data, tokenizer, seed=config.run.seed, split="train"),
                 held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
+                reference=opened.reference,
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import open_parts, rewind
+from tailrace.commands.live import live_materialise, open_parts, rewind
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
 from tailrace.data.base import Prompts
@@ -37,7 +37,7 @@ class Racer:
     @property
     def setup(self) -> str:
         """What its workers are made from."""
-        sections = {"model", "data", "sampling", "reward", "engine", "trainer", "host"}
+        sections = {"model", "data", "sampling", "reward", "engine", "algorithm", "trainer", "host"}
         return json.dumps(self.config.model_dump(mode="json", include=sections), sort_keys=True)
 
 
@@ -69,11 +69,13 @@ async def race(
     """All counted laps of each racer, and their pictures."""
     laps: dict[str, list[Lap]] = {name: [] for name in racers}
     timelines: dict[str, list[Timeline]] = {name: [] for name in racers}
-    arena, start = Arena(folder), folder / "start"
+    arena, setups = Arena(folder), list(dict.fromkeys(racer.setup for racer in racers.values()))
     try:
         for repeat in range(0 if config.compare.warm_up_rounds else -1, config.compare.repeats):
             for name in _in_turn(racers, repeat):
                 parts = await arena.parts(racers[name])
+                # The same weights; but what a trainer keeps beside them depends on its algorithm.
+                start = folder / f"start-{setups.index(racers[name].setup)}"
                 if not start.exists():
                     await parts.trainer.save(start)
                 await rewind(parts, start, version=0)
@@ -107,7 +109,14 @@ async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path,
     settings = config.run.model_copy(update=changes)
     meter, trace = LapMeter(race.warm_up_rounds), TraceWriter(folder / f"trace-{name}.json")
     checkpoints = folder / "laps" / f"{name}-{repeat}"
-    await drive(racer.schedule, parts, settings, Recorder(meter, timeline, trace), folder=checkpoints)
+    await drive(
+        racer.schedule,
+        parts,
+        settings,
+        Recorder(meter, timeline, trace),
+        materialise=live_materialise(config),
+        folder=checkpoints,
+    )
     return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)
 
 

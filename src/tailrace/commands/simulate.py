@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
+from tailrace.algo.materialise import Materialise
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.summary import RunSummary, Summary
@@ -40,7 +41,9 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
 
 
 async def _simulate(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:
-    await drive(schedule, simulated_parts(config.sim, config.run.seed), config.run, recorder)
+    parts = simulated_parts(config.sim, config.run.seed, reference=config.algorithm.needs_reference)
+    materialise = Materialise(config.algorithm, config.sim.lengths.max_tokens)
+    await drive(schedule, parts, config.run, recorder, materialise=materialise)
     return clock.now()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, open_parts, rewind
+from tailrace.commands.live import check_live, live_materialise, open_parts, rewind
 from tailrace.config import RunConfig
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.ledger.state import RunState
@@ -75,7 +75,10 @@ async def _train(
         if checkpoint:
             await rewind(parts, checkpoint, state.version)
         checkpoints = folder / "checkpoints"
-        await drive(schedule, parts, config.run, recorder, folder=checkpoints, state=state)
+        materialise = live_materialise(config)
+        await drive(
+            schedule, parts, config.run, recorder, materialise=materialise, folder=checkpoints, state=state
+        )
     draw({str(config.schedule["name"]): timeline}, folder / "timeline.png")
     _report(summary.summary(), folder)
 

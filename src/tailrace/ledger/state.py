@@ -33,6 +33,7 @@ class SampleState(msgspec.Struct, frozen=True):
     fate: str | None
     kept: int | None
     """Place among its group's kept samples."""
+    reference_logprobs: list[float]
 
     @classmethod
     def of(cls, sample: Sample) -> "SampleState":
@@ -50,6 +51,7 @@ class SampleState(msgspec.Struct, frozen=True):
             sample.advantage,
             sample.fate,
             kept.index(sample) if sample in kept else None,
+            sample.reference_logprobs,
         )
 
     def revive(self, group: Group) -> Sample:
@@ -59,6 +61,7 @@ class SampleState(msgspec.Struct, frozen=True):
             seed=self.seed,
             completion_ids=self.completion_ids,
             logprobs=self.logprobs,
+            reference_logprobs=self.reference_logprobs,
             spans=self.spans,
             num_tokens=sum(span.num_tokens for span in self.spans),
             finish_reason=self.finish_reason,

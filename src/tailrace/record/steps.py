@@ -7,8 +7,8 @@
     completions/length/*              mean, p50, p90, p99, max, in tokens
     completions/clipped_ratio         share of samples that ended at the length limit
     completions/failed/REASON         samples that could not be rewarded
-    loss, grad_norm, learning_rate, entropy, clip_ratio, mismatch_kl, num_tokens
-                                      of the step (StepStats); mismatch_kl: behaviour to current policy
+    loss, grad_norm, learning_rate, entropy, clip_ratio, mismatch_kl, ess, reference_kl, value_loss, skipped,
+    num_tokens                        of the step (StepStats); mismatch_kl: behaviour to current policy
     staleness/mean, staleness/max     optimizer steps between the weights that produced a trained token and
                                       those that were trained, over tokens
     staleness/tenth_0 ... tenth_9     the same mean along the response: its first tenth, ..., its last
@@ -203,6 +203,10 @@ def _training(event: Stepped) -> Row:
         "entropy": stats.entropy,
         "clip_ratio": stats.clip_ratio,
         "mismatch_kl": stats.kl,
+        "ess": stats.ess,
+        "reference_kl": stats.reference_kl,
+        "value_loss": stats.value_loss,
+        "skipped": float(stats.skipped),
         "num_tokens": stats.num_tokens,
     }
 

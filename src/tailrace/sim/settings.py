@@ -31,6 +31,13 @@ class SimTrainerSettings(Settings):
     """How fast the log importance weights spread with the age of a token: a model of the ESS."""
 
 
+class SimReferenceSettings(Settings):
+    """A reference model on a device of its own, a sample at a time."""
+
+    tokens_per_s: float = Field(default=180_000.0, gt=0)
+    """Prompts included. A forward pass: a third of a training pass."""
+
+
 class SimLengthSettings(Settings):
     """Response lengths: lognormal, correlated within a group, clipped."""
 
@@ -66,3 +73,4 @@ class SimSettings(Settings):
     trainer: SimTrainerSettings = SimTrainerSettings()
     lengths: SimLengthSettings = SimLengthSettings()
     rewards: SimRewardSettings = SimRewardSettings()
+    reference: SimReferenceSettings = SimReferenceSettings()

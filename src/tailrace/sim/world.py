@@ -6,6 +6,7 @@ import random
 from tailrace.data.epochs import Epochs
 from tailrace.run import Parts
 from tailrace.sim.engine import SimEngine
+from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import SimRewards
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.sim.trainer import SimTrainer
@@ -42,8 +43,9 @@ class Lengths:
         return max(1, min(settings.max_tokens, tokens))
 
 
-def simulated_parts(settings: SimSettings, seed: int) -> Parts:
-    """Must be called on the virtual loop: engines and workers belong to it."""
+def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False) -> Parts:
+    """Must be called on the virtual loop: engines and workers belong to it. reference: whether there is
+    one."""
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
@@ -53,4 +55,5 @@ def simulated_parts(settings: SimSettings, seed: int) -> Parts:
         rewards=SimRewards(settings.rewards, seed),
         prompts=prompts,
         held_out=prompts,
+        reference=SimReference(settings.reference) if reference else None,
     )

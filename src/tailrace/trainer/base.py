@@ -13,16 +13,11 @@ from tailrace.weights.base import Weights
 
 
 class TrainerSettings(Settings):
-    """The trainer and its loss."""
+    """The trainer: its optimizer and its device."""
 
-    loss: Literal["grpo", "reinforce"] = "grpo"
-    """grpo: clipped surrogate. reinforce: log-prob times advantage. (algo/losses.py)"""
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.2, gt=0)
-    normalize: Literal["sample_mean", "token_mean"] = "sample_mean"
-    """sample_mean: mean over samples of each sample's token mean (GRPO eq. 3).
-    token_mean: mean over all tokens of the step (DAPO eq. 8)."""
     learning_rate: float = Field(default=1e-6, gt=0)
+    critic_learning_rate: float = Field(default=1e-5, gt=0)
+    """Of the critic, where the algorithm has one; all else of its optimizer is as the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps in which the learning rate rises linearly from zero."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -58,6 +53,15 @@ class StepStats:
     """Share of tokens whose gradient the clip removed."""
     kl: float = 0.0
     """KL of the behaviour policy to the current one, in nats a token (k3 estimator, PipelineRL 5)."""
+    ess: float = 1.0
+    """Effective sample size of the step's tokens, on unclamped pi/mu, each pi that of its own
+    accumulation."""
+    reference_kl: float = 0.0
+    """KL of the current policy to the reference, in nats a token, by the algorithm's estimator."""
+    value_loss: float = 0.0
+    """Of the critic, in the unit of `loss`."""
+    skipped: bool = False
+    """A gradient was not finite, and moved nothing."""
     num_micro_batches: int = 0
 
 
@@ -73,7 +77,8 @@ class Trainer(Protocol):
         """
 
     async def step(self) -> StepStats:
-        """Divide what was accumulated by its own samples or tokens, clip, and step once."""
+        """Divide what was accumulated by its own samples or tokens, clip, and step once; a gradient that is
+        not finite is left out, and the step is counted all the same."""
 
     async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
         """Effective sample size of the units' tokens under the current weights, a share in (0, 1]:
@@ -91,3 +96,10 @@ class Trainer(Protocol):
         Raises:
             CheckpointError: torn, or of another model.
         """
+
+
+class Reference(Protocol):
+    """The model that the policy is held close to: frozen, and beside the trainer."""
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """[num_tokens]: of a finished sample's tokens, at the sampling temperature."""

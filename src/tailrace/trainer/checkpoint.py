@@ -1,7 +1,8 @@
 """Checkpoints: a Hugging Face folder that `transformers` loads, with what the trainer needs beside it.
 
     config.json, model.safetensors, tokenizer files     the model, float32
-    trainer.safetensors                                 optimizer moments, random states, step count
+    trainer.safetensors                                 optimizer moments, random states, step counts
+    critic.safetensors                                  where there is a critic: its weights and the same
 
 The folder is written under another name and renamed when it is whole, so a folder that exists was
 written to its end; what is damaged later is found when it is read. Nothing is pickled.
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tailrace.errors import CheckpointError
 
 TRAINER_FILE = "trainer.safetensors"
+CRITIC_FILE = "critic.safetensors"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -33,16 +35,34 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer has besides the parameters."""
+
+    num_steps: int
+    num_updates: int
+    """Steps that moved the weights, AdamW's own count: fewer where a gradient was not finite."""
+    first_moments: Mapping[str, Tensor]
+    """AdamW's running mean of the gradient, by parameter name; empty before the first update."""
+    second_moments: Mapping[str, Tensor]
+    """AdamW's running mean of its square."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticState:
+    """The critic, which no Hugging Face folder holds."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: OptimizerState
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerState:
     """All that a trainer has besides the model."""
 
-    num_steps: int
-    first_moments: Mapping[str, Tensor]
-    """AdamW's running mean of the gradient, by parameter name; empty before the first step."""
-    second_moments: Mapping[str, Tensor]
-    """AdamW's running mean of its square."""
+    optimizer: OptimizerState
     random_states: Mapping[str, Tensor]
     """uint8, by device type."""
+    critic: CriticState | None = None
 
 
 def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
@@ -52,33 +72,47 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
     model.save_pretrained(partial)
     for file in _tokenizer_files(tokenizer_from):
         shutil.copy(file, partial)
-    tensors = {
-        **_prefixed("first", state.first_moments),
-        **_prefixed("second", state.second_moments),
-        **_prefixed("random", state.random_states),
-    }
-    save_file(tensors, partial / TRAINER_FILE, metadata={"num_steps": str(state.num_steps)})
+    _write_optimizer(partial / TRAINER_FILE, state.optimizer, _prefixed("random", state.random_states))
+    if state.critic:
+        weights = _prefixed("weight", state.critic.weights)
+        _write_optimizer(partial / CRITIC_FILE, state.critic.optimizer, weights)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
-def read(folder: Path, model: PreTrainedModel) -> TrainerState:
-    """Load the weights into `model` and return the rest. The model is untouched when this raises.
+def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] | None = None) -> TrainerState:
+    """Load the weights into `model`, and those of the critic into its parameters, and return the rest. Both
+    are untouched when this raises.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
     """
     weights = _read_weights(folder)
-    state = _read_state(folder / TRAINER_FILE)
+    optimizer, tensors = _read_optimizer(folder / TRAINER_FILE)
     parameters = dict(model.named_parameters())
     _must_match(folder, weights, parameters)
-    if state.num_steps:
-        _must_match(folder / TRAINER_FILE, state.first_moments, parameters)
-        _must_match(folder / TRAINER_FILE, state.second_moments, parameters)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    _must_fit(folder / TRAINER_FILE, optimizer, parameters)
+    state = TrainerState(
+        optimizer, _only("random", tensors), None if critic is None else _read_critic(folder, critic)
+    )
+    _fill(parameters, weights)
+    if critic is not None and state.critic is not None:
+        _fill(critic, state.critic.weights)
     return state
+
+
+def _read_critic(folder: Path, parameters: Mapping[str, Tensor]) -> CriticState:
+    optimizer, tensors = _read_optimizer(folder / CRITIC_FILE)
+    weights = _only("weight", tensors)
+    _must_match(folder / CRITIC_FILE, weights, parameters)
+    _must_fit(folder / CRITIC_FILE, optimizer, parameters)
+    return CriticState(weights, optimizer)
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -93,16 +127,27 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def _read_state(file: Path) -> TrainerState:
+def _write_optimizer(file: Path, state: OptimizerState, others: Mapping[str, Tensor]) -> None:
+    tensors = {
+        **_prefixed("first", state.first_moments),
+        **_prefixed("second", state.second_moments),
+        **others,
+    }
+    counts = {"num_steps": str(state.num_steps), "num_updates": str(state.num_updates)}
+    save_file(tensors, file, metadata=counts)
+
+
+def _read_optimizer(file: Path) -> tuple[OptimizerState, dict[str, Tensor]]:
+    """The state, and all tensors of the file."""
     try:
         with safe_open(file, framework="pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-            num_steps = int(reader.metadata()["num_steps"])
+            counts = reader.metadata()
+            num_steps, num_updates = int(counts["num_steps"]), int(counts["num_updates"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable ({error}); {_REMEDY}") from error
-    return TrainerState(
-        num_steps, _only("first", tensors), _only("second", tensors), _only("random", tensors)
-    )
+    moments = _only("first", tensors), _only("second", tensors)
+    return OptimizerState(num_steps, num_updates, *moments), tensors
 
 
 _REMEDY = "resume from an older checkpoint"
@@ -117,6 +162,12 @@ def _must_match(file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Te
                 f"{file}: of another model: {name} is {theirs}, here {ours}; "
                 "resume with the model that the run began with, or begin a new run"
             )
+
+
+def _must_fit(file: Path, optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> None:
+    if optimizer.num_updates:
+        _must_match(file, optimizer.first_moments, parameters)
+        _must_match(file, optimizer.second_moments, parameters)
 
 
 def _tokenizer_files(folder: Path) -> Iterable[Path]:

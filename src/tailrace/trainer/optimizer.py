@@ -4,6 +4,7 @@ All gradients are views of one flat vector: reducing it over ranks, dividing, ta
 clipping it are one operation each, however many parameters there are.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.checkpoint import OptimizerState
 
 
 class Optimizer:
@@ -21,6 +22,7 @@ class Optimizer:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._settings = settings
         self.num_steps = 0
+        self._num_updates = 0
         self.gradient = _flat_gradient(list(self._parameters.values()))
         """[number of parameters]: the sum since the last step."""
         self._adamw = torch.optim.AdamW(
@@ -37,7 +39,8 @@ class Optimizer:
         return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
 
     def step(self, count: int) -> float:
-        """Step on gradient / count and begin a new sum.
+        """Step on gradient / count and begin a new sum. A gradient that is not finite moves nothing:
+        neither the weights nor AdamW's moments and its count, though the step is counted.
 
         Returns:
             The norm of gradient / count, before clipping.
@@ -45,33 +48,38 @@ class Optimizer:
         self.num_steps += 1
         self.gradient.div_(count)
         norm = float(torch.linalg.vector_norm(self.gradient))
+        if math.isfinite(norm):
+            self._update(norm)
+        self.gradient.zero_()
+        return norm
+
+    def _update(self, norm: float) -> None:
+        self._num_updates += 1
         if norm > self._settings.max_grad_norm:
             self.gradient.mul_(self._settings.max_grad_norm / norm)
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate
         self._adamw.step()
-        self.gradient.zero_()
-        return norm
 
-    def state(self, random_states: Mapping[str, Tensor]) -> TrainerState:
+    def state(self) -> OptimizerState:
         """What a checkpoint needs to go on bit for bit."""
-        moments = {name: self._adamw.state[p] for name, p in self._parameters.items() if self.num_steps}
-        return TrainerState(
+        moments = {name: self._adamw.state[p] for name, p in self._parameters.items() if self._num_updates}
+        return OptimizerState(
             num_steps=self.num_steps,
+            num_updates=self._num_updates,
             first_moments={name: state["exp_avg"] for name, state in moments.items()},
             second_moments={name: state["exp_avg_sq"] for name, state in moments.items()},
-            random_states=random_states,
         )
 
-    def restore(self, state: TrainerState) -> None:
+    def restore(self, state: OptimizerState) -> None:
         """Go on from `state`, with an empty sum."""
-        self.num_steps = state.num_steps
+        self.num_steps, self._num_updates = state.num_steps, state.num_updates
         self.gradient.zero_()
         self._adamw.state.clear()
         for name in state.first_moments:
             parameter = self._parameters[name]
             self._adamw.state[parameter] = {
-                "step": torch.tensor(float(state.num_steps), device=parameter.device),
+                "step": torch.tensor(float(state.num_updates), device=parameter.device),
                 "exp_avg": state.first_moments[name].to(parameter.device),
                 "exp_avg_sq": state.second_moments[name].to(parameter.device),
             }

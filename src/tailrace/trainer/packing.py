@@ -34,8 +34,12 @@ class MicroBatch:
     """[C]: the completion tokens."""
     recorded_logprobs: Tensor
     """[C] float32: under the policies that drew the tokens."""
+    reference_logprobs: Tensor
+    """[C] float32: under the reference model; [0] where there is none."""
+    carried: Tensor
+    """[C] bool: drawn before the last publication."""
     advantages: Tensor
-    """[C] float32"""
+    """[N] float32"""
     num_tokens: Tensor
     """[N]: completion tokens of each sample; they sum to C."""
 
@@ -55,6 +59,8 @@ class MicroBatch:
             predictors += range(len(ids) - len(sample.completion_ids), len(ids))
         targets = [token for sample in samples for token in sample.completion_ids]
         recorded = [logprob for sample in samples for logprob in sample.logprobs]
+        reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
+        carried = [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))]
         counts = torch.tensor([len(sample.completion_ids) for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
         return cls(
@@ -65,7 +71,9 @@ class MicroBatch:
             predictors=torch.tensor(predictors).to(device),
             targets=torch.tensor(targets).to(device),
             recorded_logprobs=torch.tensor(recorded, dtype=torch.float32).to(device),
-            advantages=advantages.repeat_interleave(counts).to(device),
+            reference_logprobs=torch.tensor(reference, dtype=torch.float32).to(device),
+            carried=torch.tensor(carried).to(device),
+            advantages=advantages.to(device),
             num_tokens=counts.to(device),
         )
 

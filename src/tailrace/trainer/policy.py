@@ -18,6 +18,23 @@ from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+    """[C, D]: the last hidden states of a model without its head, at the places that predict a token."""
+    with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        hidden: Tensor = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=batch.boundaries,
+            cu_seq_lens_k=batch.boundaries,
+            max_length_q=batch.max_length,
+            max_length_k=batch.max_length,
+        ).last_hidden_state[0]
+    return hidden[batch.predictors]
+
 
 class Policy:
     """Log-probs of completion tokens under the current weights."""
@@ -49,19 +66,9 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
         """[C] each, in the order of the batch's completion tokens."""
-        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            hidden = self.model.base_model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=False,
-                cu_seq_lens_q=batch.boundaries,
-                cu_seq_lens_k=batch.boundaries,
-                max_length_q=batch.max_length,
-                max_length_k=batch.max_length,
-            ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden[batch.predictors],
+            hidden_states(self.model.base_model, batch, self._dtype),
             head.weight,
             head.bias,
             batch.targets,

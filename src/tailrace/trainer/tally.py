@@ -1,7 +1,7 @@
 """What one optimizer step is made of, counted while it is accumulated."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,17 +10,36 @@ from torch import Tensor
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
+N = TypeVar("N", Tensor, float)
+
+
+class Sums(NamedTuple, Generic[N]):
+    """Sums over the tokens of a micro-batch, scalars each; of a whole step once they are added up."""
+
+    loss: N
+    entropy: N
+    clipped: N
+    kl: N
+    weights: N
+    """Of w = pi/mu, unclamped."""
+    squares: N
+    """Of w^2."""
+    counted: N
+    """Tokens that are not left out."""
+    reference_kl: N
+    value_loss: N
+
 
 class Totals(NamedTuple):
-    """Sums over a step, in the order of the tally's vector."""
+    """Of a step."""
 
-    loss: float
-    entropy: float
-    clipped: float
-    kl: float
+    sums: Sums[float]
     num_samples: int
     num_tokens: int
     num_micro_batches: int
+
+
+NUM_SUMS = len(Sums._fields)
 
 
 class Tally:
@@ -29,23 +48,24 @@ class Tally:
     def __init__(self, device: torch.device) -> None:
         self.samples: list[SampleId] = []
         self.compute_s = 0.0
-        self._sums = torch.zeros(len(Totals._fields), dtype=torch.float64, device=device)
+        self._totals = torch.zeros(NUM_SUMS + 3, dtype=torch.float64, device=device)
+        """The sums, then the counts in the order of Totals."""
 
     def count(self, unit: Sequence[TrainSample]) -> None:
         """Count the samples of a unit, those with an empty completion too."""
         self.samples += [sample.id for sample in unit]
-        self._sums[Totals._fields.index("num_samples")] += len(unit)
-        self._sums[Totals._fields.index("num_tokens")] += sum(len(sample.completion_ids) for sample in unit)
+        self._totals[NUM_SUMS] += len(unit)
+        self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
 
-    def add(self, *, loss: Tensor, entropy: Tensor, clipped: Tensor, kl: Tensor) -> None:
-        """Add one micro-batch's sums, scalars each."""
-        self._sums[:4] += torch.stack((loss, entropy, clipped.to(loss.dtype), kl))
-        self._sums[-1] += 1
+    def add(self, sums: Sums[Tensor]) -> None:
+        """Add one micro-batch's."""
+        self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
+        self._totals[NUM_SUMS + 2] += 1
 
     def all_reduce(self) -> None:
         """Make the sums those of all ranks."""
-        dist.all_reduce(self._sums)
+        dist.all_reduce(self._totals)
 
     def totals(self) -> Totals:
-        loss, entropy, clipped, kl, *counts = self._sums.tolist()
-        return Totals(loss, entropy, clipped, kl, *map(int, counts))
+        totals = self._totals.tolist()
+        return Totals(Sums(*totals[:NUM_SUMS]), *map(int, totals[NUM_SUMS:]))

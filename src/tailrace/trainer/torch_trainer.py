@@ -1,68 +1,87 @@
 """The trainer of one rank: forward and backward as samples come, one optimizer step when asked.
 
-    accumulate:  per unit: pack -> log-probs -> loss summed with its weights -> backward into the sum
-    step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
+    accumulate:  per unit: pack -> (values ->) log-probs -> loss summed with its weights -> backward into
+    the sum step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
 
 What is accumulated is a sum of gradients and a count in the loss's own unit (samples or tokens). The
 division happens once, at `step`, by the count of the whole step: with several ranks by the sum of
 theirs, so g = sum_r n_r gbar_r / sum_r n_r and never the mean of the ranks' means. Hence streaming a
-batch group by group changes no gradient, and ranks may have unequal shares, even none.
+batch group by group changes no gradient, and ranks may have unequal shares, even none. A critic is
+treated alike.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailrace.algo import losses
-from tailrace.algo.ess import effective_sample_size
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.ess import effective_sample_size, weight_sums
+from tailrace.algo.kl import kl
+from tailrace.algo.losses import token_weights, value_loss
+from tailrace.algo.segments import spread
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.critic import Critic, token_advantages
+from tailrace.trainer.objective import objective
+from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch, pack
-from tailrace.trainer.policy import Policy
-from tailrace.trainer.tally import Tally
+from tailrace.trainer.policy import DTYPES, Policy
+from tailrace.trainer.tally import Sums, Tally
 from tailrace.trainer.wire import TrainSample
-
-Loss = Callable[[Tensor, Tensor, Tensor], losses.PolicyLoss]
-"""(logprobs, recorded_logprobs, advantages), [C] each."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchTrainer:
     """One rank. Where torch.distributed is initialised, every rank calls `step` together."""
 
-    def __init__(self, policy: Policy, settings: TrainerSettings, *, source: Path) -> None:
-        self._policy = policy
-        self._settings = settings
+    def __init__(
+        self,
+        policy: Policy,
+        critic: Critic | None,
+        settings: TrainerSettings,
+        algorithm: AlgorithmSettings,
+        *,
+        max_tokens: int,
+        source: Path,
+    ) -> None:
+        self._policy, self._critic = policy, critic
+        self._settings, self._algorithm = settings, algorithm
+        self._max_tokens = max_tokens
         self._source = source
-        self._loss = _loss_of(settings)
+        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._tally = Tally(policy.device)
 
     @classmethod
-    def from_pretrained(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "TorchTrainer":
-        """Train the model in a Hugging Face folder.
+    def from_pretrained(
+        cls,
+        path: Path,
+        settings: TrainerSettings,
+        algorithm: AlgorithmSettings,
+        *,
+        temperature: float,
+        max_tokens: int,
+    ) -> "TorchTrainer":
+        """Train the model in a Hugging Face folder, and the critic that the algorithm may want.
 
         Args:
             temperature: of sampling: log-probs are of the distribution the tokens were drawn from.
+            max_tokens: the limit of a completion.
 
         Raises:
             ConfigError: the architecture cannot run packed.
         """
-        policy = Policy.load(
-            path,
-            temperature=temperature,
-            device=torch.device(settings.device),
-            dtype=DTYPES[settings.dtype],
-        )
-        return cls(policy, settings, source=path)
+        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        policy = Policy.load(path, temperature=temperature, device=device, dtype=dtype)
+        critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
+        return cls(policy, critic, settings, algorithm, max_tokens=max_tokens, source=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainSample]]) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
@@ -79,7 +98,8 @@ class TorchTrainer:
         self._tally.compute_s += time.perf_counter() - started
 
     def step(self) -> StepStats:
-        """Divide the sum by its count, clip it, and let the optimizer step once.
+        """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
+        finite is left out.
 
         Returns:
             What the step did; `samples` and `compute_s` are this rank's own, all else is of all ranks.
@@ -90,27 +110,35 @@ class TorchTrainer:
         started = time.perf_counter()
         tally, self._tally = self._tally, Tally(self._policy.device)
         if dist.is_initialized():
-            dist.all_reduce(self._optimizer.gradient)
+            for optimizer in self._optimizers():
+                dist.all_reduce(optimizer.gradient)
             tally.all_reduce()
         totals = tally.totals()
         if totals.num_samples == 0:
             raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
-        sample_mean = self._settings.normalize == "sample_mean"
-        count = max(1, totals.num_samples if sample_mean else totals.num_tokens)
-        grad_norm = self._optimizer.step(count)
+        by_token = self._algorithm.normalize == "token_mean"
+        count = max(1, int(totals.sums.counted) if by_token else totals.num_samples)
+        if self._published:
+            self._published.keep()
+        norms = [optimizer.step(count) for optimizer in self._optimizers()]
         self._synchronize()
         num_tokens = max(1, totals.num_tokens)
+        sums = totals.sums
         return StepStats(
             num_steps=self._optimizer.num_steps,
             samples=tuple(tally.samples),
             num_tokens=totals.num_tokens,
             compute_s=tally.compute_s + time.perf_counter() - started,
-            loss=totals.loss / count,
-            grad_norm=grad_norm,
+            loss=sums.loss / count,
+            grad_norm=norms[0],
             learning_rate=self._optimizer.learning_rate,
-            entropy=totals.entropy / num_tokens,
-            clip_ratio=totals.clipped / num_tokens,
-            kl=totals.kl / num_tokens,
+            entropy=sums.entropy / num_tokens,
+            clip_ratio=sums.clipped / num_tokens,
+            kl=sums.kl / num_tokens,
+            ess=effective_sample_size(sums.weights, sums.squares, totals.num_tokens),
+            reference_kl=sums.reference_kl / num_tokens,
+            value_loss=sums.value_loss / count,
+            skipped=not all(map(math.isfinite, norms)),
             num_micro_batches=totals.num_micro_batches,
         )
 
@@ -121,59 +149,96 @@ class TorchTrainer:
         The pass counts as compute of the step it guards. Each rank answers for its own units.
         """
         started = time.perf_counter()
-        batches = [
-            MicroBatch.of(samples, self._policy.device)
-            for unit in units
-            for samples in pack(unit, self._settings.token_budget)
-        ]
-        nothing_T = torch.zeros(0, device=self._policy.device)
-        logprobs_T = torch.cat([nothing_T, *(self._policy.logprobs(batch).logprobs for batch in batches)])
-        recorded_T = torch.cat([nothing_T, *(batch.recorded_logprobs for batch in batches)])
-        size = effective_sample_size(logprobs_T, recorded_T)
+        weights = squares = 0.0
+        num_tokens = 0
+        for unit in units:
+            for samples in pack(unit, self._settings.token_budget):
+                batch = MicroBatch.of(samples, self._policy.device)
+                sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.recorded_logprobs)
+                weights, squares = weights + float(sums.weights), squares + float(sums.squares)
+                num_tokens += len(batch.targets)
         self._tally.compute_s += time.perf_counter() - started
-        return size
+        return effective_sample_size(weights, squares, num_tokens)
 
     def state(self) -> Mapping[str, Tensor]:
         """The current weights by their Hugging Face names, tied ones once; not copies."""
         return {name: parameter.detach() for name, parameter in self._policy.parameters().items()}
+
+    def publish(self) -> Mapping[str, Tensor]:
+        """The current weights as `state`, which are from now on the published ones."""
+        if self._published:
+            self._published.publish()
+        return self.state()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, whole or not at all. What is accumulated and not stepped is not in it."""
         states = {"cpu": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
-        state = self._optimizer.state(random_states=states)
+        critic = self._critic.state() if self._critic else None
+        state = TrainerState(self._optimizer.state(), states, critic)
         checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._source)
 
     def restore(self, folder: Path) -> None:
-        """Go on from `save`. What is accumulated and not stepped is forgotten.
+        """Go on from `save`, as if just published. What is accumulated and not stepped is forgotten.
 
         Raises:
             CheckpointError: torn, or of another model.
         """
-        state = checkpoint.read(folder, self._policy.model)
-        self._optimizer.restore(state)
+        critic = self._critic.parameters() if self._critic else None
+        state = checkpoint.read(folder, self._policy.model, critic=critic)
+        self._optimizer.restore(state.optimizer)
+        if self._critic and state.critic:
+            self._critic.optimizer.restore(state.critic.optimizer)
+        if self._published:
+            self._published.publish()
         self._tally = Tally(self._policy.device)
         torch.set_rng_state(state.random_states["cpu"])
         if "cuda" in state.random_states and self._policy.device.type == "cuda":
             torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
 
     def _backward(self, batch: MicroBatch) -> None:
+        left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
+        counted = (~left_out).float()
+        normalize = self._algorithm.normalize
+        weights = token_weights(counted, batch.num_tokens, normalize, max_tokens=self._max_tokens)
+        advantages, critic_loss = self._judge(batch, weights)
+        old_logprobs = self._published.logprobs(batch) if self._published else batch.recorded_logprobs
         logprobs, entropy = self._policy.logprobs(batch)
-        per_token, clipped = self._loss(logprobs, batch.recorded_logprobs, batch.advantages)
-        weights = losses.token_weights(batch.num_tokens, self._settings.normalize)
-        loss = (per_token * weights).sum()
+        current = logprobs.detach()
+        if old_logprobs is None:  # the current weights are the published ones
+            old_logprobs = current
+        loss, clipped, reference_kl = objective(
+            self._algorithm, batch, logprobs, old_logprobs, advantages, weights
+        )
         loss.backward()  # type: ignore[no-untyped-call]
-        kl = losses.kl_k3(logprobs.detach(), batch.recorded_logprobs)
-        self._tally.add(loss=loss.detach(), entropy=entropy.sum(), clipped=clipped.sum(), kl=kl.sum())
+        sums = Sums(
+            loss=loss.detach(),
+            entropy=entropy.sum(),
+            clipped=clipped.sum(),
+            kl=kl(batch.recorded_logprobs, current, "k3").sum(),
+            **weight_sums(current, batch.recorded_logprobs)._asdict(),
+            counted=counted.sum(),
+            reference_kl=reference_kl,
+            value_loss=critic_loss,
+        )
+        self._tally.add(sums)
+
+    def _judge(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The advantage of each token, [C], and the critic's summed loss, its gradient being taken."""
+        if self._critic is None:
+            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self._policy.device)
+        values = self._critic.values(batch)
+        advantages = token_advantages(values, batch, self._algorithm)
+        loss = (value_loss(values, advantages + values.detach()) * weights).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return advantages, loss.detach()
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The policy's first."""
+        return [self._optimizer, *([self._critic.optimizer] if self._critic else [])]
 
     def _synchronize(self) -> None:
         """Kernels run behind the host: a time taken before they end would be too short."""
         if self._policy.device.type == "cuda":
             torch.cuda.synchronize(self._policy.device)
-
-
-def _loss_of(settings: TrainerSettings) -> Loss:
-    if settings.loss == "reinforce":
-        return lambda logprobs, _, advantages: losses.reinforce(logprobs, advantages)
-    return partial(losses.grpo, clip_low=settings.clip_low, clip_high=settings.clip_high)

@@ -1,8 +1,10 @@
 """What crosses from the controller to a trainer process: samples as values, without tensors."""
 
+import itertools
+
 import msgspec
 
-from tailrace.types import SampleId
+from tailrace.types import Sample, SampleId
 
 
 class TrainSample(msgspec.Struct, frozen=True):
@@ -22,6 +24,26 @@ class TrainSample(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """[num_tokens]: as recorded when the tokens were drawn, at the sampling temperature."""
     advantage: float
+    """Under gae: the reward at the last token."""
+    reference_logprobs: list[float] = []
+    """[num_tokens]; empty where there is no reference."""
+    num_carried: int = 0
+    """Leading tokens, up to the last that an older version than the published one drew."""
+
+    @classmethod
+    def of(cls, sample: Sample, *, published: int = 0) -> "TrainSample":
+        """published: the version of the weights that were published last."""
+        ends = itertools.accumulate(span.num_tokens for span in sample.spans)
+        carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
+        return cls(
+            sample.id,
+            list(sample.prompt.ids),
+            sample.completion_ids,
+            sample.logprobs,
+            sample.advantage,
+            sample.reference_logprobs,
+            max(carried, default=0),
+        )
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, f"sample {self.id}: nothing to predict the first token from"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.base import EngineSettings, SamplingSettings
@@ -14,8 +15,9 @@ from tailrace.errors import WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob, ScorerJob, TrainerJob
+from tailrace.workers.messages import EngineJob, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.process import WorkerProcess
+from tailrace.workers.reference import RemoteReference
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.trainer import RemoteTrainer
 
@@ -27,6 +29,8 @@ class Workers:
     engines: tuple[RemoteEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
+    reference: RemoteReference | None
+    """Where the algorithm needs one."""
 
 
 class _Worker(Protocol):
@@ -46,6 +50,7 @@ async def open_local(
     *,
     engine: EngineSettings,
     sampling: SamplingSettings,
+    algorithm: AlgorithmSettings,
     trainer: TrainerSettings,
     reward: RewardSettings,
     data: DataSettings,
@@ -70,7 +75,8 @@ async def open_local(
     logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
     engine_job = EngineJob(model=model, engine=engine, sampling=sampling)
-    trainer_job = TrainerJob(model=model, trainer=trainer, temperature=sampling.temperature)
+    trainer_job = TrainerJob(model=model, trainer=trainer, algorithm=algorithm, sampling=sampling)
+    reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
     scorer_job = ScorerJob(reward=reward, data=data)
     started: list[_Worker] = []
 
@@ -89,9 +95,13 @@ async def open_local(
             await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
             for number in range(reward.workers)
         ]
+        reference = None
+        if algorithm.needs_reference:
+            reference = await start(RemoteReference.spawn(reference_job, logs=logs))
         await asyncio.gather(*(worker.ready() for worker in started))
         async with ended_by_death([worker.process for worker in started]):
-            yield Workers(tuple(engines), remote_trainer, RewardPool(scorers, tokenizer))
+            rewards = RewardPool(scorers, tokenizer)
+            yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started))
 

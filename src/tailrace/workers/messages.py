@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
@@ -38,6 +39,16 @@ class TrainerJob(Settings):
 
     model: Path
     trainer: TrainerSettings
+    algorithm: AlgorithmSettings
+    sampling: SamplingSettings
+
+
+class ReferenceJob(Settings):
+    """Compute log-probs of what was sampled under a frozen model."""
+
+    model: Path
+    trainer: TrainerSettings
+    """Whose packing, device and precision it shares."""
     temperature: float
     """Of sampling."""
 
@@ -194,6 +205,23 @@ class Refused(msgspec.Struct, tag=True):
 
 ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
 FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
+
+
+# -- reference ---------------------------------------------------------------------------------------
+
+
+class Refer(msgspec.Struct, tag=True):
+    """Answered by Referred."""
+
+    samples: list[TrainSample]
+
+
+class Referred(msgspec.Struct, tag=True):
+    logprobs: list[list[float]]
+    """[num_tokens] of each sample asked for."""
+
+
+FromReference = Ready | BadConfig | Referred
 
 
 # -- scorer -----------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class RemoteTrainer:
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self._shared: str | None = None
+        self._published = 0
+        """The version of the last publication."""
 
     @classmethod
     async def spawn(cls, job: TrainerJob, *, logs: Path, pin: int | None = None) -> "RemoteTrainer":
@@ -59,11 +61,11 @@ class RemoteTrainer:
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate(_train_samples(units)), Done)
+        await self.process.ask(Accumulate(self._train_samples(units)), Done)
 
     async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
         """As Trainer.ess."""
-        return (await self.process.ask(Ess(_train_samples(units)), EssOf)).share
+        return (await self.process.ask(Ess(self._train_samples(units)), EssOf)).share
 
     async def step(self) -> StepStats:
         """As Trainer.step.
@@ -76,7 +78,9 @@ class RemoteTrainer:
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
         lives until two more versions are published."""
-        return (await self.process.ask(Publish(version), Published)).weights
+        weights = (await self.process.ask(Publish(version), Published)).weights
+        self._published = version
+        return weights
 
     async def save(self, folder: Path) -> None:
         """As Trainer.save."""
@@ -94,12 +98,5 @@ class RemoteTrainer:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
 
-
-def _train_samples(units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
-    return [[_train_sample(sample) for sample in unit] for unit in units]
-
-
-def _train_sample(sample: Sample) -> TrainSample:
-    return TrainSample(
-        sample.id, list(sample.prompt.ids), sample.completion_ids, sample.logprobs, sample.advantage
-    )
+    def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
+        return [[TrainSample.of(sample, published=self._published) for sample in unit] for unit in units]

@@ -40,7 +40,7 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
         case Step():
             return Stepped(trainer.step())
         case Publish(version=version):
-            return Published(shared.write(trainer.state(), version))
+            return Published(shared.write(trainer.publish(), version))
         case Save(folder=folder):
             trainer.save(Path(folder))
         case Restore(folder=folder):
@@ -56,7 +56,13 @@ def main() -> None:
     shared = SharedWeights(folder)
     try:
         with config_errors_sent(channel):
-            trainer = TorchTrainer.from_pretrained(job.model, job.trainer, temperature=job.temperature)
+            trainer = TorchTrainer.from_pretrained(
+                job.model,
+                job.trainer,
+                job.algorithm,
+                temperature=job.sampling.temperature,
+                max_tokens=job.sampling.max_completion_tokens,
+            )
         channel.send(TrainerReady(str(folder)))
         for message in channel:
             try:

@@ -1,0 +1,32 @@
+"""The reference stage: log-probs of finished samples under the reference model, beside their rewards."""
+
+import asyncio
+import math
+
+from tailrace.errors import RewardFailed
+from tailrace.reward.base import Rewards
+from tailrace.trainer.base import Reference
+from tailrace.types import Sample
+
+
+class WithReference:
+    """Rewards (reward/base.py) that come with `Sample.reference_logprobs`.
+
+    Both are asked for the moment a sample is finished, and overlap with each other, with the rollout and with
+    the training. A sample is judged when both are there.
+    """
+
+    def __init__(self, rewards: Rewards, reference: Reference) -> None:
+        self._rewards, self._reference = rewards, reference
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score.
+
+        Raises:
+            RewardFailed: also, reason "without reference": a log-prob under the reference is not finite.
+        """
+        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
+        if not all(map(math.isfinite, logprobs)):
+            raise RewardFailed("without reference", "a log-prob under the reference model is not finite")
+        sample.reference_logprobs = logprobs
+        return reward

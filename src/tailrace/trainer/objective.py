@@ -1,0 +1,77 @@
+"""The loss of one micro-batch: what the algorithm's settings make of its log-probs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailrace.algo import losses
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.corrections import importance_weights
+from tailrace.algo.kl import kl
+from tailrace.trainer.packing import MicroBatch
+
+
+class Objective(NamedTuple):
+    """Sums over a micro-batch; only `loss` is differentiable."""
+
+    loss: Tensor
+    """Of the policy, the KL in it included, weighed but not divided."""
+    clipped: Tensor
+    """Tokens."""
+    reference_kl: Tensor
+    """Over tokens, without its coefficient; 0 where there is no reference."""
+
+
+def objective(
+    settings: AlgorithmSettings,
+    batch: MicroBatch,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+) -> Objective:
+    """sum_t weight_t (correction_t policy_loss_t + kl_coef kl_t)
+
+    The correction weighs the surrogate alone, as in TRL.
+
+    Args:
+        logprobs, old_logprobs, advantages: [C]
+        weights: [C]: what each token weighs (`losses.token_weights`).
+    """
+    per_token, clipped = _policy_loss(settings, batch, logprobs, old_logprobs, advantages)
+    drawn_by = logprobs if settings.loss == "reinforce" else old_logprobs
+    if settings.correction != "none":
+        per_token = per_token * importance_weights(
+            drawn_by,
+            batch.recorded_logprobs,
+            batch.num_tokens,
+            correction=settings.correction,
+            cap=settings.correction_cap,
+        )
+    reference_kl = torch.zeros((), device=logprobs.device)
+    if settings.needs_reference:
+        estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)
+        reference_kl = estimates.detach().sum()
+        if settings.kl_bias_correction:
+            estimates = estimates * (logprobs - old_logprobs).exp()
+        if settings.kl_in == "loss":
+            per_token = per_token + settings.kl_coef * estimates
+    return Objective((per_token * weights).sum(), clipped.sum(), reference_kl)
+
+
+def _policy_loss(
+    settings: AlgorithmSettings, batch: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
+) -> losses.PolicyLoss:
+    low, high = settings.clip_low, settings.clip_high
+    match settings.loss:
+        case "grpo":
+            return losses.grpo(logprobs, old_logprobs, advantages, clip_low=low, clip_high=high)
+        case "gspo":
+            return losses.gspo(
+                logprobs, old_logprobs, advantages, batch.num_tokens, clip_low=low, clip_high=high
+            )
+        case "cispo":
+            return losses.cispo(logprobs, old_logprobs, advantages, clip_high=high)
+        case "reinforce":
+            return losses.reinforce(logprobs, advantages)

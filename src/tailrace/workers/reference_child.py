@@ -1,0 +1,23 @@
+"""The reference model's process: one batch after another."""
+
+import msgspec
+
+from tailrace.trainer.reference import TorchReference
+from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.messages import Ready, Refer, ReferenceJob, Referred
+
+
+def main() -> None:
+    end, job = begin(ReferenceJob)
+    end_with_controller(end)
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Refer))
+    with config_errors_sent(channel):
+        reference = TorchReference.from_pretrained(job.model, job.trainer, temperature=job.temperature)
+    channel.send(Ready())
+    for batch in channel:
+        channel.send(Referred(reference.logprobs(batch.samples)))
+
+
+if __name__ == "__main__":
+    main()

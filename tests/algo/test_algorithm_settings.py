@@ -1,0 +1,88 @@
+"""The [algorithm] section: presets, and combinations that cannot be honoured."""
+
+from typing import Any, get_args
+
+import pytest
+
+from tailrace.algo.base import PRESETS, AlgorithmSettings, Preset
+from tailrace.algo.check import check_algorithm
+from tailrace.engine.base import SamplingSettings
+from tailrace.errors import ConfigError
+
+
+def algorithm(**settings: Any) -> AlgorithmSettings:
+    return AlgorithmSettings.model_validate(settings)
+
+
+def said(group_size: int = 4, sampling: SamplingSettings | None = None, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(algorithm(**settings), group_size=group_size, sampling=sampling)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", get_args(Preset))
+def test_a_preset_sets_its_fields_and_can_be_honoured(name: str) -> None:
+    preset = algorithm(name=name)
+    assert {key: getattr(preset, key) for key in PRESETS[name]} == PRESETS[name]  # type: ignore[index]
+    sampling = SamplingSettings(max_completion_tokens=10)
+    check_algorithm(preset, group_size=1 if name == "ppo" else 2, sampling=sampling)
+
+
+def test_presets_are_all_different() -> None:
+    made = [algorithm(name=name).model_dump(exclude={"name"}) for name in get_args(Preset)]
+    assert all(made.count(settings) == 1 for settings in made)
+
+
+def test_what_the_section_says_wins_over_the_preset() -> None:
+    dapo = algorithm(name="dapo", clip_high=0.3, filter="none")
+    assert (dapo.clip_high, dapo.filter, dapo.normalize) == (0.3, "none", "token_mean")
+    again = algorithm(**dapo.model_dump())
+    assert again == dapo
+
+
+@pytest.mark.parametrize("name", ["grop", 3, ["grpo"]])
+def test_an_unknown_preset_is_refused(name: object) -> None:
+    with pytest.raises(ValueError, match="name"):
+        algorithm(name=name)
+
+
+@pytest.mark.parametrize("advantage", ["group", "none", "rloo"])
+def test_a_group_of_one_needs_a_critic(advantage: str) -> None:
+    assert said(1, advantage=advantage) == (
+        f"algorithm.advantage = '{advantage}': a group of one sample has nobody to compare it with: every "
+        "advantage would be zero; raise run.group_size, or let a critic judge it: 'gae'"
+    )
+
+
+def test_filtering_equal_rewards_needs_more_than_one_sample_a_group() -> None:
+    assert "it would filter every group of one sample" in said(1, name="ppo", filter="zero_variance")
+
+
+def test_a_correction_of_recorded_log_probs_by_themselves_is_refused() -> None:
+    message = said(correction="truncate")
+    assert message.startswith("algorithm.correction = 'truncate': the ratio of grpo is to the recorded")
+    check_algorithm(algorithm(correction="truncate", old_policy="recomputed"), group_size=2, sampling=None)
+
+
+def test_a_correction_of_the_kl_belongs_in_the_loss() -> None:
+    assert "nothing is differentiated there" in said(kl_in="reward", kl_bias_correction=True)
+
+
+def test_reinforce_has_no_old_policy() -> None:
+    assert "reinforce has no ratio to an old policy" in said(name="rloo", old_policy="recomputed")
+
+
+@pytest.mark.parametrize("normalize", ["token_mean", "sample_sum", "fixed_length"])
+def test_gspo_counts_a_sequence_once(normalize: str) -> None:
+    assert "choose 'sample_mean'" in said(name="gspo", normalize=normalize)
+
+
+def test_a_punishment_needs_tokens_to_grow_over() -> None:
+    assert said(overlong_penalty=1.0).startswith("algorithm.overlong_buffer = 0.0")
+
+
+@pytest.mark.parametrize("truncated", [{"top_p": 0.9}, {"top_k": 40}])
+def test_weights_of_a_distribution_that_nothing_was_drawn_from_are_refused(truncated: Any) -> None:
+    sampling = SamplingSettings(max_completion_tokens=10, **truncated)
+    assert "drawn from a truncated distribution" in said(sampling=sampling, name="reinforce")
+    check_algorithm(algorithm(name="grpo"), group_size=2, sampling=sampling)
