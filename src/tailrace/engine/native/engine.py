@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
 from tailrace.engine.native.architecture import read_architecture, read_weights
-from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
+from tailrace.engine.native.attention import PrefillAttention
 from tailrace.engine.native.cache import Block, Cache, Response
+from tailrace.engine.native.decoder import Decoder, decoder_for
 from tailrace.engine.native.model import Model
-from tailrace.engine.native.sampler import draw, noise
+from tailrace.engine.native.sampler import noise
 from tailrace.engine.native.scheduler import Admission, Scheduler
 from tailrace.engine.native.stops import Stops
 from tailrace.types import KV, FinishReason
@@ -58,17 +59,17 @@ class NativeEngine:
     def __init__(
         self,
         model: Model,
+        decoder: Decoder,
         stops: Stops,
         scheduler: Scheduler,
         settings: EngineSettings,
-        sampling: SamplingSettings,
         version: int,
     ) -> None:
         self._model = model
+        self._decoder = decoder
         self._stops = stops
         self._scheduler = scheduler
         self._settings = settings
-        self._sampling = sampling
         self._version = version
         self._ended: list[Delta] = []
         self._num_generated = 0
@@ -93,7 +94,8 @@ class NativeEngine:
             )
             model.load(read_weights(path))
             cache = Cache(arch, max_tokens=max_tokens, budget=settings.kv_tokens, device=device, dtype=dtype)
-        return cls(model, stops, Scheduler(cache, settings), settings, sampling, version)
+            decoder = decoder_for(model, sampling, max_tokens=max_tokens)
+        return cls(model, decoder, stops, Scheduler(cache, settings), settings, version)
 
     @property
     def idle(self) -> bool:
@@ -211,19 +213,15 @@ class NativeEngine:
 
     def _decode(self) -> None:
         """One token for every running request."""
-        model, cache = self._model, self._scheduler.cache
+        cache = self._scheduler.cache
         responses = cache.responses()
-        lengths = [len(response.tokens) for response in responses]
-        positions = torch.tensor(lengths, device=model.device) - 1
-        ids = torch.tensor([response.tokens[-1] for response in responses], device=model.device)
-        tiers = [tier for tier in cache.tiers if tier.responses]
-        attention = DecodeAttention(tiers, lengths, positions)
-        logits = model.logits(model.forward(ids, positions, attention))
-        uniforms = [next(response.noise) for response in responses]
-        drawn, logprobs = draw(
-            logits, torch.tensor(uniforms, dtype=torch.float64, device=model.device), self._sampling
+        drawn, logprobs = self._decoder(
+            [tier for tier in cache.tiers if tier.responses],
+            [response.tokens[-1] for response in responses],
+            [len(response.tokens) for response in responses],
+            [next(response.noise) for response in responses],
         )
-        for response, id, logprob in zip(responses, drawn.tolist(), logprobs.tolist(), strict=True):
+        for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)
             response.logprobs.append(logprob)
             reason = self._stops.reason(response)
