@@ -28,9 +28,7 @@ _SUMS = {"reassoc", "nsz", "contract", "arcp"}
 """Sums may be reordered, which vectorises them; infinities and NaN keep their meaning."""
 
 
-def _kernel(
-    *signature: str, fastmath: bool | set[str] = _SUMS
-) -> Callable[[Callable[..., Any]], Any]:
+def _kernel(*signature: str, fastmath: bool | set[str] = _SUMS) -> Callable[[Callable[..., Any]], Any]:
     """Compile at once for the types of the signature; without one, for a caller in this file."""
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -48,10 +46,7 @@ def _kernel(
 
 @_kernel()
 def _exp_parts(x: float) -> tuple[float, float]:
-    """exp(x) = power * mantissa, relative error 2e-7; power is still an exponent, as a float.
-
-    From 2^-126 up: smaller results become 2^-126.
-    """
+    """exp(x) = 2^whole * mantissa, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
     exponent = min(max(x * float32(1.44269504), float32(-126.0)), float32(126.0))
     whole = np.floor(exponent)
     f = exponent - whole
@@ -66,7 +61,7 @@ def _exp_parts(x: float) -> tuple[float, float]:
 
 
 @_kernel()
-def _bits(whole: float) -> int:
+def _bits(whole: float) -> Any:
     """The bits of the float 2^whole."""
     return int32((whole + float32(127.0)) * float32(8388608.0))
 
@@ -159,7 +154,7 @@ def _score(
 
 
 @_kernel(fastmath=True)  # a maximum is vectorised only where NaN may be ignored
-def _largest(scores: Floats, g: int, length: int) -> float:
+def _largest(scores: Floats, g: int, length: int) -> Any:
     largest = scores[g, 0]
     for j in range(length):
         largest = max(largest, scores[g, j])
@@ -167,7 +162,7 @@ def _largest(scores: Floats, g: int, length: int) -> float:
 
 
 @_kernel()
-def _exp_row(scores: Floats, g: int, length: int, scratch: NDArray[np.int32]) -> float:
+def _exp_row(scores: Floats, g: int, length: int, scratch: NDArray[np.int32]) -> Any:
     """scores[g] = exp(scores[g] - max); returns their sum."""
     largest = _largest(scores, g, length)
     for j in range(length):
