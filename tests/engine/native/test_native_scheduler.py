@@ -183,3 +183,18 @@ def test_tiers_grow_up_to_the_longest_context(longest):
     sizes = capacities(longest)
     assert sizes[-1] == longest and sizes == sorted(set(sizes))
     assert all(size % 32 == 16 for size in sizes[:-1])
+
+
+def test_an_id_that_is_being_served_is_refused_and_free_again_afterwards(make_engine):
+    engine = make_engine(settings=EngineSettings(max_running=1), max_completion_tokens=3)
+    for id in ("runs", "waits"):
+        engine.submit(Request(id, [1, 2], (), 0))
+    engine.step()
+    for id in ("runs", "waits"):
+        with pytest.raises(ValueError, match=f"request '{id}' is already being served; abort it first"):
+            engine.submit(Request(id, [3], (), 0))
+    engine.abort("waits")
+    engine.submit(Request("waits", [1, 2], (), 0))
+    assert {id: len(delta.ids) for id, delta in finish(engine).items()} == {"runs": 3, "waits": 3}
+    engine.submit(Request("runs", [1, 2], (), 0))
+    assert set(finish(engine)) == {"runs"}

@@ -98,3 +98,16 @@ def test_what_overflowed_under_broken_weights_does_not_reach_later_requests(make
     engine.load(old.state_dict(), version=2, kv="keep")
     submit_all(engine, {"a": prompt, "b": prompt[:4]})
     assert_close(ended := finish(engine)["b"], reference(old, prompt[:4], ended.ids))
+
+
+def test_incomplete_weights_are_refused_and_change_nothing(make_engine, models, new_model):
+    engine, state = make_engine(), new_model.state_dict()
+    submit_all(engine, PROMPTS)
+    engine.step()
+    name = "model.layers.1.mlp.up_proj.weight"
+    for broken in ({n: t for n, t in state.items() if n != name}, {**state, name: state[name][:1]}):
+        with pytest.raises(ValueError, match=rf"1 of \d+ weights are missing or of another shape: {name}"):
+            engine.load(broken, version=1, kv="keep")
+    for id, delta in finish(engine).items():
+        assert delta.version == 0 and len(delta.ids) == 60
+        assert_close(delta, reference(models["qwen3"][1], PROMPTS[id], delta.ids))

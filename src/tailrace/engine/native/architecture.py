@@ -1,5 +1,6 @@
 """What a Hugging Face folder says of its model: shapes, rotary frequencies, stop tokens, weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ def read_architecture(path: Path) -> Architecture:
     )
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, arch: Architecture) -> dict[str, Tensor]:
     """All tensors of the folder's safetensors files, on the CPU.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or not those of the architecture.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -80,7 +81,53 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors.update(load_file(file))
+    try:
+        check_weights(arch, tensors)
+    except ValueError as error:
+        raise ConfigError(KEY, str(path), str(error), "save the model with `save_pretrained`") from error
     return tensors
+
+
+def check_weights(arch: Architecture, tensors: Mapping[str, Tensor]) -> None:
+    """See that all weights are there.
+
+    Raises:
+        ValueError: a tensor is missing or of another shape; names up to three.
+    """
+    shapes = _weight_shapes(arch)
+    wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
+    if wrong:
+        named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        raise ValueError(f"{len(wrong)} of {len(shapes)} weights are missing or of another shape: {named}")
+
+
+def _weight_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """By Hugging Face name."""
+    hidden, inner, dim = arch.hidden_size, arch.intermediate_size, arch.head_dim
+    queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (arch.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not arch.tied:
+        shapes["lm_head.weight"] = (arch.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    for name, size in (("q", queries), ("k", keys), ("v", keys)):
+        layer[f"self_attn.{name}_proj.weight"] = (size, hidden)
+        if arch.qkv_bias:
+            layer[f"self_attn.{name}_proj.bias"] = (size,)
+        if arch.qk_norm and name != "v":
+            layer[f"self_attn.{name}_norm.weight"] = (dim,)
+    for index in range(arch.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
 
 def _head_dim(config: PreTrainedConfig) -> int:

@@ -1,11 +1,11 @@
-"""The embedded engine: continuous batching of a Llama-like model in plain torch, on a CPU or one GPU.
+"""The embedded engine: continuous batching of a Llama-like model, on a CPU or one GPU.
 
     submit -> waiting -> [admit: prefill, or copy from a sibling] -> running -> [decode] -> ended
                   ^------------------- preempted, tokens kept <---------'
 
 Synchronous and single-threaded: whoever owns it calls `step` in a loop, and calls everything else
 between two steps. Read sampler.py for what makes a request's tokens independent of its company, cache.py
-for the layout that makes it fast, model.py for the arithmetic.
+for the layout that makes it fast, model.py for the arithmetic, decoder.py for what a CPU does otherwise.
 
 What must hold: the cache of a running response holds all its tokens but the last; what is unreported was
 produced by the current version.
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
-from tailrace.engine.native.architecture import read_architecture, read_weights
-from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
+from tailrace.engine.native.architecture import check_weights, read_architecture, read_weights
+from tailrace.engine.native.attention import PrefillAttention
 from tailrace.engine.native.cache import Block, Cache, Response
+from tailrace.engine.native.decoder import Decoder, decoder_for
 from tailrace.engine.native.model import Model
-from tailrace.engine.native.sampler import draw, noise
+from tailrace.engine.native.sampler import noise
 from tailrace.engine.native.scheduler import Admission, Scheduler
 from tailrace.engine.native.stops import Stops
 from tailrace.types import KV, FinishReason
@@ -58,17 +59,17 @@ class NativeEngine:
     def __init__(
         self,
         model: Model,
+        decoder: Decoder,
         stops: Stops,
         scheduler: Scheduler,
         settings: EngineSettings,
-        sampling: SamplingSettings,
         version: int,
     ) -> None:
         self._model = model
+        self._decoder = decoder
         self._stops = stops
         self._scheduler = scheduler
         self._settings = settings
-        self._sampling = sampling
         self._version = version
         self._ended: list[Delta] = []
         self._num_generated = 0
@@ -81,7 +82,7 @@ class NativeEngine:
         """Load a Hugging Face model folder.
 
         Raises:
-            ConfigError: the folder is missing, or of a model that this engine cannot run.
+            ConfigError: the folder is missing, incomplete, or of a model that this engine cannot run.
         """
         arch = read_architecture(path)
         device, dtype = torch.device(settings.device), _DTYPES[settings.dtype]
@@ -91,9 +92,10 @@ class NativeEngine:
             model = Model(
                 arch, temperature=sampling.temperature, max_tokens=max_tokens, device=device, dtype=dtype
             )
-            model.load(read_weights(path))
+            model.load(read_weights(path, arch))
             cache = Cache(arch, max_tokens=max_tokens, budget=settings.kv_tokens, device=device, dtype=dtype)
-        return cls(model, stops, Scheduler(cache, settings), settings, sampling, version)
+            decoder = decoder_for(model, sampling, max_tokens=max_tokens)
+        return cls(model, decoder, stops, Scheduler(cache, settings), settings, version)
 
     @property
     def idle(self) -> bool:
@@ -101,14 +103,18 @@ class NativeEngine:
         return not (self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def submit(self, request: Request) -> None:
-        """Queue it. One without a prompt, or already at its limit, ends at the next step with "length"."""
+        """Queue it. One without a prompt, or already at its limit, ends at the next step with "length".
+
+        Raises:
+            ValueError: a request with its id is being served.
+        """
         tokens = [*request.prompt_ids, *request.completion_ids]
         uniforms = noise(request.seed, place=len(request.completion_ids))
         response = Response(request.id, tokens, len(request.prompt_ids), uniforms)
         if not tokens or self._stops.exhausted(response):
             self._ended.append(self._delta(response, "length"))
         else:
-            self._scheduler.waiting.append(response)
+            self._scheduler.add(response)
 
     def abort(self, id: str) -> Delta | None:
         """Forget a request. Returns what it gained since its last report; None if it has ended."""
@@ -137,7 +143,11 @@ class NativeEngine:
 
         With kv="keep" what is cached stays as the old weights computed it; a request that was preempted
         or waits is computed anew all the same. Returns the report of the old version.
+
+        Raises:
+            ValueError: a tensor is missing or of another shape. Nothing has changed then.
         """
+        check_weights(self._model.architecture, tensors)
         gained = self.report()
         with torch.inference_mode():
             self._model.load(tensors)
@@ -211,19 +221,15 @@ class NativeEngine:
 
     def _decode(self) -> None:
         """One token for every running request."""
-        model, cache = self._model, self._scheduler.cache
+        cache = self._scheduler.cache
         responses = cache.responses()
-        lengths = [len(response.tokens) for response in responses]
-        positions = torch.tensor(lengths, device=model.device) - 1
-        ids = torch.tensor([response.tokens[-1] for response in responses], device=model.device)
-        tiers = [tier for tier in cache.tiers if tier.responses]
-        attention = DecodeAttention(tiers, lengths, positions)
-        logits = model.logits(model.forward(ids, positions, attention))
-        uniforms = [next(response.noise) for response in responses]
-        drawn, logprobs = draw(
-            logits, torch.tensor(uniforms, dtype=torch.float64, device=model.device), self._sampling
+        drawn, logprobs = self._decoder(
+            [tier for tier in cache.tiers if tier.responses],
+            [response.tokens[-1] for response in responses],
+            [len(response.tokens) for response in responses],
+            [next(response.noise) for response in responses],
         )
-        for response, id, logprob in zip(responses, drawn.tolist(), logprobs.tolist(), strict=True):
+        for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)
             response.logprobs.append(logprob)
             reason = self._stops.reason(response)

@@ -100,11 +100,7 @@ class Model:
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights, in place, from a Hugging Face state dict.
-
-        Raises:
-            KeyError: a tensor is missing. The weights are then partly new.
-        """
+        """Overwrite all weights, in place, from a Hugging Face state dict that `check_weights` passed."""
         root = sqrt(self.architecture.hidden_size)
         embedding = tensors["model.embed_tokens.weight"]
         head = embedding if self.architecture.tied else tensors["lm_head.weight"]

@@ -31,6 +31,19 @@ class Scheduler:
         self.waiting: deque[Response] = deque()
         self.running: dict[str, Response] = {}
         self.num_preempted = 0
+        self._ids: set[str] = set()
+        """Of all that wait or run."""
+
+    def add(self, response: Response) -> None:
+        """Let it wait.
+
+        Raises:
+            ValueError: another with its id waits or runs.
+        """
+        if response.id in self._ids:
+            raise ValueError(f"request {response.id!r} is already being served; abort it first")
+        self._ids.add(response.id)
+        self.waiting.append(response)
 
     def admit(self, version: int) -> list[Admission]:
         """Give slots to those who wait, as far as slots, cache and the prefill budget of a step go."""
@@ -89,6 +102,7 @@ class Scheduler:
 
     def end(self, response: Response) -> None:
         """Forget a running response."""
+        self._ids.remove(response.id)
         del self.running[response.id]
         self.cache.leave(response)
 
@@ -100,6 +114,7 @@ class Scheduler:
             return running
         for response in self.waiting:
             if response.id == id:
+                self._ids.remove(id)
                 self.waiting.remove(response)
                 return response
         return None
@@ -110,3 +125,4 @@ class Scheduler:
         assert len(cached) == len(self.running) <= self.settings.max_running
         assert all(self.running[response.id] is response for response in cached)
         assert all(response.tier is None for response in self.waiting)
+        assert sorted(self._ids) == sorted([*self.running, *(response.id for response in self.waiting)])

@@ -1,0 +1,116 @@
+"""A decode step on a CPU in float32: torch for the matrix products, kernels.py for all between them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tailrace.engine.base import SamplingSettings
+from tailrace.engine.native import kernels
+from tailrace.engine.native.architecture import Architecture
+from tailrace.engine.native.cache import Tier
+from tailrace.engine.native.model import Layer, Model
+from tailrace.engine.native.sampler import draw
+
+
+class Rows:
+    """Activations of so many rows, as torch writes them and as the kernels see the same memory."""
+
+    def __init__(self, arch: Architecture, num_rows: int) -> None:
+        rotated = arch.num_heads + arch.num_kv_heads
+        self.x = torch.empty(num_rows, arch.hidden_size)
+        """The residual stream."""
+        self.h = torch.empty(num_rows, arch.hidden_size)
+        """The same, normalised."""
+        self.qkv = torch.empty(num_rows, (rotated + arch.num_kv_heads) * arch.head_dim)
+        self.mixed = torch.empty(num_rows, arch.num_heads * arch.head_dim)
+        """What attention gives."""
+        self.gate = torch.empty(num_rows, arch.intermediate_size)
+        self.up = torch.empty(num_rows, arch.intermediate_size)
+        self.logits = torch.empty(num_rows, arch.vocab_size)
+        self.x_array, self.h_array = self.x.numpy(), self.h.numpy()
+        self.gate_array, self.up_array = self.gate.numpy(), self.up.numpy()
+        self.qkv_array = self.qkv.numpy().reshape(num_rows, -1, arch.head_dim)
+        self.mixed_array = self.mixed.numpy().reshape(num_rows, -1, arch.head_dim)
+        self.logits_array = self.logits.numpy()
+        self.ids, self.logprobs = np.empty(num_rows, np.int64), np.empty(num_rows)
+
+
+class CompiledDecoder:
+    """A Decoder (decoder.py). The kernels use one thread, the matrix products as many as torch may."""
+
+    def __init__(self, model: Model, sampling: SamplingSettings, *, max_tokens: int) -> None:
+        arch = model.architecture
+        self._model = model
+        self._sampling = sampling
+        self._truncated = sampling.top_p < 1.0 or 0 < sampling.top_k < arch.vocab_size
+        self._rotations = torch.view_as_real(model.rotations).numpy()
+        self._gains = [_gains(layer) for layer in model.layers]
+        self._hidden_epsilon = arch.hidden_size * arch.epsilon
+        self._head_epsilon = arch.head_dim * arch.epsilon
+        self._scores = np.empty((arch.num_heads // arch.num_kv_heads, max_tokens), np.float32)
+        self._scratch = np.empty(max(max_tokens, arch.intermediate_size, arch.vocab_size), np.int32)
+        # Consecutive steps mostly have the same number of rows.
+        self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
+
+    def __call__(
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        model, rows = self._model, self._rows(len(ids))
+        positions = np.array(lengths) - 1
+        caches = [(len(t.responses), t.keys.numpy(), t.values.numpy()) for t in tiers]
+        torch.index_select(model.embedding, 0, torch.tensor(ids), out=rows.x)
+        for index, layer in enumerate(model.layers):
+            kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
+            _project(rows.h, layer.qkv, layer.qkv_bias, rows.qkv)
+            first = 0
+            for num_slots, keys, values in caches:
+                kernels.attend(
+                    index,
+                    first,
+                    num_slots,
+                    rows.qkv_array,
+                    self._gains[index],
+                    self._head_epsilon,
+                    self._rotations,
+                    positions,
+                    keys,
+                    values,
+                    self._scores,
+                    self._scratch,
+                    rows.mixed_array,
+                )
+                first += num_slots
+            rows.x.addmm_(rows.mixed, layer.out)
+            kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
+            torch.mm(rows.h, layer.gate, out=rows.gate)
+            torch.mm(rows.h, layer.up, out=rows.up)
+            kernels.silu_times(rows.gate_array, rows.up_array, self._scratch)
+            rows.x.addmm_(rows.gate, layer.down)
+        kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
+        torch.mm(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
+        return self._draw(rows, uniforms)
+
+    def _draw(self, rows: Rows, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+        chances = np.array(uniforms)
+        if self._truncated:
+            ids, logprobs = draw(rows.logits, torch.from_numpy(chances), self._sampling)
+            return ids.tolist(), logprobs.tolist()
+        kernels.draw(rows.logits_array, chances, self._scratch, rows.ids, rows.logprobs)
+        return rows.ids.tolist(), rows.logprobs.tolist()
+
+
+def _gains(layer: Layer) -> kernels.Floats:
+    """Of the norms of q and k, the memory of the layer's own; empty where there are none."""
+    if layer.qk_gain is None:
+        return np.empty((0, 0), np.float32)
+    return layer.qk_gain.numpy()
+
+
+def _project(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(h, weight, out=out)
+    else:
+        torch.addmm(bias, h, weight, out=out)

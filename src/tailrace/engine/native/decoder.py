@@ -1,0 +1,60 @@
+"""One token for every running response: the one place that chooses between torch and compiled kernels."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tailrace.engine.base import SamplingSettings
+from tailrace.engine.native.attention import DecodeAttention
+from tailrace.engine.native.cache import Tier
+from tailrace.engine.native.model import Model
+from tailrace.engine.native.sampler import draw
+
+
+class Decoder(Protocol):
+    """A decode step."""
+
+    def __call__(
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Draw a token for each response and keep the keys and values of the one before it.
+
+        Args:
+            tiers: those with responses.
+            ids: the newest token of each response, in the order of the rows: tier by tier, slot by slot.
+            lengths: tokens of each response.
+            uniforms: in [0, 1), what each token is drawn with.
+
+        Returns:
+            ids and log-probs.
+        """
+
+
+class TorchDecoder:
+    """On any device, in any type."""
+
+    def __init__(self, model: Model, sampling: SamplingSettings) -> None:
+        self._model = model
+        self._sampling = sampling
+
+    def __call__(
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        model = self._model
+        positions = torch.tensor(lengths, device=model.device) - 1
+        attention = DecodeAttention(tiers, lengths, positions)
+        x = model.forward(torch.tensor(ids, device=model.device), positions, attention)
+        chances = torch.tensor(uniforms, dtype=torch.float64, device=model.device)
+        drawn, logprobs = draw(model.logits(x), chances, self._sampling)
+        return drawn.tolist(), logprobs.tolist()
+
+
+def decoder_for(model: Model, sampling: SamplingSettings, *, max_tokens: int) -> Decoder:
+    """Compiled on a CPU in float32 (its kernels are compiled here when they never were); else torch."""
+    compiled = model.device.type == "cpu" and model.dtype == torch.float32
+    if not compiled or model.architecture.head_dim % 4:
+        return TorchDecoder(model, sampling)
+    from tailrace.engine.native.compiled import CompiledDecoder
+
+    return CompiledDecoder(model, sampling, max_tokens=max_tokens)

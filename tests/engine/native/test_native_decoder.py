@@ -1,0 +1,65 @@
+"""The compiled kernels compute what torch does, and only where they can."""
+
+import numpy as np
+import pytest
+import torch
+from native_cases import PROMPTS, finish, submit_all
+
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.engine.native import kernels
+from tailrace.engine.native.compiled import CompiledDecoder
+from tailrace.engine.native.decoder import TorchDecoder
+from tailrace.engine.native.sampler import draw
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 7, "top_p": 0.9}])
+def test_kernels_and_torch_give_the_same_tokens_and_logprobs(make_engine, monkeypatch, family, truncation):
+    sampling = SamplingSettings(max_completion_tokens=60, **truncation)
+    compiled = make_engine(family, sampling=sampling)
+    monkeypatch.setattr(
+        "tailrace.engine.native.engine.decoder_for",
+        lambda model, sampling, **_: TorchDecoder(model, sampling),
+    )
+    plain = make_engine(family, sampling=sampling)
+    for engine in (compiled, plain):
+        submit_all(engine, PROMPTS)
+    expected, ended = finish(plain), finish(compiled)
+    for id, delta in ended.items():
+        assert delta.ids == expected[id].ids
+        torch.testing.assert_close(
+            torch.tensor(delta.logprobs), torch.tensor(expected[id].logprobs), atol=2e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", CompiledDecoder), ("bfloat16", TorchDecoder)])
+def test_the_type_chooses_the_decoder(make_engine, dtype, kind):
+    assert type(make_engine(settings=EngineSettings(dtype=dtype))._decoder) is kind
+
+
+def test_the_draw_equals_torchs_and_never_takes_the_impossible():
+    logits = torch.randn(4000, 37, generator=torch.Generator().manual_seed(0)) * 5
+    logits[:, 36] = float("-inf")
+    uniforms = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    uniforms[-1] = 1 - 2**-53
+    expected, logprobs = draw(logits, uniforms, SamplingSettings(max_completion_tokens=1))
+    ids, drawn = np.empty(4000, np.int64), np.empty(4000)
+    kernels.draw(logits.numpy().copy(), uniforms.numpy(), np.empty(37, np.int32), ids, drawn)
+    assert (ids == expected.numpy()).mean() > 0.999  # a boundary may fall on either side of a rounding
+    same = ids == expected.numpy()
+    np.testing.assert_allclose(drawn[same], logprobs.numpy()[same], atol=1e-5)
+    assert ids.max() < 36
+
+
+def test_silu_keeps_five_digits_even_far_from_zero():
+    gate = torch.cat([torch.linspace(-120, 120, 4801), torch.linspace(-1, 1, 2001)])[None]
+    up = torch.full_like(gate, 1.5)
+    expected = (torch.nn.functional.silu(gate.double()) * 1.5).float()
+    kernels.silu_times(gate.numpy(), up.numpy(), np.empty(gate.shape[1], np.int32))
+    torch.testing.assert_close(gate, expected, rtol=1e-5, atol=1e-30)
+
+
+def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled_all_the_same():
+    namespace = {}
+    exec("def double(x): return 2 * x", namespace)  # it has no file, so numba finds no cache folder for it
+    assert kernels._kernel("(int64,)")(namespace["double"])(21) == 42
