@@ -33,7 +33,7 @@ def test_a_run_leaves_everything_about_itself_in_its_output_directory(config_pat
     config = load_config(config_path)
     train(config, folder)
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["groups"] == {"trained": 12, "filtered": 0, "dropped": 0, "reasons": {}}
+    assert summary["groups"] == {"trained": 12, "filtered": 0, "dropped": 0, "reasons": {}, "parked": 0}
     assert summary["steps"] == 6
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(12)}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

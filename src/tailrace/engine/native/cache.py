@@ -149,6 +149,12 @@ class Cache:
         held = 0 if response.tier is None else response.tier.capacity
         return self.num_reserved - held + self.tier_for(len(response.tokens)).capacity <= self.budget
 
+    def spare_for(self, response: Response) -> int:
+        """Positions of the budget that stay free if it enters, whatever its tier must allocate."""
+        tier = self.tier_for(len(response.tokens))
+        grows = len(tier.responses) == tier.num_slots
+        return self.budget - self.num_allocated - (tier.capacity * max(4, tier.num_slots) if grows else 0)
+
     def enter(self, response: Response) -> None:
         """Give it a slot; what the slot holds is undefined until `write`, which must follow."""
         tier = self.tier_for(len(response.tokens))

@@ -117,8 +117,11 @@ class NativeEngine:
             self._scheduler.add(response)
 
     def abort(self, id: str) -> Delta | None:
-        """Forget a request. Returns what it gained since its last report; None if it has ended."""
+        """Stop a request. Returns what it gained since its last report; None if it has ended. Its keys and
+        values are kept where there is room, so that it can go on without being computed again."""
         with torch.inference_mode():
+            if running := self._scheduler.running.get(id):
+                self._scheduler.park(running)
             response = self._scheduler.remove(id)
         return None if response is None else self._delta(response, None)
 
@@ -141,8 +144,8 @@ class NativeEngine:
     def load(self, tensors: Mapping[str, Tensor], *, version: int, kv: KV) -> list[Delta]:
         """Take new weights (Hugging Face names, all of them). Nothing in flight ends.
 
-        With kv="keep" what is cached stays as the old weights computed it; a request that was preempted
-        or waits is computed anew all the same. Returns the report of the old version.
+        With kv="keep" what is cached stays as the old weights computed it, of aborted requests too; one that
+        was preempted or waits is computed anew all the same. Returns the report of the old version.
 
         Raises:
             ValueError: a tensor is missing or of another shape. Nothing has changed then.
@@ -153,6 +156,7 @@ class NativeEngine:
             self._model.load(tensors)
             self._version = version
             if kv == "recompute":
+                self._scheduler.lot.make_room(0)
                 self._recompute()
         return gained
 
@@ -179,10 +183,12 @@ class NativeEngine:
     def _fill(self, admissions: Sequence[Admission]) -> None:
         """Put the contexts of the admitted into their slots, each computed or copied once."""
         cache = self._scheduler.cache
-        computed = iter(self._prefill([a.context for a in admissions if a.donor is None]))
+        computed = iter(self._prefill([a.context for a in admissions if not (a.donor or a.block)]))
         for admission in admissions:
-            donor = admission.donor
-            block = next(computed) if donor is None else cache.read(donor, len(admission.context))
+            block = admission.block
+            if block is None:
+                donor = admission.donor
+                block = cache.read(donor, len(admission.context)) if donor else next(computed)
             for response in admission.responses:
                 cache.write(response, block)
 

@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from tailrace.engine.base import EngineSettings
-from tailrace.engine.native.cache import Cache, Response
+from tailrace.engine.native.cache import Block, Cache, Response
+from tailrace.engine.native.lot import Lot
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,10 @@ class Admission:
     context: tuple[int, ...]
     """All tokens but the last, which is the input of the first decode step."""
     responses: list[Response]
-    donor: Response | None
-    """A running response that has the context in its cache; None: it must be computed."""
+    donor: Response | None = None
+    """A running response that has the context in its cache."""
+    block: Block | None = None
+    """What an earlier life of the request left; without it and without a donor the context is computed."""
 
 
 class Scheduler:
@@ -31,6 +34,7 @@ class Scheduler:
         self.waiting: deque[Response] = deque()
         self.running: dict[str, Response] = {}
         self.num_preempted = 0
+        self.lot = Lot()
         self._ids: set[str] = set()
         """Of all that wait or run."""
 
@@ -47,27 +51,41 @@ class Scheduler:
 
     def admit(self, version: int) -> list[Admission]:
         """Give slots to those who wait, as far as slots, cache and the prefill budget of a step go."""
-        admissions: dict[tuple[int, ...], Admission] = {}
+        admissions: list[Admission] = []
+        shared: dict[tuple[int, ...], Admission] = {}
         budget = self.settings.prefill_tokens
         while self.waiting and len(self.running) < self.settings.max_running:
             response = self.waiting[0]
             if not self.cache.has_room(response):
                 break
             context = tuple(response.tokens[:-1])
-            admission = admissions.get(context)
+            block = self.lot.take(response)
+            admission = None if block else shared.get(context)
             if admission is None:
-                admission = Admission(context, [], self._donor(response, version))
-                cost = 0 if admission.donor else len(context)
+                donor = None if block else self._donor(response, version)
+                admission = Admission(context, [], donor, block)
+                cost = 0 if block or donor else len(context)
                 if cost > budget < self.settings.prefill_tokens:
                     break
                 budget -= cost
-                admissions[context] = admission
+                admissions.append(admission)
+                shared.setdefault(context, admission)
             self.waiting.popleft()
-            self.cache.enter(response)
-            response.prompt_version = version
+            self._enter(response)
+            response.prompt_version = None if block else version
             self.running[response.id] = response
             admission.responses.append(response)
-        return list(admissions.values())
+        return admissions
+
+    def _enter(self, response: Response) -> None:
+        """Give it a slot; what is parked gives way to a tier that must grow."""
+        self.lot.make_room(self.cache.spare_for(response))
+        self.cache.enter(response)
+
+    def park(self, response: Response) -> None:
+        """Keep what the cache holds of a running response that is about to be removed."""
+        block = self.cache.read(response, len(response.tokens) - 1)
+        self.lot.put(response, block, self.cache.budget - self.cache.num_allocated)
 
     def _donor(self, response: Response, version: int) -> Response | None:
         """A running response to the same prompt, which this version computed. Only for a fresh request."""
@@ -92,6 +110,7 @@ class Scheduler:
                 if response.tier is None:
                     break
             else:
+                self.lot.make_room(self.cache.spare_for(response))
                 self.cache.move(response)
 
     def _preempt_youngest(self) -> None:
@@ -121,6 +140,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
+        assert self.cache.num_allocated + self.lot.num_tokens <= self.cache.budget
         cached = self.cache.responses()
         assert len(cached) == len(self.running) <= self.settings.max_running
         assert all(self.running[response.id] is response for response in cached)

@@ -1,0 +1,99 @@
+"""What was aborted goes on from its own keys and values, where there is room for them."""
+
+import random
+
+import pytest
+import torch
+from native_cases import PROMPTS, assert_close, finish, mixed_reference, random_model, reference, submit_all
+
+from tailrace.engine.base import EngineSettings
+from tailrace.engine.native.engine import Request
+
+PROMPT = PROMPTS["17"]
+
+
+def abort_after(engine, steps):
+    """Some of a completion of PROMPT, and the request that goes on with it."""
+    submit_all(engine, {id: PROMPTS[id] for id in ("5", "40")})
+    engine.submit(Request("x", PROMPT, (), 7))
+    for _ in range(steps):
+        engine.step()
+    part = engine.abort("x")
+    engine.check_integrity()
+    return part, Request("x", PROMPT, part.ids, 7)
+
+
+def test_an_aborted_request_goes_on_without_being_computed_again(make_engine, models):
+    engine = make_engine()
+    part, again = abort_after(engine, 23)
+    before = engine.usage().num_prefilled
+    engine.submit(again)
+    rest = finish(engine)["x"]
+    assert engine.usage().num_prefilled == before
+    undisturbed = make_engine()
+    undisturbed.submit(Request("x", PROMPT, (), 7))
+    expected = finish(undisturbed)["x"]
+    assert part.ids + rest.ids == expected.ids
+    logprobs = torch.tensor(part.logprobs + rest.logprobs)
+    torch.testing.assert_close(
+        logprobs, reference(models["qwen3"][1], PROMPT, expected.ids), atol=1e-4, rtol=0
+    )
+
+
+def test_over_new_weights_the_kept_cache_is_the_old_one_s(make_engine, models):
+    engine, new = make_engine(), random_model("qwen3", seed=1)
+    part, again = abort_after(engine, 23)
+    before = engine.usage().num_prefilled
+    engine.load(new.state_dict(), version=1, kv="keep")
+    engine.submit(again)
+    rest = finish(engine)["x"]
+    assert engine.usage().num_prefilled == before
+    assert_close(rest, mixed_reference(models["qwen3"][1], new, [*PROMPT, *part.ids], rest.ids))
+
+
+def test_recomputing_forgets_what_is_parked(make_engine):
+    engine, new = make_engine(), random_model("qwen3", seed=1)
+    part, again = abort_after(engine, 23)
+    finish(engine)
+    engine.load(new.state_dict(), version=1, kv="recompute")
+    before = engine.usage().num_prefilled
+    engine.submit(again)
+    rest = finish(engine)["x"]
+    assert engine.usage().num_prefilled == before + len(PROMPT) + len(part.ids) - 1
+    assert_close(rest, reference(new, [*PROMPT, *part.ids], rest.ids))
+
+
+@pytest.mark.parametrize("change", ["other tokens", "from nothing"])
+def test_a_request_that_comes_back_different_is_computed(make_engine, models, change):
+    engine = make_engine()
+    part, _ = abort_after(engine, 23)
+    had = part.ids[:9] if change == "other tokens" else []
+    engine.submit(Request("x", PROMPT, had, 7))
+    rest = finish(engine)["x"]
+    assert_close(rest, reference(models["qwen3"][1], [*PROMPT, *had], rest.ids))
+
+
+def test_what_is_parked_gives_way_to_what_runs_within_one_budget(make_engine, models):
+    """Requests come, are aborted and come back at random in a cache that holds few of them."""
+    engine, chance = make_engine(settings=EngineSettings(kv_tokens=700)), random.Random(3)
+    had = {id: [] for id in PROMPTS}
+    running, done = set(), {}
+    while len(done) < len(PROMPTS):
+        for id in sorted(PROMPTS.keys() - running - done.keys()):
+            if chance.random() < 0.3:
+                engine.submit(Request(id, PROMPTS[id], had[id], len(PROMPTS[id])))
+                running.add(id)
+        for delta in engine.step():
+            had[delta.id] += delta.ids
+            running.remove(delta.id)
+            done[delta.id] = had[delta.id]
+        for id in sorted(running):
+            if chance.random() < 0.05:
+                delta = engine.abort(id)
+                had[id] += delta.ids
+                running.remove(id)
+        engine.check_integrity()
+    whole = make_engine()
+    for id, prompt in PROMPTS.items():
+        whole.submit(Request(id, prompt, (), len(prompt)))
+    assert done == {id: delta.ids for id, delta in finish(whole).items()}
