@@ -209,7 +209,9 @@ def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set
         yield from (msgspec.structs.replace(sample, fate="pruned") for sample in living)
     else:
         yield msgspec.structs.replace(group, fate=None, reason="")
-        yield from (msgspec.structs.replace(sample, fate=None) for sample in living)
+        for sample in living:  # one of an earlier attempt had its abort under way
+            fate = None if sample.attempt == group.attempt else "interrupted"
+            yield msgspec.structs.replace(sample, fate=fate)
 
 
 def _members(books: Books) -> dict[int, list[SampleRow]]:
