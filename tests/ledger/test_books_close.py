@@ -228,7 +228,8 @@ def _check_lineage(books: Books) -> None:
     steps = {training.step for training in trained}
     assert steps == set(range(1, len(steps) + 1))
     for prompt, group in books.groups.items():
-        fates = {sample.fate for sample in books.samples.values() if sample.prompt == prompt}
+        members = [sample for sample in books.samples.values() if sample.prompt == prompt]
+        fates = {sample.fate for sample in members if sample.num_tokens}
         assert ("trained" in fates) == (group.fate == "trained")
         assert group.fate is None or None not in fates
 
