@@ -30,7 +30,7 @@ ROOMS = (
     "workers",
     "sim",
 )
-STOREYS = [GROUND, ROOMS, ("run",), ("config",), ("schedules",), ("commands",), ("cli",)]
+STOREYS = [GROUND, ROOMS, ("watchdog", "run"), ("config",), ("schedules",), ("commands",), ("cli",)]
 LEVEL = {part: level for level, parts in enumerate(STOREYS) for part in parts}
 
 INSIDES = {

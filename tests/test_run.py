@@ -11,10 +11,12 @@ import pytest
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.ledger.read import read_books
 from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
+    RequestStarted,
     RoundEnded,
     RoundStarted,
     RowSkipped,
@@ -33,11 +35,12 @@ from virtual import (
     SETTINGS,
     SIM,
     ZERO_VARIANCE,
+    Book,
     Death,
     Outcome,
     change,
     dying,
-    newest,
+    reporting,
     simulate,
 )
 
@@ -53,23 +56,23 @@ def lives(
     kills: Iterator[float],
     folder: Path,
     algorithm: AlgorithmSettings | None = None,
-) -> tuple[list[Event], Outcome]:
+) -> tuple[list[Event], Outcome, Book]:
     """Run, be killed, resume, until it ends: what happened in the lineage of checkpoints that led to the
-    end, what a kill undid left out, and the last life."""
+    end, what a kill undid left out; the last life; and what is written of all."""
     lineage: list[Event] = []
+    book = Book()
     while True:
-        resume = newest(folder)
         outcome = simulate(
             SCHEDULES_BY_NAME[name],
             settings,
             SIM,
             folder=folder,
-            resume=resume,
+            book=book,
             kill_at_s=next(kills, None),
             algorithm=algorithm,
         )
         if not outcome.killed:
-            return lineage + outcome.events, outcome
+            return lineage + outcome.events, outcome, book
         saves = [index for index, event in enumerate(outcome.events) if isinstance(event, Saved)]
         lineage += outcome.events[: saves[-1]] if saves else []
 
@@ -85,7 +88,7 @@ def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_t
     chance = random.Random(f"{name} {every}")
     for trial in range(2):
         kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
-        lineage, last = lives(name, settings, kills, tmp_path / str(trial), algorithm)
+        lineage, last, _ = lives(name, settings, kills, tmp_path / str(trial), algorithm)
         trained = [
             event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
         ]
@@ -104,28 +107,58 @@ def test_serial_trains_the_same_prompts_after_a_crash(tmp_path: Path) -> None:
     settings = change(SETTINGS, checkpoint_every=1)
     whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
     for number, share in enumerate((0.05, 0.33, 0.5, 0.77, 0.99)):
-        lineage, last = lives("serial", settings, iter([whole.ended_s * share]), tmp_path / str(number))
+        lineage, last, _ = lives("serial", settings, iter([whole.ended_s * share]), tmp_path / str(number))
         trained = {event.prompt for event in lineage if isinstance(event, GroupEnded)}
-        assert trained == set(whole.trained) and last.totals.wasted_tokens == {}
+        assert trained == set(whole.trained) and set(last.totals.wasted_tokens) <= {"crash"}
+
+
+def test_what_was_trained_since_the_last_checkpoint_is_trained_again_from_its_tokens(tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=2)
+    whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    first_round_s = whole.of(RoundEnded)[0].time_s
+    lineage, last, book = lives("serial", settings, iter([first_round_s - 0.1]), tmp_path)
+    again = {training.id for training in read_books(book.store).trainings.values() if training.undone == 2}
+    first = [event for event in lineage if isinstance(event, Stepped)][:2]
+    assert again == {sample.id for event in first for sample in event.samples}
+    assert not any(event.sample in again for event in last.of(RequestStarted))
 
 
 def test_a_finished_run_is_resumed_to_be_longer(tmp_path: Path) -> None:
     short, longer = (change(SETTINGS, rounds=rounds, checkpoint_every=1) for rounds in (2, 3))
-    simulate(SCHEDULES_BY_NAME["rolloutpipe"], short, folder=tmp_path)
-    again = simulate(SCHEDULES_BY_NAME["rolloutpipe"], longer, folder=tmp_path, resume=newest(tmp_path))
+    book = Book()
+    simulate(SCHEDULES_BY_NAME["rolloutpipe"], short, folder=tmp_path, book=book)
+    again = simulate(SCHEDULES_BY_NAME["rolloutpipe"], longer, folder=tmp_path, book=book)
     assert [event.round for event in again.of(RoundStarted)] == [2]
     assert again.totals.groups["trained"] == 48 and again.of(Stepped)[-1].stats.num_steps == 12
 
 
 def test_groups_that_a_crash_interrupted_come_first_and_go_on_from_their_tokens(tmp_path: Path) -> None:
-    settings = change(SETTINGS, checkpoint_every=1)
-    simulate(SCHEDULES_BY_NAME["pipelinerl"], settings, folder=tmp_path)
-    (tmp_path / "round_000003").rename(tmp_path / "undone")
-    (tmp_path / "round_000002").rename(tmp_path / "undone_too")
-    resumed = simulate(SCHEDULES_BY_NAME["pipelinerl"], settings, folder=tmp_path, resume=newest(tmp_path))
-    first = resumed.of(Stepped)[0]
-    assert any(span.version == 0 for sample in first.samples for span in sample.spans)
-    assert resumed.totals.wasted_tokens.total() == 0
+    settings, book = change(SETTINGS, checkpoint_every=1), Book()
+    schedule = SCHEDULES_BY_NAME["pipelinerl"]
+    killed_s = simulate(schedule, settings).of(RoundEnded)[1].time_s
+    simulate(schedule, settings, folder=tmp_path, book=book, kill_at_s=killed_s, beside=reporting)
+    interrupted = {group.prompt for group in read_books(book.store).groups.values() if group.fate is None}
+    resumed = simulate(schedule, settings, folder=tmp_path, book=book)
+    origins = [
+        [origin.life for origin in sample.origins] for sample in read_books(book.store).samples.values()
+    ]
+    assert any(set(lives) == {1, 2} for lives in origins)
+    asked = dict.fromkeys(event.sample.prompt for event in resumed.of(RequestStarted))
+    assert set(list(asked)[:4]) <= interrupted
+    assert set(resumed.totals.wasted_tokens) <= {"crash"}
+
+
+def test_a_checkpoint_that_the_kill_left_without_a_mark_does_not_count(tmp_path: Path) -> None:
+    settings, book = change(SETTINGS, checkpoint_every=1), Book(commit_s=1.0)
+    whole = simulate(
+        SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path / "whole", book=Book(commit_s=1.0)
+    )
+    saved_s = whole.of(Saved)[1].time_s
+    killed = {"folder": tmp_path, "book": book, "kill_at_s": saved_s - 0.5}
+    simulate(SCHEDULES_BY_NAME["serial"], settings, **killed)  # type: ignore[arg-type]
+    assert (tmp_path / "round_000001").is_dir()
+    resumed = simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path, book=book)
+    assert [event.round for event in resumed.of(RoundStarted)] == [0, 1, 2]
 
 
 # -- what a schedule may not do ----------------------------------------------------------------------

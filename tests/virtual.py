@@ -11,7 +11,13 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.materialise import Materialise
 from tailrace.engine.base import Usage
-from tailrace.ledger.state import RunState
+from tailrace.ledger.base import Cut, RunRow, Store
+from tailrace.ledger.journal import Journal
+from tailrace.ledger.ledger import Totals
+from tailrace.ledger.memory import MemoryStore
+from tailrace.ledger.past import Past, first_life, next_life
+from tailrace.ledger.read import read_books
+from tailrace.ledger.writer import DirectWriter, Writer
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.run import Parts, Run, RunSettings, drive
@@ -137,8 +143,53 @@ class Outcome:
         return list(dict.fromkeys(prompts))
 
     @property
-    def totals(self) -> Any:
-        return self.run.state().totals
+    def totals(self) -> Totals:
+        return self.run._ledger.totals
+
+
+@dataclass
+class Book:
+    """What outlives a killed run: the store, and the engines' own count."""
+
+    store: Store = field(default_factory=MemoryStore)
+    num_generated: int = 0
+    commit_s: float = 0.0
+    """How long a commit takes; a kill meanwhile loses it."""
+    flush_s: float = 0.2
+
+    def past(self, parts: Parts, checkpoints: Path, seed: int) -> Past:
+        if not self.store.rows(RunRow):
+            return first_life("")
+        return next_life(
+            read_books(self.store),
+            name=self.store.name,
+            config_digest="",
+            checkpoints=checkpoints,
+            num_generated=self.num_generated,
+            prompt_of=parts.prompts.__getitem__,
+            seed=seed,
+        )
+
+    def open(self, past: Past) -> Journal:
+        self.store.commit(past.opening)
+        writer: Writer = SlowWriter(self.store, self.commit_s) if self.commit_s else DirectWriter(self.store)
+        return Journal(writer, past, flush_s=self.flush_s)
+
+
+class SlowWriter:
+    """A writer's thread, in virtual time."""
+
+    def __init__(self, store: Store, commit_s: float) -> None:
+        self._store, self._commit_s = store, commit_s
+
+    def put(self, cut: Cut) -> asyncio.Future[None]:
+        async def commit() -> None:
+            await asyncio.sleep(self._commit_s)
+            self._store.commit(cut)
+
+        return asyncio.ensure_future(commit())
+
+    def close(self) -> None: ...
 
 
 Beside = Callable[[Parts, Run], Coroutine[Any, Any, None]]
@@ -172,13 +223,29 @@ def dying(*deaths: Death) -> Beside:
     return all_of_them
 
 
+async def reporting(parts: Parts, run: Run) -> None:
+    """Engines that bring their samples up to date, as live ones do."""
+    while True:
+        await asyncio.sleep(0.1)
+        for engine in parts.engines:
+            assert isinstance(engine, SimEngine)
+            engine.report()
+
+
+def beside_each_other(*all_of_them: Beside) -> Beside:
+    async def together(parts: Parts, run: Run) -> None:
+        await asyncio.gather(*(one(parts, run) for one in all_of_them))
+
+    return together
+
+
 def simulate(
     schedule: Callable[[Run], Awaitable[None]],
     settings: RunSettings = SETTINGS,
     sim: SimSettings = SIM,
     *,
     folder: Path | None = None,
-    resume: Path | None = None,
+    book: Book | None = None,
     kill_at_s: float | None = None,
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
@@ -187,9 +254,9 @@ def simulate(
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed.
 
-    folder: for checkpoints. resume: the checkpoint to go on from. beside: runs next to the schedule, and
-    does what the world does to it. parts: others than the simulated ones. into: what to fill, for a run that
-    ends with an error.
+    folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
+    next to the schedule, and does what the world does to it. parts: others than the simulated ones. into:
+    what to fill, for a run that ends with an error.
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
@@ -198,7 +265,12 @@ def simulate(
     async def main() -> None:
         reference = algorithm.needs_reference
         outcome.parts = parts() if parts else simulated_parts(sim, settings.seed, reference=reference)
-        state = await restored(outcome.parts, resume) if resume else None
+        past, journal = Past(), None
+        if book and folder:
+            past = book.past(outcome.parts, folder, settings.seed)
+            if past.checkpoint:
+                await rewind(outcome.parts, folder / past.checkpoint, past.version)
+            journal = book.open(past)
 
         async def watched(run: Run) -> None:
             outcome.run = run
@@ -218,28 +290,24 @@ def simulate(
                     Recorder(outcome),
                     materialise=materialise,
                     folder=folder,
-                    state=state,
+                    past=past,
+                    journal=journal,
                 )
         except TimeoutError:
             outcome.killed = True
+        if book:
+            book.num_generated += sum(usage.num_generated for usage in outcome.usages)
 
     clock.run(main(), virtual=True)
     return outcome
 
 
-async def restored(parts: Parts, checkpoint: Path) -> RunState:
+async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
     """What whoever resumes a run does: the trainer from the checkpoint, its weights to the engines."""
-    state = RunState.load(checkpoint, "")
     await parts.trainer.restore(checkpoint)
-    weights = await parts.trainer.publish(state.version)
+    weights = await parts.trainer.publish(version)
     for engine in parts.engines:
         await engine.load(weights, kv="keep")
-    return state
-
-
-def newest(folder: Path) -> Path | None:
-    """The last whole checkpoint."""
-    return max(folder.glob("round_??????"), default=None)
 
 
 def worlds(sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1) -> Callable[[], Parts]:

@@ -63,6 +63,12 @@ def _evaluate(arguments: argparse.Namespace, config: RunConfig) -> None:
     evaluate_model(config, json_path=arguments.json)
 
 
+def _inspect(arguments: argparse.Namespace, config: RunConfig) -> None:
+    from tailrace.commands.inspect import inspect
+
+    inspect(config, arguments.config.parent, prompt=arguments.group, as_json=arguments.json)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
         prog="tailrace", description="Post-train language models on verifiable rewards, without bubbles."
@@ -90,6 +96,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
     evaluate = add("eval", _evaluate, "sample held-out prompts from a model and score them")
     evaluate.add_argument("--json", type=Path, metavar="F", help="the accuracy")
+    inspect = commands.add_parser("inspect", help="what became of every prompt and token of a run")
+    inspect.add_argument("config", type=lambda folder: Path(folder) / "config.toml", metavar="RUN")
+    inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
+    inspect.add_argument("--json", action="store_true")
+    inspect.set_defaults(command=_inspect)
     arguments, rest = parser.parse_known_args(argv)
     return arguments, _overrides(parser, rest)
 

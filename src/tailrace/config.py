@@ -20,6 +20,7 @@ from tailrace.algo.check import check_algorithm
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
+from tailrace.ledger.base import LedgerSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.run import RunSettings
 from tailrace.settings import Settings
@@ -75,6 +76,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
+    ledger: LedgerSettings = LedgerSettings()
     sim: SimSettings = SimSettings()
 
     @model_validator(mode="after")
@@ -101,8 +103,9 @@ class RunConfig(Settings):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def digest(self) -> str:
-        """Names what a checkpoint depends on: all but how long the run is and how it is watched."""
-        tree = self.model_dump(mode="json", exclude={"sim", "variants", "compare"})
+        """Names what a ledger depends on: all but how long the run is, how it is watched and where it is
+        kept."""
+        tree = self.model_dump(mode="json", exclude={"sim", "variants", "compare", "ledger"})
         for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
             del tree["run"][free]
         return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()

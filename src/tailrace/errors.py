@@ -6,10 +6,11 @@ TailraceError
 |   |-- StalenessError   it trained tokens older than it promised
 |   |-- NeverComes       it waits for groups that nothing in flight can become
 |   `-- GroupsLost       it took groups and neither trained, dropped nor parked them
-|-- LedgerError          the books do not close: a defect of ours
+|-- LedgerError          the books do not close, or the ledger cannot be read or written
 |-- Stuck                every task waits and nothing can wake them; names who waits for what
 |-- WorkerDied           a worker process ended; carries its traceback
 |-- CheckpointError      a checkpoint that cannot be read or belongs to another config
+|-- DiskFull             a file of the run could not be written; names it
 |-- Evicted              an engine gives a request back; its tokens are kept; ask another engine
 |   `-- EngineDied
 |-- RewardFailed         a sample cannot be rewarded: data, not a crash
@@ -51,7 +52,8 @@ class GroupsLost(ScheduleError):
 
 
 class LedgerError(TailraceError):
-    """The books do not close."""
+    """The books do not close: a defect of ours. Or the ledger is missing, damaged, of another config, or
+    cannot be written; the message names it and the remedy."""
 
 
 class Stuck(TailraceError):
@@ -64,6 +66,10 @@ class WorkerDied(TailraceError):
 
 class CheckpointError(TailraceError):
     """A checkpoint that is torn, or of another config. The message names the file and the remedy."""
+
+
+class DiskFull(TailraceError):
+    """A file of the run could not be written to its end. The message names it and the remedy."""
 
 
 class Evicted(TailraceError):

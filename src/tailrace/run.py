@@ -25,9 +25,10 @@ from tailrace import clock
 from tailrace.algo.materialise import GRPO
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
-from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, Stuck, first_cause
+from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, first_cause
+from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.state import GroupState, RunState
+from tailrace.ledger.past import Past
 from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.reward.base import Rewards
@@ -39,7 +40,8 @@ from tailrace.rollout.reference import WithReference
 from tailrace.rollout.shelf import Shelf
 from tailrace.settings import Settings
 from tailrace.trainer.base import Reference, Trainer
-from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of
+from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
+from tailrace.watchdog import Watchdog
 
 MAX_SKIPPED_IN_A_ROW = 10_000
 """Rows without a usable prompt are skipped and counted; so many together are no accident."""
@@ -93,28 +95,28 @@ class Run:
         *,
         materialise: Callable[[Group], str | None] = GRPO,
         folder: Path | None = None,
-        state: RunState | None = None,
+        past: Past | None = None,
+        journal: Journal | Unwritten | None = None,
     ) -> None:
-        """materialise: of the algorithm. folder: where checkpoints go. state: where an earlier life of this
-        run stood."""
-        state = state or RunState()
+        """materialise: of the algorithm. folder: where checkpoints go. past: what an earlier life left.
+        journal: writes this one down."""
+        past = past or Past()
         self.K = settings.group_size
-        self.round, self.version = state.round, state.version
+        self.round, self.version = past.round, past.version
         self._parts, self._settings, self._recorder, self._folder = parts, settings, recorder, folder
-        self._config_digest = state.config_digest
-        self._cursor = state.cursor
+        self._base, self._dead = past.checkpoint, past.dead
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
-        self._steps_at = state.steps_at or {self.version: 0}
-        self._num_steps = self._steps_at[self.version]
-        self._generated_before = state.num_generated - self._produced()
-        self._evaluated_tokens = 0
-        self._ledger = Ledger(recorder, state.totals)
-        self.history = History(state.longest)
-        self.parked = Shelf(state.revive(state.parked, parts.prompts.__getitem__))
-        self._interrupted = state.revive(state.in_flight, parts.prompts.__getitem__)
+        self._steps_at = past.steps_at or {self.version: past.step}
+        self._num_steps = past.step
+        self._generated_before = past.num_generated - self._produced()
+        self._journal = journal or Unwritten()
+        self._ledger = Ledger(recorder, past.totals, self._journal)
+        self._journal.follow(self._ledger)
+        self.history = History(past.longest)
+        self.parked, self._interrupted = Shelf(past.shelf), past.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.fleet = Fleet(parts.engines, recorder)
         self.pool = Pool(
@@ -127,8 +129,8 @@ class Run:
             replace=lambda samples: self.prompts(1, samples=samples),
             materialise=materialise,
         )
-        self._stepped = asyncio.Event()
-        self._watchdog = tasks.create_task(self._watch())
+        self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
+        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Run:
         """The next n groups, of K samples each; with more samples than K a group is a race for the first
         K. Groups that a crash interrupted come first, from their tokens if the promise allows it."""
         groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
-        stale = [group for group in groups if self.staleness(group) > self._bound]
+        stale = [group for group in groups if self._must_start_afresh(group)]
         self.restart(stale, reason="interrupted")
         while len(groups) < n:
             prompt = self._next_prompt()
@@ -196,7 +198,7 @@ class Run:
 
     async def accumulate(self, batch: Batch) -> None:
         """Forward and backward now; the weights stay as they are."""
-        units = _units(batch)
+        units = units_of(batch)
         samples = [sample for unit in units for sample in unit]
         self._check_staleness(samples)
         self._accumulated.update((sample.id, sample) for sample in samples)
@@ -212,12 +214,12 @@ class Run:
         stats = await self._parts.trainer.step()
         self._num_steps = stats.num_steps
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-        self._ledger.train(samples)
+        self._ledger.train(samples, self._num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
         self._emit(events.Stepped(start_s, clock.now(), stats, self._lags, samples))
         self._lags = Lags()
-        self._stepped.set()
+        self._watchdog.stepped()
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step."""
@@ -236,7 +238,7 @@ class Run:
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
-        return await self._parts.trainer.ess(_units(groups))
+        return await self._parts.trainer.ess(units_of(groups))
 
     def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
         """A selection: only groups whose every token is of the published version."""
@@ -259,7 +261,7 @@ class Run:
 
     def _next_prompt(self) -> Prompt:
         for _ in range(MAX_SKIPPED_IN_A_ROW):
-            index, self._cursor = self._cursor, self._cursor + 1
+            index = self._ledger.totals.num_drawn
             try:
                 return self._parts.prompts[index]
             except BadRow as bad:
@@ -273,6 +275,11 @@ class Run:
     def _new_samples(self, group: Group, n: int) -> list[Sample]:
         ids = [SampleId(group.prompt.index, group.attempt, index) for index in range(n)]
         return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
+
+    def _must_start_afresh(self, group: Group) -> bool:
+        """An interrupted group: what keeps a bound by structure counts on ages along one branch."""
+        dead = group in self._dead and self._bound < inf
+        return dead or self.staleness(group) > self._bound
 
     @property
     def _bound(self) -> float:
@@ -301,59 +308,31 @@ class Run:
             await self._evaluate()
 
     async def _save(self, folder: Path) -> None:
-        if folder.exists():
+        if folder.name == self._base:
             return  # a resumed run stands where it was saved
-        partial = folder.with_suffix(".partial")
-        await self._parts.trainer.save(partial)
-        self.state().save(partial)
-        partial.rename(folder)
-        num_drawn = self._ledger.totals.num_drawn
-        self._emit(events.Saved(clock.now(), self.round, str(folder), self.version, num_drawn))
-
-    def state(self) -> RunState:
-        """Where the run stands, at the top of a round."""
-        in_flight = [*self._interrupted, *self.pool.living]
-        return RunState(
-            config_digest=self._config_digest,
+        await self._parts.trainer.save(folder)
+        await self._journal.mark(
+            folder.name,
             round=self.round,
             version=self.version,
-            cursor=self._cursor,
-            num_generated=self._ledger.num_known_tokens,
-            totals=self._ledger.totals,
+            step=self._num_steps,
+            parked=self.parked.groups,
             longest=self.history.longest,
             steps_at=self._steps_at,
-            parked=[GroupState.of(group) for group in self.parked.groups],
-            in_flight=[GroupState.of(group) for group in in_flight],
         )
+        num_drawn = self._ledger.totals.num_drawn
+        self._emit(events.Saved(clock.now(), self.round, str(folder), self.version, num_drawn))
 
     async def _evaluate(self) -> None:
         parts, settings = self._parts, self._settings
         samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, self.round)
         result = await evaluate(samples, self.fleet, parts.rewards)
-        self._evaluated_tokens += result.num_tokens
-        self._emit(
-            events.Evaluated(
-                clock.now(), self.round, len(samples), result.accuracy, result.num_tokens / len(samples)
-            )
-        )
+        self._ledger.totals.evaluated_tokens += result.num_tokens
+        mean_tokens = result.num_tokens / len(samples)
+        self._emit(events.Evaluated(clock.now(), self.round, len(samples), result.accuracy, mean_tokens))
 
     def _produced(self) -> int:
         return sum(engine.usage().num_generated for engine in self._parts.engines)
-
-    async def _watch(self) -> None:
-        """Say who waits for what whenever no optimizer step comes for long."""
-        quiet_s, patience_s = 0.0, self._settings.patience_s
-        while True:
-            try:
-                async with asyncio.timeout(patience_s):
-                    await self._stepped.wait()
-                self._stepped.clear()
-                quiet_s = 0.0
-            except TimeoutError:
-                quiet_s += patience_s
-                self._emit(events.Waiting(clock.now(), quiet_s, clock.who_waits()))
-                if quiet_s >= self._settings.give_up_s:
-                    raise Stuck(f"no optimizer step for {quiet_s:.0f} s: {clock.who_waits()}") from None
 
     async def finish(self) -> None:
         """Bring everything in, and close the books.
@@ -366,13 +345,14 @@ class Run:
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.living.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
-        produced = self._produced() + self._generated_before - self._evaluated_tokens
-        self._ledger.check(produced)
+        self._ledger.check(self._produced() + self._generated_before)
         self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
+        await self._journal.finish()
 
     def shut(self) -> None:
         """Stop everything that runs beside the schedule."""
-        self._watchdog.cancel()
+        for task in self._beside:
+            task.cancel()
         self.pool.shut()
 
 
@@ -384,12 +364,22 @@ async def drive(
     *,
     materialise: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
-    state: RunState | None = None,
+    past: Past | None = None,
+    journal: Journal | Unwritten | None = None,
 ) -> None:
     """Run a schedule to its end and close the books; the first error of anything ends it."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            run = Run(parts, settings, recorder, tasks, materialise=materialise, folder=folder, state=state)
+            run = Run(
+                parts,
+                settings,
+                recorder,
+                tasks,
+                materialise=materialise,
+                folder=folder,
+                past=past,
+                journal=journal,
+            )
             try:
                 await schedule(run)
                 await run.finish()
@@ -399,15 +389,3 @@ async def drive(
         raise first_cause(group) from None
     finally:
         recorder.close()
-
-
-def _units(batch: Batch) -> list[list[Sample]]:
-    """Groups stay whole; loose samples are one unit together."""
-    units: list[list[Sample]] = []
-    loose: list[Sample] = []
-    for item in batch:
-        if isinstance(item, Group):
-            units.append(item.trainable)
-        else:
-            loose.append(item)
-    return [*units, loose] if loose else units

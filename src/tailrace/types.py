@@ -184,6 +184,18 @@ def samples_of(batch: Batch) -> list[Sample]:
     return samples
 
 
+def units_of(batch: Batch) -> list[list[Sample]]:
+    """What a trainer is given: groups stay whole; loose samples are one unit together."""
+    units: list[list[Sample]] = []
+    loose: list[Sample] = []
+    for item in batch:
+        if isinstance(item, Group):
+            units.append(item.trainable)
+        else:
+            loose.append(item)
+    return [*units, loose] if loose else units
+
+
 def batched(items: Sequence[T], n: int) -> list[list[T]]:
     """Consecutive batches of n, as itertools.batched of Python 3.12."""
     return [list(items[start : start + n]) for start in range(0, len(items), n)]

@@ -1,72 +1,11 @@
-"""The quickstart's model on a run small enough for a test."""
+"""A small run on disk."""
 
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-SMALL_RUN = """
-[run]
-rounds = 3
-group_size = 2
-eval_every = 3
-eval_prompts = 8
-checkpoint_every = 1
-
-[schedule]
-name = "rolloutpipe"
-R = 4
-U = 2
-
-[model]
-path = "{model}"
-
-[data]
-kind = "rows"
-path = "{data}"
-
-[reward]
-function = "{rewards}:digits"
-timeout_s = 2.0
-
-[sampling]
-max_completion_tokens = 12
-
-[trainer]
-learning_rate = 1e-4
-"""
-
-REWARDS = '''
-import time
-
-def digits(completion):
-    """How many digits: a reward that any response gets."""
-    return float(sum(letter.isdigit() for letter in completion))
-
-def unreliable(prompt, completion):
-    """Each prompt's first figure says what goes wrong."""
-    match prompt[0]:
-        case "1":
-            raise ValueError("no")
-        case "2":
-            return "one"
-        case "3":
-            return float("nan")
-        case "4":
-            time.sleep(60)
-    return 1.0
-'''
+from small_run import write_small_run
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
-    """A config beside its data and its rewards."""
-    rows = [f'{{"prompt": "{n % 10} + {n % 7} =\\n"}}' for n in range(60)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    path = tmp_path / "run.toml"
-    path.write_text(
-        SMALL_RUN.format(model=EXAMPLES / "quickstart" / "model", data="rows.jsonl", rewards="rewards.py")
-    )
-    return path
+    return write_small_run(tmp_path)

@@ -2,20 +2,28 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from small_run import write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tailrace.commands.train import train
-from tailrace.config import load_config
-from tailrace.errors import CheckpointError, ConfigError
+from tailrace.cli import main
+from tailrace.commands.train import full_disk_explained, train
+from tailrace.config import RunConfig, load_config
+from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
+from tailrace.ledger.past import held_tokens_of, totals_of
+from tailrace.ledger.read import read_books
+from tailrace.ledger.sqlite import SqliteStore
+from tailrace.workers.counter import counted_tokens
 
 
 def trained_prompts(folder: Path) -> Counter[int]:
@@ -73,20 +81,130 @@ def test_a_checkpoint_is_a_hugging_face_folder(config_path: Path) -> None:
     ).encode("7")
 
 
-def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(config_path: Path) -> None:
-    folder = config_path.parent / "out"
-    rounds = "12"
-    command = [sys.executable, "-m", "tailrace.cli", "train", str(config_path), "--output-dir", str(folder)]
-    command += ["--run.rounds", rounds]
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run of 12 rounds that was killed after its third."""
+    path = write_small_run(tmp_path_factory.mktemp("killed"))
+    folder = path.parent / "out"
+    with subprocess.Popen(command(path), start_new_session=True, stdout=subprocess.DEVNULL) as process:
         while not (folder / "checkpoints" / "round_000003").exists():
             assert process.poll() is None, "the run ended before it could be killed"
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     assert not (folder / "checkpoints" / "round_000012").exists()
-    assert subprocess.run([*command, "--resume"], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    return path
+
+
+def command(path: Path) -> list[str]:
+    words = [sys.executable, "-m", "tailrace.cli", "train", str(path), "--run.rounds", "12"]
+    return [*words, "--output-dir", str(path.parent / "out")]
+
+
+@pytest.fixture
+def killed_copy(killed: Path, tmp_path: Path) -> Path:
+    """Its folder, to be spoilt."""
+    shutil.copytree(killed.parent / "out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All but what SQLite and the workers write when they only look."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix not in (".log", ".count") and "ledger.sqlite-" not in path.name
+    }
+
+
+def killed_config(killed: Path) -> RunConfig:
+    return load_config(killed, {"run.rounds": "12"})
+
+
+def test_a_run_without_its_ledger_cannot_be_resumed(killed: Path, killed_copy: Path) -> None:
+    for path in killed_copy.glob("ledger.sqlite*"):
+        path.unlink()
+    before = files_of(killed_copy)
+    with pytest.raises(
+        LedgerError, match=r"ledger\.sqlite is missing; start without --resume, or put a copy"
+    ):
+        train(killed_config(killed), killed_copy, resume=True)
+    assert files_of(killed_copy) == before
+
+
+def test_a_run_is_not_resumed_with_another_config(killed: Path, killed_copy: Path) -> None:
+    other = load_config(killed, {"run.rounds": "12", "trainer.learning_rate": "1e-3"})
+    before = files_of(killed_copy)
+    with pytest.raises(
+        LedgerError, match=r"ledger\.sqlite belongs to another config; resume with the run's own"
+    ):
+        train(other, killed_copy, resume=True)
+    assert files_of(killed_copy).keys() == before.keys()
+
+
+def test_a_torn_checkpoint_is_named_and_nothing_is_overwritten(killed: Path, killed_copy: Path) -> None:
+    newest = max((killed_copy / "checkpoints").glob("round_??????"))
+    (newest / "trainer.safetensors").write_bytes(b"torn")
+    before = files_of(killed_copy)
+    with pytest.raises(CheckpointError, match=rf"{newest.name}.*remove .*{newest.name} and resume again"):
+        train(killed_config(killed), killed_copy, resume=True)
+    after = files_of(killed_copy)
+    assert {name for name in before if after[name] != before[name]} <= {"ledger.sqlite"}
+    shutil.rmtree(newest)
+    with closing(SqliteStore.open(killed_copy / "ledger.sqlite")) as store:
+        assert len(read_books(store).lives) == 1
+
+
+def test_counts_that_are_gone_are_an_error(killed: Path, killed_copy: Path) -> None:
+    shutil.rmtree(killed_copy / "counts")
+    with pytest.raises(
+        LedgerError, match="tokens and the engines counted 0: the counts beside it are missing"
+    ):
+        train(killed_config(killed), killed_copy, resume=True)
+
+
+def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Path) -> None:
+    """The last test on this run: it ends it."""
+    folder = killed.parent / "out"
+    assert subprocess.run([*command(killed), "--resume"], stdout=subprocess.DEVNULL).returncode == 0
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
+    assert json.loads((folder / "trace-2.json").read_text())
+    with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
+        books = read_books(store)
+    assert set(books.groups) == set(range(48)) and len(books.lives) == 2
+    totals = totals_of(books)
+    assert totals.groups == {"trained": 48} and set(totals.wasted_tokens) <= {"crash", "interrupted"}
+    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+
+
+def test_inspect_shows_the_balance_and_the_life_of_a_group(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(killed.parent / "out")
+    assert main(["inspect", folder, "--json"]) == 0
+    balance = json.loads(capsys.readouterr().out)
+    prompts, tokens = balance["prompts"], balance["tokens"]
+    assert prompts["drawn"] == sum(prompts[key] for key in ("trained", "filtered", "dropped", "living")) > 11
+    parts = [tokens[key] for key in ("trained", "held", "evaluated", "unwritten", "generated")]
+    assert sum(parts[:-1]) + sum(tokens["wasted"].values()) == parts[-1] > 0
+    assert balance["lives"][0] == {
+        "life": 1, "parent": 0, "round": 0, "version": 0, "step": 0, "crash_tokens": 0,
+        "samples_undone": balance["lives"][0]["samples_undone"],
+    }  # fmt: skip
+    assert main(["inspect", folder, "--group", "0", "--json"]) == 0
+    group = json.loads(capsys.readouterr().out)
+    assert (group["prompt"], group["round"], group["fate"]) == (0, 0, "trained")
+    assert [sample["id"] for sample in group["samples"]] == ["0.0/0", "0.0/1"]
+    assert group["samples"][0]["steps"][-1].endswith("in life 1")
+    assert main(["inspect", folder]) == main(["inspect", folder, "--group", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "drawn, generated" in shown and "prompt 0: drawn in round 0 of life 1" in shown
+
+
+def test_inspect_says_what_it_cannot_find(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(killed.parent / "nowhere")]) == 2
+    assert main(["inspect", str(killed.parent / "out"), "--group", "9999"]) == 2
+    assert "--group = 9999: the ledger has no such group; choose from 0 to" in capsys.readouterr().err
 
 
 def test_a_used_output_directory_is_refused_without_resume(config_path: Path) -> None:
@@ -97,8 +215,17 @@ def test_a_used_output_directory_is_refused_without_resume(config_path: Path) ->
         train(load_config(config_path), folder)
 
 
-def test_resuming_without_a_checkpoint_says_so(config_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint; start without --resume"):
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line_with_its_remedy(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFull, match=r"No space left on device; make room on the disk, then --resume"),
+        full_disk_explained(tmp_path),
+    ):
+        Path("/dev/full").write_bytes(b"metrics")
+
+
+def test_resuming_what_never_began_says_so(config_path: Path) -> None:
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; start without --resume"):
         train(load_config(config_path), config_path.parent / "out", resume=True)
 
 

@@ -1,17 +1,27 @@
 """The first of what must always hold, for worlds that nobody thought of.
 
 Every run ends with its books checked by `Run.finish`; here hypothesis draws the schedule, the lengths, the
-failures, the filter, the engines that die, and the moments at which the whole run is killed and resumed.
+failures, the filter, the engines that die, how fast the ledger is written, and the moments at which the whole
+run is killed and resumed; and what the store says is checked against the life that ended.
 """
 
+import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.ledger.base import Books
+from tailrace.ledger.lineage import distance
+from tailrace.ledger.past import held_tokens_of, totals_of
+from tailrace.ledger.read import read_books
+from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.run import RunSettings
 from tailrace.schedules import SCHEDULES
@@ -22,7 +32,11 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from virtual import Death, dying, newest, simulate
+from tailrace.sim.trainer import SimTrainer
+from tailrace.sim.world import simulated_parts
+from tailrace.trainer.base import StepStats
+from tailrace.types import SampleId
+from virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 
 ADMISSIONS = st.one_of(
     st.builds(AtMost, requests=st.sampled_from([None, 1, 5])),
@@ -70,7 +84,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
 
 RUNS = st.builds(
     RunSettings,
-    rounds=st.integers(1, 3),
+    rounds=st.sampled_from([4, 3, 2, 1]),
     group_size=st.integers(2, 3),
     seed=st.integers(0, 1000),
     checkpoint_every=st.integers(1, 2),
@@ -112,35 +126,121 @@ WORLDS = st.builds(
     ),
 )
 DEATHS = st.lists(st.builds(Death, st.floats(0, 8), st.integers(0, 1), st.floats(0, 4)), max_size=3)
-KILLS = st.lists(st.floats(0, 12), max_size=2)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS)
+class Kill(NamedTuple):
+    """The whole run is killed; and somebody may remove its newest checkpoint."""
+
+    at_s: float
+    loses_newest: bool
+
+
+KILLS = st.lists(
+    st.builds(Kill, st.integers(1, 300).map(lambda n: n / 40), st.integers(0, 5).map(lambda n: n == 0)),
+    min_size=1,
+    max_size=4,
+)
+BOOKS = st.builds(Book, commit_s=st.sampled_from([0.0, 0.01, 1.0]), flush_s=st.sampled_from([0.05, 0.2, 5.0]))
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS)
 def test_the_books_close_in_every_world(
-    schedule: partial,
+    schedule: partial,  # type: ignore[type-arg]
     run: RunSettings,
     algorithm: AlgorithmSettings,
     world: SimSettings,
     deaths: list[Death],
-    kills: list[float],  # type: ignore[type-arg]
+    kills: list[Kill],
+    book: Book,
 ) -> None:
+    drawn: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for kill_at_s in [*kills, None]:
+        for kill in [*kills, None]:
             outcome = simulate(
                 schedule,
                 run,
                 world,
                 folder=folder,
-                resume=newest(folder),
-                kill_at_s=kill_at_s,
-                beside=dying(*deaths) if deaths else None,
+                book=book,
+                kill_at_s=kill.at_s if kill else None,
+                beside=beside_each_other(dying(*deaths), reporting),
+                parts=lambda: replace(
+                    simulated_parts(world, run.seed, reference=algorithm.needs_reference),
+                    trainer=Witness(world.trainer),
+                ),
                 algorithm=algorithm,
             )
+            books = read_books(book.store)
+            assert set(books.groups) == set(range(books.run.num_drawn)), "a prompt was lost"
+            assert drawn.items() <= (drawn := _lives_of(books)).items(), "a prompt was drawn twice"
+            if schedule.func.__name__ in ON_POLICY:
+                _check_on_policy(outcome, books)
             if not outcome.killed:
                 break
-        assert outcome.run.overtime
-        totals = outcome.totals
-        living = len(outcome.run.state().parked) + len(outcome.run.state().in_flight)
-        assert totals.num_drawn == totals.groups.total() + living
+            if kill and kill.loses_newest and (newest := max(folder.glob("round_??????"), default=None)):
+                shutil.rmtree(newest)
+    assert outcome.run.overtime
+    totals = outcome.totals
+    assert totals_of(books) == totals
+    assert totals.num_known_tokens + held_tokens_of(books) == book.num_generated
+    assert totals.num_drawn == totals.groups.total() + sum(g.fate is None for g in books.groups.values())
+    _check_lineage(books)
+    witness = outcome.parts.trainer
+    assert isinstance(witness, Witness)
+    trained = [training.id for training in books.trainings.values() if training.undone is None]
+    assert sorted(trained) == sorted(witness.trained)
+
+
+class Witness(SimTrainer):
+    """Whose weights are the list of what they were trained on."""
+
+    def __init__(self, cost: SimTrainerSettings) -> None:
+        super().__init__(cost)
+        self.trained: list[SampleId] = []
+
+    async def step(self) -> StepStats:
+        stats = await super().step()
+        self.trained += stats.samples
+        return stats
+
+    async def save(self, folder: Path) -> None:
+        await super().save(folder)
+        (folder / "trained").write_bytes(msgspec.json.encode(self.trained))
+
+    async def restore(self, folder: Path) -> None:
+        await super().restore(folder)
+        self.trained = msgspec.json.decode((folder / "trained").read_bytes(), type=list[SampleId])
+
+
+def _lives_of(books: Books) -> dict[int, int]:
+    """In which life each prompt was drawn."""
+    return {prompt: group.life for prompt, group in books.groups.items()}
+
+
+def _check_lineage(books: Books) -> None:
+    """Of what the last checkpoint's ancestors trained, each sample once, in steps without a gap."""
+    trained = [training for training in books.trainings.values() if training.undone is None]
+    ids = [training.id for training in trained]
+    assert len(ids) == len(set(ids)), "a sample was trained twice"
+    assert set(ids) == {id for id, sample in books.samples.items() if sample.fate == "trained"}
+    steps = {training.step for training in trained}
+    assert steps == set(range(1, len(steps) + 1))
+    for prompt, group in books.groups.items():
+        members = [sample for sample in books.samples.values() if sample.prompt == prompt]
+        fates = {sample.fate for sample in members if sample.num_tokens}
+        assert ("trained" in fates) == (group.fate == "trained")
+        assert group.fate is None or None not in fates
+
+
+def _check_on_policy(outcome: Outcome, books: Books) -> None:
+    """Whatever was trained was produced by the very publication that the round began with."""
+    life = max(books.lives)
+    for event in outcome.events:
+        if isinstance(event, RoundStarted):
+            version = event.version
+        elif isinstance(event, Stepped):
+            rows = [books.samples[sample.id] for sample in event.samples if sample.id in books.samples]
+            for origin in [origin for row in rows for origin in row.origins]:
+                assert distance(books.lives, (life, version), (origin.life, origin.version)) == 0

@@ -24,7 +24,7 @@ async def settled_books() -> Ledger:
     ledger = Ledger(Recorder())
     trained, dropped, _ = drawn(ledger, 0, [4, 6]), drawn(ledger, 1, [20]), drawn(ledger, 3, [30])
     ledger.skip()
-    ledger.train(trained.samples)
+    ledger.train(trained.samples, 1)
     ledger.waste(dropped.samples[0], "no use")
     ledger.end(dropped, "dropped", "no use")
     return ledger
@@ -59,7 +59,7 @@ def test_nothing_ends_twice() -> None:
     async def main() -> None:
         ledger = Ledger(Recorder())
         group = drawn(ledger, 0, [4])
-        ledger.train(group.samples)
+        ledger.train(group.samples, 1)
         with pytest.raises(LedgerError, match=r"sample 0\.0/0 ended twice: trained, then late"):
             ledger.waste(group.samples[0], "late")
         with pytest.raises(LedgerError, match="prompt 0 ended twice: trained, then dropped"):
@@ -73,9 +73,9 @@ def test_a_group_whose_samples_train_apart_ends_with_the_last_of_them() -> None:
         ledger = Ledger(Recorder())
         group = drawn(ledger, 0, [4, 5, 6])
         ledger.waste(group.samples[1], "reward raised")
-        ledger.train(group.samples[:1])
+        ledger.train(group.samples[:1], 1)
         assert group.fate is None
-        ledger.train(group.samples[2:])
+        ledger.train(group.samples[2:], 2)
         assert (group.fate, ledger.living) == ("trained", {})
 
     clock.run(main(), virtual=True)

@@ -82,10 +82,22 @@ def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
     if damage == "torn":
         path.write_bytes(content[: len(content) // 2])
     fresh, untouched = make_trainer(), make_trainer()
-    with pytest.raises(CheckpointError, match=r"checkpoint.*resume from an older checkpoint"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.*remove .* and resume again"):
         fresh.restore(tmp_path / "checkpoint")
     for name, tensor in fresh.state().items():
         assert torch.equal(tensor, untouched.state()[name]), name
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "checkpoint")
+    before = (tmp_path / "checkpoint" / "trainer.safetensors").read_bytes()
+    (tmp_path / "checkpoint.partial").write_text("a file where a folder is to be")
+    with pytest.raises(CheckpointError, match=r"checkpoint cannot be written \(.*; make room on the disk"):
+        trainer.save(tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint" / "trainer.safetensors").read_bytes() == before
 
 
 def test_a_missing_folder_is_a_checkpoint_error(make_trainer: Make, tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ def live_materialise(config: RunConfig) -> Materialise:
 
 
 @asynccontextmanager
-async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
-    """Start the workers of a checked config and end them with the block; logs go into the folder."""
+async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None) -> AsyncIterator[Parts]:
+    """Start the workers of a checked config and end them with the block; logs go into the folder. life: of a
+    run whose engines are to leave their counts there."""
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
     pins = plan_pins(config.host, config.engine.replicas)
@@ -59,6 +60,7 @@ async def open_parts(config: RunConfig, folder: Path) -> AsyncIterator[Parts]:
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
+        life=life,
         pins=pins,
     )
     with left_to_the_trainer(pins):

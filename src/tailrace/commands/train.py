@@ -1,15 +1,23 @@
 """`tailrace train`: one live run, and everything about it in its output directory.
 
+A run that was killed has several lives. Nothing of an earlier one is changed before all that is needed to go
+on was read and found whole; the first change is the ledger's, in one transaction.
+
 config.toml      resolved: every default written out
 metrics.jsonl    one object an optimizer step
 summary.json     what came of it
 samples/         what was trained on, a file a round
-trace.json       for Perfetto: a lane an engine slot, a lane the trainer
+trace.json       for Perfetto: a lane an engine slot, a lane the trainer; of a second life trace-2.json
 timeline.png     the same at one glance
-checkpoints/     round_000010/: a Hugging Face folder, the optimizer, and where the run stood
+checkpoints/     round_000010/: a Hugging Face folder and the optimizer
+ledger.sqlite    the fate of every token and prompt, and where the run stood at each checkpoint
+counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
 """
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +25,15 @@ from rich.console import Console
 from tailrace import clock
 from tailrace.commands.live import check_live, live_materialise, open_parts, rewind
 from tailrace.config import RunConfig
-from tailrace.errors import CheckpointError, ConfigError
-from tailrace.ledger.state import RunState
+from tailrace.data.open import open_prompts
+from tailrace.data.tokenizer import load_tokenizer
+from tailrace.errors import ConfigError, DiskFull
+from tailrace.ledger.base import Store
+from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.open import create_store, open_store
+from tailrace.ledger.past import Past, first_life, next_life
+from tailrace.ledger.read import read_books
+from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
 from tailrace.record.events import FromRound, Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
@@ -28,8 +43,10 @@ from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
 from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
+from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
 CONFIG_FILE = "config.toml"
+CHECKPOINTS_FOLDER = "checkpoints"
 PICTURED_ROUNDS = 3
 """The last rounds, in timeline.png; trace.json has them all."""
 
@@ -39,7 +56,8 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
 
     Raises:
         ConfigError: the config cannot work, or the folder is used and `resume` was not asked for.
-        CheckpointError: the checkpoint cannot be resumed with this config.
+        LedgerError: the ledger is missing, damaged, of another config, or cannot be written.
+        CheckpointError: the checkpoint cannot be read.
         TailraceError: whatever ended the run.
     """
     schedule = resolve(config)
@@ -47,54 +65,99 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
     if dry_run:
         Console().print(config.toml(), highlight=False, markup=False)
         return
-    checkpoint = _last_checkpoint(folder) if resume else None
-    if not resume and (folder / CONFIG_FILE).exists():
+    store = open_store(config.ledger, folder) if resume else _begun(config, folder)
+    with closing(store) if store else nullcontext():
+        past = _past(config, folder, store) if resume and store else first_life(config.digest())
+        with full_disk_explained(folder):
+            clock.run(_train(config, schedule, folder, store, past), virtual=False)
+
+
+def _begun(config: RunConfig, folder: Path) -> Store | None:
+    if (folder / CONFIG_FILE).exists():
         raise ConfigError(
             "--output-dir", str(folder), "it holds a run already", "add --resume, or choose another"
         )
-    state = RunState.load(checkpoint, config.digest()) if checkpoint else RunState(config.digest())
     folder.mkdir(parents=True, exist_ok=True)
+    store = create_store(config.ledger, folder)
+    if store:
+        store.commit(first_life(config.digest()).opening)
     (folder / CONFIG_FILE).write_text(config.toml())
-    clock.run(_train(config, schedule, folder, checkpoint, state), virtual=False)
+    return store
+
+
+def _past(config: RunConfig, folder: Path, store: Store) -> Past:
+    assert config.model and config.data
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = open_prompts(config.data, tokenizer, seed=config.run.seed, split="train")
+    return next_life(
+        read_books(store),
+        name=store.name,
+        config_digest=config.digest(),
+        checkpoints=folder / CHECKPOINTS_FOLDER,
+        num_generated=counted_tokens(folder / COUNTS_FOLDER),
+        prompt_of=prompts.__getitem__,
+        seed=config.run.seed,
+    )
+
+
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """
+    Raises:
+        DiskFull: a file of the run could not be written to its end.
+    """
+    try:
+        yield
+    except OSError as why:
+        if why.errno not in (ENOSPC, EDQUOT):
+            raise
+        raise DiskFull(
+            f"{why.filename or folder}: {why.strerror}; make room on the disk, then --resume"
+        ) from why
 
 
 async def _train(
-    config: RunConfig, schedule: BoundSchedule, folder: Path, checkpoint: Path | None, state: RunState
+    config: RunConfig, schedule: BoundSchedule, folder: Path, store: Store | None, past: Past
 ) -> None:
-    timeline, metrics = Timeline(), folder / "metrics.jsonl"
-    summary = Summary(folder / "summary.json", earlier=read_rows(metrics, before_round=state.round))
-    recorder = Recorder(
-        MetricsWriter(metrics, first_round=state.round),
-        SamplesWriter(folder / "samples", first_round=state.round),
-        TraceWriter(folder / "trace.json"),
-        FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
-        summary,
-        open_display(rounds=config.run.rounds, waits=clock.who_waits),
-    )
-    async with open_parts(config, folder) as parts:
-        if checkpoint:
-            await rewind(parts, checkpoint, state.version)
-        checkpoints = folder / "checkpoints"
-        materialise = live_materialise(config)
-        await drive(
-            schedule, parts, config.run, recorder, materialise=materialise, folder=checkpoints, state=state
+    checkpoints = folder / CHECKPOINTS_FOLDER
+    async with open_parts(config, folder, life=past.life) as parts:
+        if past.checkpoint:
+            await rewind(parts, checkpoints / past.checkpoint, past.version)
+        if store and past.life > 1:
+            store.commit(past.opening)
+            (folder / CONFIG_FILE).write_text(config.toml())
+        timeline, metrics = Timeline(), folder / "metrics.jsonl"
+        trace = folder / ("trace.json" if past.life == 1 else f"trace-{past.life}.json")
+        summary = Summary(folder / "summary.json", earlier=read_rows(metrics, before_round=past.round))
+        recorder = Recorder(
+            MetricsWriter(metrics, first_round=past.round),
+            SamplesWriter(folder / "samples", first_round=past.round),
+            TraceWriter(trace),
+            FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+            summary,
+            open_display(rounds=config.run.rounds, waits=clock.who_waits),
         )
+        with closing(ThreadWriter(store)) if store else nullcontext() as writer:
+            journal = Journal(writer, past, flush_s=config.ledger.flush_s) if writer else Unwritten()
+            await drive(
+                schedule,
+                parts,
+                config.run,
+                recorder,
+                materialise=live_materialise(config),
+                folder=checkpoints,
+                past=past,
+                journal=journal,
+            )
     draw({str(config.schedule["name"]): timeline}, folder / "timeline.png")
-    _report(summary.summary(), folder)
+    _report(summary.summary(), folder, trace)
 
 
-def _report(summary: RunSummary, folder: Path) -> None:
+def _report(summary: RunSummary, folder: Path, trace: Path) -> None:
     console = Console()
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     console.print(f"timeline  {folder / 'timeline.png'}")
-    console.print(f"trace     {folder / 'trace.json'}  (open it at ui.perfetto.dev)")
-    console.print(f"model     {folder / 'checkpoints'}")
-
-
-def _last_checkpoint(folder: Path) -> Path:
-    checkpoints = sorted((folder / "checkpoints").glob("round_??????"))
-    if not checkpoints:
-        raise CheckpointError(f"{folder / 'checkpoints'} holds no checkpoint; start without --resume")
-    return checkpoints[-1]
+    console.print(f"trace     {trace}  (open it at ui.perfetto.dev)")
+    console.print(f"model     {folder / CHECKPOINTS_FOLDER}")

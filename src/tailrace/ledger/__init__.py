@@ -1,1 +1,1 @@
-"""Nothing is lost: the fate of every token and prompt, and what a checkpoint must remember."""
+"""Nothing is lost: the fate of every token and prompt, in memory and in a store that outlives the process."""

@@ -3,14 +3,16 @@
 Every sample ends with exactly one fate: trained, or waste with a reason. What has none is parked or in
 flight.
 
-    tokens the engines produced = trained + held + wasted         (the engines count on their own)
+    tokens the engines produced = trained + held + wasted + evaluated   (the engines count on their own)
     prompts drawn               = trained + filtered + dropped + held
+
+A journal, where the run has one, is told what ends, and writes all of it down (journal.py).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from tailrace.clock import now
 from tailrace.errors import LedgerError
@@ -25,18 +27,38 @@ class Totals:
     """What has ended so far."""
 
     num_drawn: int = 0
+    """Prompts drawn, rows that are no prompt included; also the number of the next one."""
     trained_tokens: int = 0
     wasted_tokens: Counter[str] = field(default_factory=Counter)
     """By reason."""
     groups: Counter[str] = field(default_factory=Counter)
     """Ended groups by fate."""
+    evaluated_tokens: int = 0
+    """Spent on evaluations: nobody's fate."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        return self.trained_tokens + self.wasted_tokens.total() + self.evaluated_tokens
+
+
+class Settled(Protocol):
+    """Who is told what ends."""
+
+    def settle(self, sample: Sample, step: int | None) -> None:
+        """A sample has its fate; step: the optimizer step that trained it."""
+
+    def end(self, group: Group, reason: str) -> None:
+        """A group has its fate."""
 
 
 class Ledger:
     """The fate of every token and every prompt of a run, in memory."""
 
-    def __init__(self, recorder: Recorder, totals: Totals | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, totals: Totals | None = None, journal: Settled | None = None
+    ) -> None:
         self.totals = totals or Totals()
+        self._journal = journal
         self.living: dict[int, Group] = {}
         """Groups without a fate, by prompt, in the order drawn."""
         self._recorder = recorder
@@ -52,15 +74,15 @@ class Ledger:
 
     def waste(self, sample: Sample, reason: str) -> None:
         """The sample's tokens train nobody."""
-        self._settle(sample, reason)
+        self._settle(sample, reason, None)
         self.totals.wasted_tokens[reason] += sample.num_tokens
         self._recorder.emit(TokensWasted(now(), sample.id, sample.num_tokens, reason))
 
-    def train(self, samples: Iterable[Sample]) -> None:
+    def train(self, samples: Iterable[Sample], step: int) -> None:
         """The samples went into an optimizer step. A group ends with the last of its samples."""
         groups: dict[Group, None] = {}
         for sample in samples:
-            self._settle(sample, "trained")
+            self._settle(sample, "trained", step)
             self.totals.trained_tokens += sample.num_tokens
             groups[sample.group] = None
         for group in groups:
@@ -74,6 +96,8 @@ class Ledger:
         group.fate = fate
         self.totals.groups[fate] += 1
         del self.living[group.prompt.index]
+        if self._journal:
+            self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
     def skip(self) -> None:
@@ -91,11 +115,6 @@ class Ledger:
             if sample.fate is None
         )
 
-    @property
-    def num_known_tokens(self) -> int:
-        """Tokens with a fate or held."""
-        return self.totals.trained_tokens + self.totals.wasted_tokens.total() + self.held_tokens
-
     def check(self, num_generated: int) -> None:
         """Do the books close?
 
@@ -103,11 +122,12 @@ class Ledger:
             LedgerError: tokens or prompts are unaccounted for.
         """
         totals = self.totals
-        if num_generated != self.num_known_tokens:
+        known = totals.num_known_tokens + self.held_tokens
+        if num_generated != known:
             raise LedgerError(
-                f"the engines produced {num_generated} tokens, the ledger knows {self.num_known_tokens}: "
+                f"the engines produced {num_generated} tokens, the ledger knows {known}: "
                 f"trained {totals.trained_tokens}, held {self.held_tokens}, "
-                f"wasted {_by_reason(totals.wasted_tokens)}"
+                f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
             )
         if totals.num_drawn != totals.groups.total() + len(self.living):
             raise LedgerError(
@@ -115,10 +135,12 @@ class Ledger:
                 f"{_by_reason(totals.groups)}"
             )
 
-    def _settle(self, sample: Sample, fate: str) -> None:
+    def _settle(self, sample: Sample, fate: str, step: int | None) -> None:
         if sample.fate is not None:
             raise LedgerError(f"sample {sample.id} ended twice: {sample.fate}, then {fate}")
         sample.fate = fate
+        if self._journal:
+            self._journal.settle(sample, step)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

@@ -51,9 +51,7 @@ class SimEngine:
                 self._change()
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        self._settle()
-        for sample in self._running:
-            self._sync(sample)
+        self.report()
         self.version = weights.version
         stall_s = self._cost.load_s
         if kv == "recompute":
@@ -62,6 +60,12 @@ class SimEngine:
         self._stall(stall_s)
         self._change()
         await asyncio.sleep(stall_s)
+
+    def report(self) -> None:
+        """Bring every running sample up to now, as a live engine does from time to time."""
+        self._settle()
+        for sample in self._running:
+            self._sync(sample)
 
     def usage(self) -> Usage:
         self._settle()

@@ -66,8 +66,24 @@ class TrainerState:
 
 
 def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
-    """Save everything to `folder`, replacing it if it exists."""
+    """Save everything to `folder`, replacing it if it exists.
+
+    Raises:
+        CheckpointError: it cannot be written; what was there is as it was.
+    """
     partial = folder.with_name(folder.name + ".partial")
+    try:
+        _write(partial, model, state, tokenizer_from)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"{folder} cannot be written ({error}); make room on the disk, then --resume"
+        ) from error
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _write(partial: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     for file in _tokenizer_files(tokenizer_from):
@@ -76,8 +92,6 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
     if state.critic:
         weights = _prefixed("weight", state.critic.weights)
         _write_optimizer(partial / CRITIC_FILE, state.critic.optimizer, weights)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] | None = None) -> TrainerState:
@@ -121,9 +135,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: no readable model ({error}); {_REMEDY}") from error
+        raise CheckpointError(f"{folder}: no readable model ({error}); {_remedy(folder)}") from error
     if report["missing_keys"]:
-        raise CheckpointError(f"{folder}: lacks {sorted(report['missing_keys'])}; {_REMEDY}")
+        raise CheckpointError(f"{folder}: lacks {sorted(report['missing_keys'])}; {_remedy(folder)}")
     return dict(model.named_parameters())
 
 
@@ -145,12 +159,13 @@ def _read_optimizer(file: Path) -> tuple[OptimizerState, dict[str, Tensor]]:
             counts = reader.metadata()
             num_steps, num_updates = int(counts["num_steps"]), int(counts["num_updates"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable ({error}); {_REMEDY}") from error
+        raise CheckpointError(f"{file}: not readable ({error}); {_remedy(file.parent)}") from error
     moments = _only("first", tensors), _only("second", tensors)
     return OptimizerState(num_steps, num_updates, *moments), tensors
 
 
-_REMEDY = "resume from an older checkpoint"
+def _remedy(folder: Path) -> str:
+    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
 
 
 def _must_match(file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from tailrace.engine.native.engine import Delta, NativeEngine, Request
 from tailrace.weights import shared
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.counter import TokenCounter
 from tailrace.workers.messages import (
     Abort,
     CheckIntegrity,
@@ -31,8 +32,14 @@ from tailrace.workers.messages import (
 class EngineLoop:
     """Drives one engine from one channel."""
 
-    def __init__(self, engine: NativeEngine, channel: WorkerChannel[ToEngine], report_every_s: float) -> None:
-        self._engine, self._channel = engine, channel
+    def __init__(
+        self,
+        engine: NativeEngine,
+        channel: WorkerChannel[ToEngine],
+        report_every_s: float,
+        counter: TokenCounter | None = None,
+    ) -> None:
+        self._engine, self._channel, self._counter = engine, channel, counter
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
         self._gained: list[Gained] = []
@@ -45,6 +52,8 @@ class EngineLoop:
                 self._obey(message)
             if not self._engine.idle:
                 self._gain(self._engine.step())
+                if self._counter is not None:
+                    self._counter.set(self._engine.num_generated)
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._gain(self._engine.report())
                 self._reported_s = time.monotonic()
@@ -89,7 +98,8 @@ def main() -> None:
     with config_errors_sent(channel):
         engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling)
     channel.send(Ready())
-    EngineLoop(engine, channel, job.report_every_s).run()
+    counter = TokenCounter(job.count) if job.count else None
+    EngineLoop(engine, channel, job.report_every_s, counter).run()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.workers.counter import COUNTS_FOLDER
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.process import WorkerProcess
@@ -56,6 +57,7 @@ async def open_local(
     data: DataSettings,
     tokenizer: Tokenizer,
     folder: Path,
+    life: int | None = None,
     pins: Sequence[int] = (),
 ) -> AsyncIterator[Workers]:
     """Start all workers side by side, and end them with the block, however it ends.
@@ -66,6 +68,7 @@ async def open_local(
     Args:
         model: a Hugging Face folder, for engines and trainer.
         folder: of the run; what workers print goes to its `logs/`.
+        life: of the run, where its engines are to leave their counts in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
 
     Raises:
@@ -74,11 +77,15 @@ async def open_local(
     """
     logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
-    engine_job = EngineJob(model=model, engine=engine, sampling=sampling)
     trainer_job = TrainerJob(model=model, trainer=trainer, algorithm=algorithm, sampling=sampling)
     reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
     scorer_job = ScorerJob(reward=reward, data=data)
+    names = [f"engine-{number}" for number in range(engine.replicas)]
     started: list[_Worker] = []
+
+    def engine_job(name: str) -> EngineJob:
+        count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
+        return EngineJob(model=model, engine=engine, sampling=sampling, count=count)
 
     async def start(spawning: Coroutine[Any, Any, W]) -> W:
         worker = await spawning
@@ -87,8 +94,8 @@ async def open_local(
 
     try:
         engines = [
-            await start(RemoteEngine.spawn(f"engine-{number}", engine_job, logs=logs, pin=cpus[number]))
-            for number in range(engine.replicas)
+            await start(RemoteEngine.spawn(name, engine_job(name), logs=logs, pin=pin))
+            for name, pin in zip(names, cpus, strict=False)
         ]
         remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
         scorers = [

@@ -30,6 +30,8 @@ class EngineJob(Settings):
     model: Path
     engine: EngineSettings
     sampling: SamplingSettings
+    count: Path | None = None
+    """The file of its count of tokens (counter.py)."""
     report_every_s: float = 0.5
     """Running requests send what they gained this often; those that end do so at once."""
 

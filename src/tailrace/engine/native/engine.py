@@ -72,7 +72,8 @@ class NativeEngine:
         self._settings = settings
         self._version = version
         self._ended: list[Delta] = []
-        self._num_generated = 0
+        self.num_generated = 0
+        """Tokens since the start."""
         self._num_prefilled = 0
 
     @classmethod
@@ -165,7 +166,7 @@ class NativeEngine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_tokens=self._scheduler.cache.num_reserved,
-            num_generated=self._num_generated,
+            num_generated=self.num_generated,
             num_prefilled=self._num_prefilled,
             num_preempted=self._scheduler.num_preempted,
         )
@@ -242,7 +243,7 @@ class NativeEngine:
             if reason is not None:
                 self._scheduler.end(response)
                 self._ended.append(self._delta(response, reason))
-        self._num_generated += len(responses)
+        self.num_generated += len(responses)
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

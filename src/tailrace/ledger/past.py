@@ -1,0 +1,285 @@
+"""What an earlier life left: where a run goes on, and with what.
+
+The base is the newest checkpoint that the ledger has a mark of. What was trained after the mark was trained
+into weights that are gone: it is undone, and its groups live again with their tokens. What was filtered,
+dropped or wasted stays so, and the next prompt is the next after all that were ever drawn. Groups of the
+shelf at the mark are on the shelf again; all others that live were interrupted, and come first when prompts
+are asked for.
+
+A token is as old as there are publications between its own and the base's, along the tree of lives
+(lineage.py). A schedule that promised a bound starts groups with tokens of a dead branch afresh: their age
+would break what keeps the bound by structure. Without a bound they go on, or are trained as they are.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import LedgerError
+from tailrace.ledger.base import (
+    FORMAT,
+    Books,
+    Cut,
+    GroupRow,
+    LifeRow,
+    MarkRow,
+    Origin,
+    Row,
+    RunRow,
+    SampleRow,
+    TrainingRow,
+)
+from tailrace.ledger.ledger import Totals
+from tailrace.ledger.lineage import distance
+from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
+
+
+@dataclass(slots=True)
+class Past:
+    """Where a life begins; by default the first one."""
+
+    run: RunRow = field(default_factory=lambda: RunRow(FORMAT, "", 0, 0))
+    life: int = 1
+    round: int = 0
+    version: int = 0
+    step: int = 0
+    checkpoint: str | None = None
+    """The name of the folder of the base; None: it begins with the weights that the config names."""
+    num_generated: int = 0
+    """Tokens that the engines of all earlier lives produced, by their own count."""
+    totals: Totals = field(default_factory=Totals)
+    longest: dict[int, int] = field(default_factory=dict)
+    """Of each row of the data: its longest response when it was last trained."""
+    steps_at: dict[int, int] = field(default_factory=dict)
+    """Optimizer steps at each publication."""
+    shelf: list[Group] = field(default_factory=list)
+    interrupted: list[Group] = field(default_factory=list)
+    rows: dict[Group, GroupRow] = field(default_factory=dict)
+    """Of the living groups, as they are stored."""
+    dead: set[Group] = field(default_factory=set)
+    """Living groups with tokens of a dead branch."""
+    origins: dict[Sample, list[Origin]] = field(default_factory=dict)
+    """Of the living samples: who produced the tokens they have."""
+    marks: list[MarkRow] = field(default_factory=list)
+    """The base."""
+    trained: list[tuple[int, SampleRow]] = field(default_factory=list)
+    """(step, sample): trained before the base, and their tokens still stored."""
+    opening: Cut = field(default_factory=lambda: Cut([]))
+    """What the ledger is told when this life begins; before that, nothing has changed."""
+
+
+def first_life(config_digest: str) -> Past:
+    """A run that begins."""
+    run = RunRow(FORMAT, config_digest, 0, 0)
+    return Past(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0)]))
+
+
+def next_life(
+    books: Books,
+    *,
+    name: str,
+    config_digest: str,
+    checkpoints: Path,
+    num_generated: int,
+    prompt_of: Callable[[int], Prompt],
+    seed: int,
+) -> Past:
+    """A run that is resumed. Changes nothing: that is done by committing the `opening`.
+
+    Args:
+        name: of the ledger, for errors.
+        checkpoints: the folder they are in; a mark whose checkpoint was removed does not count.
+        num_generated: what the engines of all lives produced, by their own count.
+        seed: of the run.
+
+    Raises:
+        LedgerError: it belongs to another config, or knows more tokens than the engines produced.
+    """
+    if books.run.config_digest != config_digest:
+        raise LedgerError(
+            f"{name} belongs to another config; resume with the run's own config.toml, or choose another "
+            "--output-dir"
+        )
+    life = max(books.lives) + 1
+    base = _base(books, checkpoints)
+    rows: list[Row] = [
+        msgspec.structs.replace(mark, undone=life)
+        for mark in books.marks
+        if mark.undone is None and mark.round > base.round
+    ]
+    rows += [row for row in _rolled_back(books, base, life) if _put(books, row)]
+    totals = totals_of(books)
+    known = totals.num_known_tokens + held_tokens_of(books)
+    if known > num_generated:
+        raise LedgerError(
+            f"{name} knows of {known} tokens and the engines counted {num_generated}: the counts beside it "
+            "are missing or older; put all of the output directory back, or begin a new run in another one"
+        )
+    crash = num_generated - known
+    born = LifeRow(life, base.life, base.round, base.version, base.step, crash)
+    books.lives[life] = born
+    totals.wasted_tokens.update({"crash": crash} if crash else {})
+    past = Past(
+        books.run,
+        life=life,
+        round=base.round,
+        version=base.version,
+        step=base.step,
+        checkpoint=base.checkpoint or None,
+        num_generated=num_generated,
+        totals=totals,
+        longest=msgspec.json.decode(base.longest, type=dict[int, int]),
+        steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
+        marks=[base] if base.checkpoint else [],
+        trained=[
+            (training.step, books.samples[training.id])
+            for training in books.trainings.values()
+            if training.undone is None and not books.samples[training.id].pruned
+        ],
+        opening=Cut([*rows, born]),
+    )
+    _revive(past, books, msgspec.json.decode(base.shelf, type=list[int]), prompt_of, seed)
+    return past
+
+
+def totals_of(books: Books) -> Totals:
+    """What has ended, by the rows."""
+    totals = Totals(books.run.num_drawn, evaluated_tokens=books.run.evaluated_tokens)
+    for sample in books.samples.values():
+        if sample.fate == "trained":
+            totals.trained_tokens += sample.num_tokens
+        elif sample.fate is not None:
+            totals.wasted_tokens[sample.fate] += sample.num_tokens
+    crash = sum(life.crash_tokens for life in books.lives.values())
+    totals.wasted_tokens.update({"crash": crash} if crash else {})
+    totals.groups.update(group.fate for group in books.groups.values() if group.fate is not None)
+    skipped = books.run.num_drawn - len(books.groups)  # rows that were no prompt have no group
+    totals.groups.update({"dropped": skipped} if skipped else {})
+    return totals
+
+
+def held_tokens_of(books: Books) -> int:
+    """Tokens of samples without a fate."""
+    return sum(sample.num_tokens for sample in books.samples.values() if sample.fate is None)
+
+
+def _base(books: Books, checkpoints: Path) -> MarkRow:
+    marks = [mark for mark in books.marks if mark.undone is None and (checkpoints / mark.checkpoint).is_dir()]
+    return max(marks, key=lambda mark: mark.round, default=MarkRow(1, 0, 0, 0, "", "[]"))
+
+
+def _put(books: Books, row: Row) -> bool:
+    """False: it was so already."""
+    match row:
+        case GroupRow():
+            known, books.groups[row.prompt] = books.groups[row.prompt] == row, row
+        case SampleRow():
+            known, books.samples[row.id] = books.samples[row.id] == row, row
+        case TrainingRow():
+            known, books.trainings[row.life, row.id] = False, row
+        case _:
+            raise AssertionError(row)
+    return not known
+
+
+def _rolled_back(books: Books, base: MarkRow, life: int) -> Iterable[Row]:
+    """The rows that change because what came after the base does not count."""
+    undone = [t for t in books.trainings.values() if t.undone is None and t.step > base.step]
+    yield from (msgspec.structs.replace(training, undone=life) for training in undone)
+    alive = {training.id for training in undone}
+    for prompt, members in _members(books).items():
+        yield from _rolled_back_group(books.groups[prompt], members, alive)
+
+
+def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]) -> Iterable[Row]:
+    """alive: samples whose training is undone."""
+    living = [sample for sample in members if sample.fate is None or sample.id in alive]
+    if any(sample.fate == "trained" and sample.id not in alive for sample in members):
+        # Trained apart, and some of it counts: the rest has no group to be trained with.
+        yield msgspec.structs.replace(group, fate="trained", reason="trained")
+        yield from (msgspec.structs.replace(sample, fate="interrupted") for sample in living)
+    elif group.fate in ("filtered", "dropped"):  # with aborts under way
+        yield from (msgspec.structs.replace(sample, fate=group.reason) for sample in living)
+    elif any(sample.pruned for sample in living):
+        attempt = group.attempt + 1
+        yield msgspec.structs.replace(group, fate=None, reason="", attempt=attempt, kept="[]")
+        yield from (msgspec.structs.replace(sample, fate="pruned") for sample in living)
+    else:
+        yield msgspec.structs.replace(group, fate=None, reason="")
+        for sample in living:  # one of an earlier attempt had its abort under way
+            fate = None if sample.attempt == group.attempt else "interrupted"
+            yield msgspec.structs.replace(sample, fate=fate)
+
+
+def _members(books: Books) -> dict[int, list[SampleRow]]:
+    """Samples of every attempt, by prompt."""
+    members: dict[int, list[SampleRow]] = {prompt: [] for prompt in books.groups}
+    for sample in books.samples.values():
+        members[sample.prompt].append(sample)
+    return members
+
+
+def _revive(
+    past: Past, books: Books, shelf: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
+) -> None:
+    """Every group that lives, onto the shelf or among the interrupted, in the order drawn."""
+    members = _members(books)
+    living = {
+        row.prompt: _group(past, books, row, members[row.prompt], prompt_of(row.prompt), seed)
+        for row in books.groups.values()
+        if row.fate is None
+    }
+    past.shelf = [living.pop(prompt) for prompt in shelf if prompt in living]
+    past.interrupted = list(living.values())
+
+
+def _group(
+    past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
+) -> Group:
+    group = Group(
+        prompt, row.need, [], num_launched=row.num_launched, attempt=row.attempt, deferrals=row.deferrals
+    )
+    group.drawn = row.round
+    kept = msgspec.json.decode(row.kept, type=list[int])
+    rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
+    samples = {
+        number: _sample(past, books, sample, group, seed)
+        for number, sample in rows.items()
+        if sample.fate is None or number in kept
+    }
+    unseen = set() if rows else range(row.num_launched)  # it began afresh in the very rollback
+    for number in unseen:
+        id = SampleId(row.prompt, row.attempt, number)
+        samples[number] = Sample(id, group, seed=noise_seed(seed, id))
+    group.samples = [samples[number] for number in sorted(samples)]
+    group.kept = [samples[number] for number in kept]
+    past.rows[group] = row
+    return group
+
+
+def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
+    sample = Sample(
+        row.id,
+        group,
+        seed=noise_seed(seed, row.id),
+        finish_reason=row.finish_reason,
+        reference_logprobs=list(array("f", row.reference_logprobs)),
+        text=row.text,
+        reward=row.reward,
+        failure=row.failure,
+        fate=row.fate,
+    )
+    past.origins[sample] = row.origins
+    here = (past.life, past.version)
+    for origin in row.origins:
+        age = distance(books.lives, here, (origin.life, origin.version))
+        sample.grow(origin.num_tokens, past.version - age)
+        if age != past.version - origin.version:
+            past.dead.add(group)
+    for tokens in books.tokens.get(row.id, ()):
+        sample.completion_ids.extend(array("i", tokens.ids))
+        sample.logprobs.extend(array("f", tokens.logprobs))
+    return sample

@@ -1,0 +1,69 @@
+"""The quickstart's model on a run small enough for a test."""
+
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SMALL_RUN = """
+[run]
+rounds = 3
+group_size = 2
+eval_every = 3
+eval_prompts = 8
+checkpoint_every = 1
+
+[schedule]
+name = "rolloutpipe"
+R = 4
+U = 2
+
+[model]
+path = "{model}"
+
+[data]
+kind = "rows"
+path = "{data}"
+
+[reward]
+function = "{rewards}:digits"
+timeout_s = 2.0
+
+[sampling]
+max_completion_tokens = 12
+
+[trainer]
+learning_rate = 1e-4
+"""
+
+REWARDS = '''
+import time
+
+def digits(completion):
+    """How many digits: a reward that any response gets."""
+    return float(sum(letter.isdigit() for letter in completion))
+
+def unreliable(prompt, completion):
+    """Each prompt's first figure says what goes wrong."""
+    match prompt[0]:
+        case "1":
+            raise ValueError("no")
+        case "2":
+            return "one"
+        case "3":
+            return float("nan")
+        case "4":
+            time.sleep(60)
+    return 1.0
+'''
+
+
+def write_small_run(folder: Path) -> Path:
+    """A config beside its data and its rewards."""
+    rows = [f'{{"prompt": "{n % 10} + {n % 7} =\\n"}}' for n in range(60)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    path = folder / "run.toml"
+    path.write_text(
+        SMALL_RUN.format(model=EXAMPLES / "quickstart" / "model", data="rows.jsonl", rewards="rewards.py")
+    )
+    return path

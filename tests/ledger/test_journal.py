@@ -1,0 +1,147 @@
+"""The journal: what changed, no more; committed in order, and never on the critical path."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from threading import Event, get_ident
+
+import pytest
+
+from tailrace import clock
+from tailrace.errors import LedgerError
+from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
+from tailrace.ledger.journal import Journal
+from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.memory import MemoryStore
+from tailrace.ledger.past import first_life
+from tailrace.ledger.writer import DirectWriter, ThreadWriter
+from tailrace.record.events import Recorder, Stepped
+from tailrace.schedules.serial import serial
+from tailrace.types import Group, Prompt, Sample, SampleId
+from virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
+
+
+class Cuts(MemoryStore):
+    """Keeps the cuts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuts: list[Cut] = []
+
+    def commit(self, cut: Cut) -> None:
+        super().commit(cut)
+        self.cuts.append(cut)
+
+
+class Full(MemoryStore):
+    """Takes so many cuts."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def commit(self, cut: Cut) -> None:
+        if self.room == 0:
+            raise LedgerError("ledger cannot be written (disk full); make room on the disk, then --resume")
+        self.room -= 1
+        super().commit(cut)
+
+
+def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
+    async def main() -> None:
+        store, past = Cuts(), first_life("")
+        journal = Journal(DirectWriter(store), past, flush_s=1.0)
+        ledger = Ledger(Recorder(), past.totals, journal)
+        journal.follow(ledger)
+        group = Group(Prompt(0, [1]), 2, [], num_launched=2)
+        group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
+        ledger.draw(group)
+        await journal.finish()
+        group.samples[1].extend([5, 6], [-0.5, -0.25], 0)
+        await journal.finish()
+        group.samples[1].extend([7], [-1.0], 0)
+        group.deferrals += 1
+        await journal.finish()
+        await journal.finish()
+        kinds = [[type(row).__name__ for row in cut.rows] for cut in store.cuts]
+        assert kinds == [
+            ["RunRow", "GroupRow", "SampleRow", "SampleRow"],
+            ["SampleRow", "TokensRow"],
+            ["GroupRow", "SampleRow", "TokensRow"],
+        ]
+        gained = store.cuts[2].rows[2]
+        assert isinstance(gained, TokensRow) and (gained.start, len(gained.ids)) == (2, 4)
+
+    clock.run(main(), virtual=True)
+
+
+def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
+    async def main() -> None:
+        store, past = Cuts(), first_life("")
+        journal = Journal(DirectWriter(store), past, flush_s=1.0)
+        ledger = Ledger(Recorder(), past.totals, journal)
+        journal.follow(ledger)
+        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+        sample = Sample(SampleId(0, 0, 0), group)
+        group.samples = [sample]
+        ledger.draw(group)
+        sample.extend([5, 6], [-0.5, -0.25], 0)
+        await journal.finish()
+        ledger.waste(sample, "low ess")
+        await journal.finish()
+        assert store.cuts[-1].pruned == [sample.id] and store.rows(TokensRow) == []
+        rows: list[Row] = store.rows(SampleRow)
+        assert isinstance(rows[0], SampleRow)
+        assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
+
+    clock.run(main(), virtual=True)
+
+
+def test_the_round_in_which_a_group_was_drawn_is_told() -> None:
+    book = Book()
+    simulate(partial(serial, R=4, U=2), SETTINGS, book=book, folder=Path("nowhere"))
+    rounds = [row.round for row in book.store.rows(GroupRow) if isinstance(row, GroupRow)]
+    assert rounds == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_a_store_that_is_full_ends_the_run_with_its_error(room: int) -> None:
+    """room: the first cut opens the life."""
+    outcome = Outcome()
+    with pytest.raises(LedgerError, match="disk full"):
+        simulate(
+            partial(serial, R=4, U=2),
+            change(SETTINGS, rounds=100),
+            EXACT,
+            book=Book(store=Full(room)),
+            folder=Path("nowhere"),
+            into=outcome,
+        )
+    assert len(outcome.of(Stepped)) < 10
+
+
+def test_a_thread_commits_while_the_loop_goes_on() -> None:
+    class Slow(Cuts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads: set[int] = set()
+            self.go_on = Event()
+
+        def commit(self, cut: Cut) -> None:
+            self.go_on.wait()
+            self.threads.add(get_ident())
+            super().commit(cut)
+
+    async def main() -> None:
+        store = Slow()
+        writer = ThreadWriter(store)
+        first, second = writer.put(Cut([])), writer.put(Cut([GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)]))
+        await asyncio.sleep(0)
+        assert not first.done() and store.cuts == []
+        store.go_on.set()
+        await asyncio.gather(first, second)
+        writer.close()
+        assert [len(cut.rows) for cut in store.cuts] == [0, 1]
+        assert get_ident() not in store.threads and len(store.threads) == 1
+
+    clock.run(main(), virtual=False)

