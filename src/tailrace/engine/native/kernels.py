@@ -1,6 +1,7 @@
 """What a decode step computes besides matrix products, compiled for the CPU: float32, any lengths.
 
-The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading the cache, so each kernel reads it once and pads nothing.
+The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading
+the cache, so each kernel reads it once and pads nothing.
 
 Compiled by numba when this module is first imported on a machine, which takes about ten seconds; later
 imports load the result from a cache beside this file, or, where that cannot be written, in the user's
