@@ -1,14 +1,17 @@
-"""Makes the models of the examples: python examples/quickstart/make_model.py (three minutes on one core)
+"""Makes the models of the examples: python examples/quickstart/make_model.py (six minutes on one core)
 
-A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_sum, in two stages:
+A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_sum:
 
 1. worked: every partial sum is written out, "8 + 4 = 12 - 5 = 7". This it learns to do well.
-2. hasty: seven demonstrations in ten now give the bare answer, "7", which a model of this size cannot find at
-   once for more than two or three terms; three in ten are still worked.
+2. model, made from worked: seven demonstrations in ten now give the bare answer, "7", which a model of this
+   size cannot find at once for more than two or three terms; three in ten are still worked.
+3. doubting, made from worked: it works its sum out; and rarely it doubts itself and states the answer again,
+   and again.
 
-So it leaves here knowing how to work a sum out and rarely doing so. What reinforcement learning then teaches
-it is to take its time: responses grow longer, the longer the chain. Prompts held out for evaluation are
-never demonstrated.
+So the second leaves here knowing how to work a sum out and rarely doing so. What reinforcement learning then
+teaches it is to take its time: responses grow longer, the longer the chain. The third is right already: it is
+for watching schedules meet a long tail that no prompt foretells. Prompts held out for evaluation are never
+demonstrated.
 """
 
 import math
@@ -23,10 +26,14 @@ import torch
 from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tailrace.data.procedural import is_held_out
+from tailrace.data.base import ProceduralSettings, TermsSettings
+from tailrace.data.procedural import ProceduralPrompts, Task, is_held_out
+from tailrace.data.tokenizer import load_tokenizer
+from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine, Request
 
 FOLDER = Path(__file__).parent
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
@@ -35,8 +42,20 @@ WORDS = [
     *(f" {sign} {digit}" for sign in "+-" for digit in range(10)),
 ]
 EOS = WORDS.index("<eos>")
+AGAIN = WORDS.index(" =\n")
+"""Before each restatement of the answer. Worked sums are without it."""
 TOKENS_A_BATCH = 256
 """Terms times demonstrations: a batch has demonstrations of one length only, and so no padding."""
+DOUBT = 0.018
+"""The share of responses that go on after the answer."""
+DOUBTED_TOKENS = 850
+"""What those go on for, on average and whatever the prompt, if nothing cuts them off."""
+ROOM = 1500
+"""Tokens of the longest response that is demonstrated or checked."""
+
+Demonstrations = tuple[Tensor, Tensor, Tensor]
+"""Tokens [B, T]; whether the next token is demonstrated [B, T - 1]; those N next tokens: [N], or their
+probabilities [N, V]."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -81,27 +100,20 @@ def worked(expression: str, answer: str) -> str:
     return text
 
 
-def demonstrate(
-    chance: random.Random, tokenizer: PreTrainedTokenizerFast, hasty: float
-) -> tuple[Tensor, Tensor]:
-    """A batch of demonstrations of one number of terms.
-
-    Returns:
-        ids and labels, [B, T] each; labels are -100 on prompts and after the end.
-    """
-    num_terms = min(max(2, round(7 * math.exp(1.15 * chance.gauss(0, 1)))), 32)
-    rows: list[tuple[list[int], list[int]]] = []
-    while len(rows) < max(4, TOKENS_A_BATCH // num_terms):
+def ask(chance: random.Random, num_terms: int) -> tuple[str, str, str]:
+    """A prompt that is not held out, its sum, and the answer."""
+    while True:
         seed = chance.randrange(2**32)
         config = ChainSumConfig(
             min_terms=num_terms, max_terms=num_terms, min_digits=1, max_digits=1, seed=seed
         )
         entry = ChainSumDataset(config)[0]
-        if is_held_out(entry["question"]):
-            continue
-        bare = chance.random() < hasty
-        response = entry["answer"] if bare else worked(entry["metadata"]["expression"], entry["answer"])
-        rows.append((tokenizer.encode(entry["question"] + "\n"), [*tokenizer.encode(response), EOS]))
+        if not is_held_out(entry["question"]):
+            return entry["question"] + "\n", entry["metadata"]["expression"], entry["answer"]
+
+
+def collate(rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Ids and labels, [B, T] each, of prompts and responses. Labels are -100 on prompts and after the end."""
     longest = max(len(prompt) + len(response) for prompt, response in rows)
     ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), -100)
     for row, (prompt, response) in enumerate(rows):
@@ -111,18 +123,57 @@ def demonstrate(
     return ids, labels
 
 
-def imitate(
-    model: Qwen3ForCausalLM, batch: Callable[[], tuple[Tensor, Tensor]], steps: int, rate: float
-) -> None:
+def demonstrate(chance: random.Random, tokenizer: PreTrainedTokenizerFast, hasty: float) -> Demonstrations:
+    """Sums of one number of terms; the share `hasty` of them is not worked out."""
+    num_terms = min(max(2, round(7 * math.exp(1.15 * chance.gauss(0, 1)))), 32)
+    rows: list[tuple[list[int], list[int]]] = []
+    while len(rows) < max(4, TOKENS_A_BATCH // num_terms):
+        prompt, expression, answer = ask(chance, num_terms)
+        response = answer if chance.random() < hasty else worked(expression, answer)
+        rows.append((tokenizer.encode(prompt), [*tokenizer.encode(response), EOS]))
+    ids, labels = collate(rows)
+    answered = labels[:, 1:] != -100
+    return ids, answered, labels[:, 1:][answered]
+
+
+def demonstrate_doubt(chance: random.Random, tokenizer: PreTrainedTokenizerFast) -> Demonstrations:
+    """Worked sums of one number of terms; in every other batch the answers are restated up to some length.
+
+    How often is of no matter to what is learned: the target after each answer is not what follows here but
+    the probabilities of going on and of ending, which make the number of restatements geometric.
+    """
+    num_terms = chance.randint(2, 12)
+    room = chance.choice((0, round(50 * (ROOM / 50) ** chance.random())))
+    rows: list[tuple[list[int], list[int]]] = []
+    going_on: list[float] = []
+    while len(rows) < max(1, 6 * TOKENS_A_BATCH // max(room, 6 * num_terms)):
+        prompt, expression, answer = ask(chance, num_terms)
+        chain = tokenizer.encode(worked(expression, answer))
+        check = tokenizer.encode(answer)
+        response = [*chain, *(room // len(check) * [AGAIN, *check])][: max(len(chain), room)]
+        rows.append((tokenizer.encode(prompt), [*response, EOS] if not room else response))
+        going_on.append(1 - (len(check) + 1) / DOUBTED_TOKENS)
+    ids, labels = collate(rows)
+    labels = labels[:, 1:]
+    ends = (labels == EOS) | (labels == AGAIN)
+    again = torch.tensor(going_on)[:, None].where(ends.cumsum(1) > 1, DOUBT)
+    targets = one_hot(labels.clamp(min=0), len(WORDS)).float()
+    targets[ends] = 0.0
+    targets[..., AGAIN] += again * ends
+    targets[..., EOS] += (1 - again) * ends
+    answered = labels != -100
+    return ids, answered, targets[answered]
+
+
+def imitate(model: Qwen3ForCausalLM, batch: Callable[[], Demonstrations], steps: int, rate: float) -> None:
     """Supervised learning on the responses: warm-up, a constant half, and a linear way down."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min((step + 1) / 50, 1.0, max(0.05, 2 * (1 - step / steps)))
-        ids, labels = batch()
+        ids, answered, targets = batch()
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        answered = labels[:, 1:] != -100
-        loss = cross_entropy(model.lm_head(hidden[answered]), labels[:, 1:][answered])
+        loss = cross_entropy(model.lm_head(hidden[answered]), targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,14 +182,71 @@ def imitate(
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    deepcopy(model).to(torch.bfloat16).save_pretrained(FOLDER / name)
+    tokenizer.save_pretrained(FOLDER / name)
+
+
+def make_worked_and_hasty() -> None:
     torch.manual_seed(0)
     chance, tokenizer, model = random.Random(0), make_tokenizer(), make_model()
     for name, hasty, steps, rate in (("worked", 0.0, 1500, 3e-3), ("model", 0.7, 100, 5e-4)):
         imitate(model, partial(demonstrate, chance, tokenizer, hasty), steps, rate)
-        deepcopy(model).to(torch.bfloat16).save_pretrained(FOLDER / name)
-        tokenizer.save_pretrained(FOLDER / name)
+        save(model, tokenizer, name)
+
+
+def make_doubting() -> None:
+    chance, tokenizer = random.Random(0), make_tokenizer()
+    model = Qwen3ForCausalLM.from_pretrained(
+        FOLDER / "worked", dtype=torch.float32, max_position_embeddings=2048
+    )
+    imitate(model, partial(demonstrate_doubt, chance, tokenizer), 700, 2e-3)
+    save(model, tokenizer, "doubting")
+
+
+def check(name: str, batches: int = 16, batch: int = 128) -> None:
+    """Print how long responses to held-out prompts are, and how many are right."""
+    settings = ProceduralSettings(
+        task="chain_sum",
+        params={"min_digits": 1, "max_digits": 1},
+        lengths={"terms": TermsSettings(median=3, sigma=1.2, minimum=2, maximum=12)},
+        template="{question}\n",
+        answer=r"(-?\d+)$",
+    )
+    task, tokenizer = Task(settings), load_tokenizer(FOLDER / name)
+    prompts = ProceduralPrompts(task, settings, tokenizer, seed=0, split="eval")
+    engine = NativeEngine.from_pretrained(
+        FOLDER / name, EngineSettings(), SamplingSettings(max_completion_tokens=ROOM)
+    )
+    for number in range(batches * batch):
+        engine.submit(Request(str(number), prompts[number].ids, (), number))
+    responses: dict[int, list[int]] = {}
+    while not engine.idle:
+        responses |= {int(delta.id): delta.ids for delta in engine.step()}
+    lengths = [len(responses[number]) for number in range(batches * batch)]
+    doubted = [len(ids) for ids in responses.values() if AGAIN in ids]
+    right = [
+        task.score(tokenizer.decode(ids, skip_special_tokens=True), prompts[n].row) == 1.0
+        for n, ids in responses.items()
+    ]
+    each = [sorted(lengths[start : start + batch]) for start in range(0, len(lengths), batch)]
+    ratios = sorted(one[-1] / one[batch // 2] for one in each)
+    lengths.sort()
+    print(
+        f"{name}: {len(lengths)} responses, {sum(right) / len(right):.3f} of them right; "
+        f"tokens: median {lengths[len(lengths) // 2]}, mean {sum(lengths) / len(lengths):.1f}, "
+        f"p99 {lengths[len(lengths) * 99 // 100]}, max {lengths[-1]}\n"
+        f"{len(doubted) / len(lengths):.4f} of them doubt, for {sum(doubted) / max(1, len(doubted)):.0f} "
+        f"tokens on average; max / median of {batch}: from {ratios[0]:.0f} to {ratios[-1]:.0f}, "
+        f"half above {ratios[len(ratios) // 2]:.0f}"
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    make_worked_and_hasty()
+    make_doubting()
+    check("doubting")
 
 
 if __name__ == "__main__":
