@@ -46,9 +46,6 @@ def compare(config: RunConfig, *, folder: Path | None = None, json_path: Path | 
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     require_sections(config, "model", "data", "sampling")
-    if config.compare.warm_up_rounds >= config.run.rounds:
-        remedy = f"choose fewer than run.rounds = {config.run.rounds}"
-        raise ConfigError("compare.warm_up_rounds", config.compare.warm_up_rounds, "no round counts", remedy)
     racers = {name: _racer(config, name) for name in config.compare.schedules}
     if config.run.rounds == 1 and (U := _groups_a_step(racers.values())):
         racers[FIRST_GROUPS] = Racer(config, partial(first_groups, U=U))
@@ -74,6 +71,10 @@ def _racer(config: RunConfig, name: str) -> Racer:
         config = config.variant(name)
     else:
         config = config.model_copy(update={"schedule": shared_parameters(config, name)})
+    warm_up, rounds = config.compare.warm_up_rounds, config.run.rounds
+    if warm_up >= rounds:
+        remedy = f"choose fewer than run.rounds = {rounds}"
+        raise ConfigError("compare.warm_up_rounds", warm_up, f"no round of {name} counts", remedy)
     return Racer(config, resolve(config))
 
 
