@@ -174,3 +174,32 @@ def test_whatever_changes_what_is_learnt_makes_another_run(tmp_path: Path, overr
 def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(tmp_path).run.rounds = 5  # type: ignore[misc]
+
+
+VARIANT = """
+[engine]
+threads = 1
+max_running = 7
+[variants.wide]
+schedule = { name = "conventional", U = 2, G = 3 }
+engine = { replicas = 2 }
+"""
+
+
+def test_a_variant_replaces_the_schedule_and_single_keys_of_other_sections(tmp_path: Path) -> None:
+    wide = load(tmp_path, VARIANT).variant("wide")
+    assert wide.schedule == {"name": "conventional", "U": 2, "G": 3}
+    assert (wide.engine.replicas, wide.engine.max_running) == (2, 7)
+    assert wide.run == load(tmp_path, VARIANT).run
+
+
+def test_a_wrong_key_in_a_variant_is_named_with_the_variant(tmp_path: Path) -> None:
+    config = load(tmp_path, VARIANT.replace("replicas", "replica"))
+    with pytest.raises(ConfigError, match=r"variants\.wide\.engine\.replica = 2"):
+        config.variant("wide")
+
+
+def test_how_a_run_is_raced_does_not_make_it_another(tmp_path: Path) -> None:
+    raced = load(tmp_path, VARIANT + "[compare]\nrepeats = 3\nseeds = 'own'\n")
+    plain = load(tmp_path, "[engine]\nthreads = 1\nmax_running = 7\n")
+    assert raced.digest() == plain.digest()

@@ -69,6 +69,18 @@ NOT_DIVISIBLE = "schedule.U = 3: R = 8 groups do not divide into steps of 3"
         ("serial", {"R": 0, "U": 2}, "schedule.R = 0: input should be greater than or equal to 1"),
         ("april", {"N": 8, "N_launched": 7}, "schedule.N_launched = 7: fewer than N = 8 can never make N"),
         ("pipelinerl", {"U": 8, "H": 4, "room": 7}, "schedule.room = 7: so few groups never make a step"),
+        ("serial", {"R": 8, "U": 2, "ess_floor": 0.5}, "schedule.ess_floor = 0.5: the schedule has no such"),
+        (
+            "tailrace",
+            {"U": 4, "in_flight": 9, "staleness": 1},
+            "schedule.staleness = 1: 9 groups in flight cannot all be trained, 4 at a time, within 1 "
+            "publications; raise it, or keep at most 8 in flight",
+        ),
+        (
+            "april",
+            {"N": 4, "N_launched": 8, "staleness": 0},
+            "schedule.staleness = 0: 8 groups in flight cannot all be trained",
+        ),
         ("json:dumps", {}, "schedule.name = 'json:dumps': it is not an async function; write `async def`"),
         ("nowhere:f", {}, "schedule.name = 'nowhere:f': it cannot be imported"),
     ],
