@@ -296,7 +296,8 @@ class Run:
 
     def _steps_since(self, version: int) -> int:
         """Optimizer steps since it was published. What is older than this life knows counts as its oldest."""
-        return self._num_steps - self._steps_at.get(version, min(self._steps_at.values()))
+        known = version if version in self._steps_at else next(iter(self._steps_at))
+        return self._num_steps - self._steps_at[known]
 
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()

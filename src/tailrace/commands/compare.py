@@ -53,9 +53,9 @@ def compare(config: RunConfig, *, folder: Path | None = None, json_path: Path | 
         where = folder or Path(scratch)
         laps, timelines = clock.run(race(racers, config, where), virtual=False)
         results = Results(laps)
-        if config.run.rounds == 1:
-            pictured = {name: timelines[name][results.typical(name)] for name in results.racers}
-            draw(pictured, where / "timeline.png")
+        draw(
+            {name: timelines[name][results.typical(name)] for name in results.racers}, where / "timeline.png"
+        )
     console = Console()
     console.print(results.table())
     if folder:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tailrace.algo.materialise import Materialise
 from tailrace.config import RunConfig, require_sections
+from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
@@ -25,9 +26,19 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
-    open_prompts(config.data, load_tokenizer(config.model.path), seed=config.run.seed, split="train")
+    training_prompts(config, config.run.seed)
     Scorer.load(config.reward, config.data).close()
     plan_pins(config.host, config.engine.replicas)
+
+
+def training_prompts(config: RunConfig, seed: int) -> Prompts:
+    """The prompts of a live config in the order that a seed fixes.
+
+    Raises:
+        ConfigError: the settings name no data that can be read.
+    """
+    assert config.model and config.data
+    return open_prompts(config.data, load_tokenizer(config.model.path), seed=seed, split="train")
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:

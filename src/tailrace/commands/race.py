@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_materialise, open_parts, rewind
+from tailrace.commands.live import live_materialise, open_parts, rewind, training_prompts
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
-from tailrace.data.base import Prompts
-from tailrace.data.open import open_prompts
-from tailrace.data.tokenizer import load_tokenizer
-from tailrace.record.events import Recorder
-from tailrace.record.timeline import Timeline
+from tailrace.record.events import FromRound, Recorder
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.run import Parts, drive
 from tailrace.schedules.resolve import BoundSchedule
@@ -105,7 +102,7 @@ async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path,
         changes["rounds"] = min(config.run.rounds, WARM_UP_ROUNDS)
     if race.seeds == "own":
         changes["seed"] = config.run.seed + max(repeat, 0)
-        parts = replace(parts, prompts=_prompts(config, changes["seed"]))
+        parts = replace(parts, prompts=training_prompts(config, changes["seed"]))
     settings = config.run.model_copy(update=changes)
     meter, trace = LapMeter(race.warm_up_rounds), TraceWriter(folder / f"trace-{name}.json")
     checkpoints = folder / "laps" / f"{name}-{repeat}"
@@ -113,13 +110,8 @@ async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path,
         racer.schedule,
         parts,
         settings,
-        Recorder(meter, timeline, trace),
+        Recorder(meter, FromRound(settings.rounds - PICTURED_ROUNDS, timeline), trace),
         materialise=live_materialise(config),
         folder=checkpoints,
     )
     return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)
-
-
-def _prompts(config: RunConfig, seed: int) -> Prompts:
-    assert config.model and config.data
-    return open_prompts(config.data, load_tokenizer(config.model.path), seed=seed, split="train")

@@ -23,10 +23,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, live_materialise, open_parts, rewind
+from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
 from tailrace.config import RunConfig
-from tailrace.data.open import open_prompts
-from tailrace.data.tokenizer import load_tokenizer
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, Unwritten
@@ -39,7 +37,7 @@ from tailrace.record.events import FromRound, Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import Timeline, draw
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
 from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
@@ -47,8 +45,6 @@ from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
 CONFIG_FILE = "config.toml"
 CHECKPOINTS_FOLDER = "checkpoints"
-PICTURED_ROUNDS = 3
-"""The last rounds, in timeline.png; trace.json has them all."""
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: bool = False) -> None:
@@ -86,16 +82,13 @@ def _begun(config: RunConfig, folder: Path) -> Store | None:
 
 
 def _past(config: RunConfig, folder: Path, store: Store) -> Past:
-    assert config.model and config.data
-    tokenizer = load_tokenizer(config.model.path)
-    prompts = open_prompts(config.data, tokenizer, seed=config.run.seed, split="train")
     return next_life(
         read_books(store),
         name=store.name,
         config_digest=config.digest(),
         checkpoints=folder / CHECKPOINTS_FOLDER,
         num_generated=counted_tokens(folder / COUNTS_FOLDER),
-        prompt_of=prompts.__getitem__,
+        prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
 

@@ -20,6 +20,9 @@ from tailrace.record.lanes import Lanes
 from tailrace.record.rounds import RoundMeter, RoundReport
 from tailrace.types import SampleId
 
+PICTURED_ROUNDS = 3
+"""A picture of a long run has its last rounds; the trace has them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestBar:

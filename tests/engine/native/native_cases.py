@@ -109,6 +109,16 @@ def finish(engine: NativeEngine) -> dict[str, Delta]:
     return ended
 
 
+def assert_undisturbed(parts: Sequence[Delta], undisturbed: NativeEngine, model: PreTrainedModel) -> None:
+    """The parts are what PROMPTS["17"] with seed 7 gives in a run of its own, with the model's log-probs."""
+    prompt = PROMPTS["17"]
+    undisturbed.submit(Request("x", prompt, (), 7))
+    expected = finish(undisturbed)["x"].ids
+    assert [id for part in parts for id in part.ids] == expected
+    logprobs = torch.tensor([logprob for part in parts for logprob in part.logprobs])
+    torch.testing.assert_close(logprobs, reference(model, prompt, expected), atol=1e-4, rtol=0)
+
+
 def submit_all(engine: NativeEngine, prompts: Mapping[str, Sequence[int]]) -> None:
     """One request a prompt; seeds by their order."""
     for seed, (id, prompt) in enumerate(prompts.items()):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_cases import PROMPTS, assert_close, finish, random_ids, reference, submit_all
+from native_cases import PROMPTS, assert_close, assert_undisturbed, finish, random_ids, reference, submit_all
 
 from tailrace.engine.base import EngineSettings
 from tailrace.engine.native.cache import capacities
@@ -28,12 +28,7 @@ def test_a_response_that_moves_through_four_tiers_equals_transformers(make_engin
 
 
 def test_resumed_on_another_replica_gives_the_tokens_of_an_undisturbed_run(make_engine, models):
-    prompt = PROMPTS["17"]
-    whole = make_engine()
-    whole.submit(Request("x", prompt, (), 7))
-    expected = finish(whole)["x"]
-
-    first = make_engine()
+    prompt, first = PROMPTS["17"], make_engine()
     submit_all(first, PROMPTS)
     first.submit(Request("x", prompt, (), 7))
     for _ in range(23):
@@ -45,12 +40,7 @@ def test_resumed_on_another_replica_gives_the_tokens_of_an_undisturbed_run(make_
     second = make_engine()
     submit_all(second, PROMPTS)
     second.submit(Request("x", prompt, part.ids, 7))
-    rest = finish(second)["x"]
-    assert part.ids + rest.ids == expected.ids
-    logprobs = torch.tensor(part.logprobs + rest.logprobs)
-    torch.testing.assert_close(
-        logprobs, reference(models["qwen3"][1], prompt, expected.ids), atol=1e-4, rtol=0
-    )
+    assert_undisturbed([part, finish(second)["x"]], make_engine(), models["qwen3"][1])
 
 
 def test_preempted_responses_give_the_same_tokens_and_logprobs(make_engine, models):

@@ -65,7 +65,7 @@ class Scheduler:
                 donor = None if block else self._donor(response, version)
                 admission = Admission(context, [], donor, block)
                 cost = 0 if block or donor else len(context)
-                if cost > budget < self.settings.prefill_tokens:
+                if block is None and cost > budget < self.settings.prefill_tokens:
                     break
                 budget -= cost
                 admissions.append(admission)
