@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
+from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.wire import TrainSample
@@ -23,6 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
     """[C, D]: the last hidden states of a model without its head, at the places that predict a token."""
+    if can_fuse(model, dtype):
+        return fused_hidden_states(model, batch)[batch.predictors]
     with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
         hidden: Tensor = model(
             input_ids=batch.input_ids,
