@@ -53,24 +53,46 @@ def test_the_waste_of_a_race_is_its_share_of_what_was_generated() -> None:
     assert measured(outcome).waste_share == pytest.approx(totals.wasted_tokens.total() / generated)
 
 
+def lengths_of(outcome: Outcome) -> dict[int, list[int]]:
+    """Of the trained responses to each prompt."""
+    lengths: dict[int, list[int]] = {}
+    for step in outcome.of(Stepped):
+        for sample in step.samples:
+            lengths.setdefault(sample.id.prompt, []).append(sample.num_tokens)
+    return lengths
+
+
 def test_length_bias_is_against_uninterrupted_responses() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    lengths = [s.num_tokens for step in outcome.of(Stepped) for s in step.samples]
-    probes = [Probe(0, 0.5, lengths[:100]), Probe(3, 0.6, lengths[100:]), Probe(6, 0.7, [])]
+    lengths = lengths_of(outcome)
+    halves = [{i: n for i, n in lengths.items() if (i < 48) == early} for early in (True, False)]
+    probes = [Probe(0, 0.5, halves[0]), Probe(3, 0.6, halves[1]), Probe(6, 0.7, {})]
     assert measured(outcome, probes=probes).length_bias == pytest.approx(0.0)
-    probes = [Probe(0, 0.5, [length * 2 for length in lengths]), Probe(6, 0.7, [])]
+    probes = [Probe(0, 0.5, {index: [n * 2 for n in of] for index, of in lengths.items()})]
     assert measured(outcome, probes=probes).length_bias == pytest.approx(-0.5)
+
+
+def test_a_prompt_that_is_never_trained_biases_the_lengths_but_not_at_the_end_of_a_lap() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    lengths = lengths_of(outcome)
+    settled = [n for index, of in lengths.items() if index <= 0.75 * 95 for n in of]
+    late = lengths | {94: [10_000]}
+    assert measured(outcome, probes=[Probe(0, 0.5, late)]).length_bias == pytest.approx(0.0)
+    never = lengths | {-1: [10_000]}
+    alone = (sum(settled) + 10_000) / (len(settled) + 1)
+    bias = measured(outcome, probes=[Probe(0, 0.5, never)]).length_bias
+    assert bias == pytest.approx(sum(settled) / len(settled) / alone - 1)
 
 
 def test_the_time_to_the_target_is_interpolated_between_checkpoints() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
     reports = list(zip(outcome.of(RoundStarted), outcome.of(RoundEnded), strict=True))
     seconds = [end.time_s - start.time_s for start, end in reports]
-    probes = [Probe(0, 0.2, []), Probe(3, 0.7, []), Probe(6, 0.9, [])]
+    probes = [Probe(0, 0.2, {}), Probe(3, 0.7, {}), Probe(6, 0.9, {})]
     expected = sum(seconds[:3]) + 0.5 * sum(seconds[3:])
     assert measured(outcome, probes=probes).time_to_reward_s == pytest.approx(expected)
     assert measured(outcome, probes=probes[:2]).time_to_reward_s is None
-    assert measured(outcome, probes=[Probe(0, 0.85, [])]).time_to_reward_s == 0.0
+    assert measured(outcome, probes=[Probe(0, 0.85, {})]).time_to_reward_s == 0.0
 
 
 def test_every_trained_group_is_counted_once_in_a_lap() -> None:

@@ -1,14 +1,19 @@
 """A lap: one schedule in one repetition of a race, in the figures that races are about."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 
 from tailrace.commands.probe import Probe
-from tailrace.record.events import Event, Saved
+from tailrace.record.events import Event, Saved, Stepped
 from tailrace.record.rounds import RoundMeter, RoundReport
 from tailrace.record.steps import Row, StepMeter
 from tailrace.record.summary import Summary
+
+SETTLED = 0.75
+"""The share of a lap's prompts, in the order of drawing, whose fate is known at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Lap:
     ess_mean: float | None
     """Of the counted steps; None where the trainer does not say."""
     length_bias: float | None = None
-    """Trained mean length over that of the same prompts, uninterrupted, minus 1; None: not probed."""
+    """Trained mean length over that of the drawn prompts' responses, uninterrupted, minus 1; None: not probed."""
     time_to_reward_s: float | None = None
     """Time of rounds until held-out accuracy reaches the target; None: it does not, or was not probed."""
 
@@ -50,6 +55,8 @@ class LapMeter:
         self._warm_up = warm_up_rounds
         self._rounds = RoundMeter()
         self.checkpoints: list[Saved] = []
+        self._trained: defaultdict[int, list[int]] = defaultdict(list)
+        """Of each prompt: tokens of its responses."""
         self._rows: list[Row] = []
         self._steps = StepMeter(self._rows.append)
 
@@ -58,6 +65,9 @@ class LapMeter:
         self._steps.on(event)
         if isinstance(event, Saved):
             self.checkpoints.append(event)
+        if isinstance(event, Stepped):
+            for sample in event.samples:
+                self._trained[sample.id.prompt].append(sample.num_tokens)
 
     def close(self) -> None:
         self._steps.close()
@@ -104,13 +114,15 @@ class LapMeter:
         )
 
     def _length_bias(self, probes: Sequence[Probe]) -> float | None:
-        """Over the counted rounds between the first and the last probe."""
-        probes = [probe for probe in probes if probe.round >= self._warm_up and probe.lengths]
-        if not probes:
+        """Of the prompts drawn in counted rounds, less those of the end, which may still be under way. One
+        that was drawn and never trained is in the probe alone: leaving it out is a bias, too."""
+        probed = [probe for probe in probes if probe.round >= self._warm_up and probe.lengths]
+        if not probed:
             return None
-        trained = [report for report in self.rounds if report.round >= probes[0].round]
-        mean = sum(report.num_tokens for report in trained) / sum(report.num_samples for report in trained)
-        return mean / fmean(length for probe in probes for length in probe.lengths) - 1.0
+        settled = SETTLED * max(max(probe.lengths) for probe in probed)
+        alone = {index: n for probe in probed for index, n in probe.lengths.items() if index <= settled}
+        trained = [n for index in alone for n in self._trained.get(index, [])]
+        return fmean(trained) / fmean(chain.from_iterable(alone.values())) - 1.0
 
     def _time_to(self, target: float, probes: Sequence[Probe]) -> float | None:
         """Straight lines between the probes."""

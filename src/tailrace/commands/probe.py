@@ -27,8 +27,8 @@ class Probe:
     round: int
     accuracy: float
     """Held-out, sampled."""
-    lengths: list[int]
-    """Uninterrupted responses to the prompts drawn until the next checkpoint; of the last one, none."""
+    lengths: dict[int, list[int]]
+    """Of each prompt drawn until the next checkpoint: tokens of its responses, uninterrupted."""
 
 
 async def probe(parts: Parts, checkpoints: Sequence[Saved], settings: RunSettings) -> list[Probe]:
@@ -42,22 +42,21 @@ async def probe(parts: Parts, checkpoints: Sequence[Saved], settings: RunSetting
         await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
         held_out = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, 0)
         accuracy = (await evaluate(held_out, fleet, parts.rewards)).accuracy
-        probes.append(Probe(checkpoint.round, accuracy, []))
+        probes.append(Probe(checkpoint.round, accuracy, {}))
         if before:
-            numbers = range(half, settings.group_size)
-            probes[-2].lengths.extend(await _lengths(parts, fleet, settings, before, checkpoint, numbers))
+            drawn = range(before.num_drawn, checkpoint.num_drawn)
+            responses = _samples(parts, settings, drawn, range(half, settings.group_size))
+            await _measure(fleet, responses, probes[-2].lengths)
         if after:
-            probes[-1].lengths.extend(await _lengths(parts, fleet, settings, checkpoint, after, range(half)))
+            drawn = range(checkpoint.num_drawn, after.num_drawn)
+            await _measure(fleet, _samples(parts, settings, drawn, range(half)), probes[-1].lengths)
     return probes
 
 
-async def _lengths(
-    parts: Parts, fleet: Fleet, settings: RunSettings, first: Saved, last: Saved, numbers: Sequence[int]
-) -> list[int]:
-    """Of the samples with these numbers, of the groups drawn between two checkpoints."""
-    samples = _samples(parts, settings, range(first.num_drawn, last.num_drawn), numbers)
-    await asyncio.gather(*(fleet.serve(sample) for sample in samples))
-    return [sample.num_tokens for sample in samples]
+async def _measure(fleet: Fleet, responses: Sequence[Sample], lengths: dict[int, list[int]]) -> None:
+    await asyncio.gather(*(fleet.serve(response) for response in responses))
+    for response in responses:
+        lengths.setdefault(response.id.prompt, []).append(response.num_tokens)
 
 
 def _samples(
