@@ -43,7 +43,7 @@ class Lap:
     ess_mean: float | None
     """Of the counted steps; None where the trainer does not say."""
     length_bias: float | None = None
-    """Trained mean length over that of the drawn prompts' responses, uninterrupted, minus 1; None: not probed."""
+    """Trained mean length over that of what was drawn, uninterrupted, minus 1; None: not probed."""
     time_to_reward_s: float | None = None
     """Time of rounds until held-out accuracy reaches the target; None: it does not, or was not probed."""
 
