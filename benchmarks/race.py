@@ -1,11 +1,13 @@
 """The race of all schedules against what the papers promise, with intervals over seeds.
 
-    python benchmarks/race.py [--repeats 3] [--schedules a,b,...] [--config examples/race.toml] [--json FILE]
+    python benchmarks/race.py [--seeds 3] [--schedules a,b,...] [--results F]
 
-Runs `tailrace compare` (or reads its FILE, if that exists) and prints its ratios: of two schedules on the
-same seed, prompts and weights, then the mean over seeds with a 95 % t-interval. Model, mix and sizes stand in
-the config. The first `warm_up_rounds` of a lap do not count. Length bias is measured against responses that
-nobody interrupted, to the prompts that the lap drew.
+Runs `tailrace compare` once a seed, the schedules in another order each time, and keeps each one's numbers in
+the folder: a race that was stopped goes on with the seed that is missing, and one that is there is only read.
+Prints every schedule's figures, then ratios: of two schedules on the same seed, prompts and weights, the mean
+over seeds with a 95 % t-interval. Model, mix and sizes stand in the config. The first `warm_up_rounds` of a
+lap do not count. Length bias is measured against responses that nobody interrupted, to the prompts that the
+lap drew.
 """
 
 import argparse
@@ -17,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+
+from tailrace.config import load_config
 
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for a two-sided interval, by the number of seeds."""
@@ -43,6 +47,20 @@ BARS = (
     Bar("tailrace", "samples_per_s", "april", 1.4),
     Bar("tailrace_on_policy", "samples_per_s", "serial", 1.4),
 )
+COLUMNS = (
+    ("time to target, s", "time_to_reward_s", "{:.1f}"),
+    ("reward a sample", "reward", "{:.3f}"),
+    ("samples/s", "samples_per_s", "{:.1f}"),
+    ("rollout tokens/s", "rollout_tokens_per_s", "{:.0f}"),
+    ("lag, mean", "staleness_mean", "{:.2f}"),
+    ("lag, max", "staleness_max", "{:.0f}"),
+    ("ESS", "ess_mean", "{:.3f}"),
+    ("carried tokens", "carried_tokens", "{:.1%}"),
+    ("carried samples", "carried_samples", "{:.1%}"),
+    ("waste", "waste_share", "{:.1%}"),
+    ("length bias", "length_bias", "{:+.1%}"),
+)
+"""Title, figure of a lap, form. In brackets: the seeds that have it, where not all do."""
 UNBIASED = ("serial", "tailbatch", "rollpacker", "tailrace_on_policy")
 """Their trained lengths must be within 2 % of uninterrupted ones."""
 
@@ -59,11 +77,28 @@ def ratios(one: Laps, other: Laps, figure: str) -> list[float]:
     return [a[figure] / b[figure] for a, b in zip(one, other, strict=True)]
 
 
-def race(config: Path, result: Path, repeats: int | None, schedules: str | None) -> None:
-    words = ["compare", str(config), "--json", str(result)]
-    words += ["--repeats", str(repeats)] if repeats else []
-    words += ["--schedules", schedules] if schedules else []
+def race(config: Path, result: Path, seed: int, schedules: list[str]) -> None:
+    """One seed's laps."""
+    turn = seed % len(schedules)
+    order = ",".join(schedules[turn:] + schedules[:turn])
+    words = ["compare", str(config), "--schedules", order, "--repeats", "1"]
+    words += ["--run.seed", str(seed), "--json", str(result)]
     subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True)
+
+
+def table(laps: dict[str, Laps]) -> None:
+    """Means over the seeds, a line a schedule."""
+    print(f"{'':24}" + "".join(f"{title:>18}" for title, _, _ in COLUMNS))
+    for name, of in laps.items():
+        cells = []
+        for _, figure, form in COLUMNS:
+            values = [lap[figure] for lap in of if lap[figure] is not None]
+            cells.append(
+                form.format(fmean(values)) + (f" ({len(values)})" if len(values) < len(of) else "")
+                if values
+                else "-"
+            )
+        print(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def report(laps: dict[str, Laps]) -> None:
@@ -97,14 +132,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", type=Path, default=Path("examples/race.toml"))
-    parser.add_argument("--repeats", type=int)
-    parser.add_argument("--schedules")
-    parser.add_argument("--json", type=Path, default=Path("race.json"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--schedules", help="by default those of the config")
+    parser.add_argument("--results", type=Path, default=Path("race"))
     arguments = parser.parse_args()
-    if not arguments.json.exists():
-        race(arguments.config, arguments.json, arguments.repeats, arguments.schedules)
-    numbers = json.loads(arguments.json.read_text())
-    report({name: figures["laps"] for name, figures in numbers["schedules"].items()})
+    config = load_config(arguments.config)
+    schedules = arguments.schedules.split(",") if arguments.schedules else list(config.compare.schedules)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    laps: dict[str, Laps] = {name: [] for name in schedules}
+    for seed in range(arguments.seeds):
+        result = arguments.results / f"seed-{seed}.json"
+        if not result.exists():
+            race(arguments.config, result, seed, schedules)
+        figures = json.loads(result.read_text())["schedules"]
+        for name in schedules:
+            laps[name] += figures[name]["laps"]
+    table(laps)
+    report(laps)
 
 
 if __name__ == "__main__":
