@@ -238,7 +238,9 @@ class Run:
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
-        return await self._parts.trainer.ess(units_of(groups))
+        ess = await self._parts.trainer.ess(units_of(groups))
+        self._emit(events.EssTaken(clock.now(), ess))
+        return ess
 
     def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
         """A selection: only groups whose every token is of the published version."""

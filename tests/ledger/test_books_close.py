@@ -76,7 +76,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
         case "pipelinerl":
             parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
             parameters["full"] = draw(st.sampled_from(["hold", "drop"]))
-            parameters["kv"] = draw(KVS)
+            parameters |= {"kv": draw(KVS), "ess_floor": draw(st.sampled_from([0.0, 0.9]))}
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)
