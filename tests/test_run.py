@@ -12,6 +12,7 @@ import pytest
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.read import read_books
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import (
     Evaluated,
     Event,
@@ -24,7 +25,7 @@ from tailrace.record.events import (
     Stepped,
     Waiting,
 )
-from tailrace.run import Parts, Run, RunSettings
+from tailrace.run import Run
 from tailrace.schedules.serial import serial
 from tailrace.sim.world import simulated_parts
 from tailrace.types import Prompt

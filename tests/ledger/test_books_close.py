@@ -21,9 +21,9 @@ from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
 from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.parts import RunSettings
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.run import RunSettings
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import (
     SimEngineSettings,

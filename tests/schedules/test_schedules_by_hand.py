@@ -9,6 +9,7 @@ from math import exp
 
 import pytest
 
+from tailrace.parts import RunSettings
 from tailrace.record.events import (
     Accumulated,
     EssTaken,
@@ -21,7 +22,6 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.rollout.admission import Frontier, FrontierFirst
-from tailrace.run import RunSettings
 from tailrace.schedules.april import april
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl

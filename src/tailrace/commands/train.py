@@ -27,6 +27,7 @@ from rich.console import Console
 from tailrace import clock
 from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
 from tailrace.config import RunConfig
+from tailrace.drive import drive
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, Unwritten
@@ -41,7 +42,6 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
