@@ -93,7 +93,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
         "round/num_samples": 4,
         "round/num_tokens": 40,
         "round/num_generated": 40,
-        "round/rollout_tokens_per_s": 4.0,
+        "round/generated_tokens_per_s": 4.0,
         "round/reward": 0.75,
         "round/length/mean": 10.0,
         "round/length/p50": 6,

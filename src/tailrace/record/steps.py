@@ -81,6 +81,11 @@ class StepMeter:
         self._gains = Gains()
         self._rounds = RoundMeter()
 
+    @property
+    def rounds(self) -> list[RoundReport]:
+        """Of those that ended."""
+        return self._rounds.reports
+
     def on(self, event: Event) -> None:
         self._rounds.on(event)
         if gained := self._gains.of(event):
@@ -150,7 +155,7 @@ class StepMeter:
 
     def _end_round(self, event: RoundEnded) -> None:
         if self._pending:
-            self.row |= _round_row(self._rounds.reports[-1])
+            self.row |= _round_row(self.rounds[-1])
             self._take_counts()
         self._finish_row()
         self._last_end_s = event.time_s
