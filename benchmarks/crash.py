@@ -33,6 +33,7 @@ from statistics import fmean, median
 from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
+from tailrace.drive import drive
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
 from tailrace.ledger.journal import Journal, Unwritten
@@ -42,7 +43,6 @@ from tailrace.ledger.sqlite import SqliteStore
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
 from tailrace.record.rounds import RoundMeter
-from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from tailrace.workers.counter import counted_tokens
 

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from tailrace import clock
+from tailrace.drive import drive
+from tailrace.parts import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import RunSettings, drive
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
 from tailrace.sim.world import simulated_parts

@@ -16,8 +16,10 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.commands.laps import LapMeter
+from tailrace.drive import drive
+from tailrace.parts import RunSettings
 from tailrace.record.events import Event, Recorder, Stepped
-from tailrace.run import Run, RunSettings, drive
+from tailrace.run import Run
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings
 from tailrace.sim.world import Lengths, simulated_parts

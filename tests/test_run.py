@@ -12,6 +12,7 @@ import pytest
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.read import read_books
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import (
     Evaluated,
     Event,
@@ -24,7 +25,7 @@ from tailrace.record.events import (
     Stepped,
     Waiting,
 )
-from tailrace.run import Parts, Run, RunSettings
+from tailrace.run import Run
 from tailrace.schedules.serial import serial
 from tailrace.sim.world import simulated_parts
 from tailrace.types import Prompt
@@ -209,6 +210,21 @@ def test_a_round_that_ends_without_the_step_is_refused() -> None:
 
     with pytest.raises(ScheduleError, match=r"round 0 ended with 4 samples accumulated and no step"):
         simulate(stepless, ONE_ROUND, EXACT)
+
+
+def test_on_policy_waits_for_groups_without_an_older_token() -> None:
+    async def fresh_only(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(5)
+            await run.publish()
+            run.pool.launch(run.prompts(1))
+            await run.train(await run.pool.take(1, run.on_policy))
+            run.drop(await run.pool.take(1), "stale")
+
+    outcome = simulate(fresh_only, ONE_ROUND, EXACT)
+    assert outcome.trained == [1]
+    assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
 
 
 # -- waiting -----------------------------------------------------------------------------------------

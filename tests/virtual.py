@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.materialise import Materialise
+from tailrace.drive import drive
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal
@@ -18,9 +19,10 @@ from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
 from tailrace.ledger.writer import DirectWriter, Writer
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.run import Parts, Run, RunSettings, drive
+from tailrace.run import Run
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine

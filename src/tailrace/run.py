@@ -13,74 +13,29 @@ is where a killed run starts again.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
-
-from pydantic import Field
 
 from tailrace import clock
 from tailrace.algo.materialise import GRPO
-from tailrace.data.base import Prompts
-from tailrace.engine.base import Engine
-from tailrace.errors import BadRow, ConfigError, GroupsLost, ScheduleError, StalenessError, first_cause
+from tailrace.between import Between
+from tailrace.drawing import Drawing
+from tailrace.errors import GroupsLost, ScheduleError, StalenessError
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.past import Past
+from tailrace.parts import Parts, RunSettings
 from tailrace.record import events
 from tailrace.record.lags import Lags
-from tailrace.reward.base import Rewards
-from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
 from tailrace.rollout.history import History
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.shelf import Shelf
-from tailrace.settings import Settings
-from tailrace.trainer.base import Reference, Trainer
-from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
+from tailrace.standing import Standing
+from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
 from tailrace.watchdog import Watchdog
-
-MAX_SKIPPED_IN_A_ROW = 10_000
-"""Rows without a usable prompt are skipped and counted; so many together are no accident."""
-
-
-class RunSettings(Settings):
-    """How long a run is, and what it does between rounds."""
-
-    rounds: int = Field(ge=1)
-    group_size: int = Field(ge=1)
-    """K: samples of one prompt."""
-    seed: int = 0
-    eval_every: int = Field(default=0, ge=0)
-    """Rounds between evaluations, which also stand at the start and at the end; 0: none."""
-    eval_prompts: int = Field(default=128, ge=1)
-    """Held-out prompts, one sample each, at the sampling temperature."""
-    checkpoint_every: int = Field(default=0, ge=0)
-    """Rounds between checkpoints, the last round always among them; 0: none."""
-    patience_s: float = Field(default=300.0, gt=0)
-    """So long without an optimizer step, and the run says who waits for what."""
-    give_up_s: float = Field(default=86_400.0, gt=0)
-    """So long without an optimizer step, and the run ends with that as its error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a run is wired from: live or simulated."""
-
-    engines: Sequence[Engine]
-    trainer: Trainer
-    rewards: Rewards
-    prompts: Prompts
-    held_out: Prompts
-    reference: Reference | None = None
-    """Where the algorithm wants a KL to it."""
-
-
-Schedule = Callable[..., Coroutine[Any, Any, None]]
-"""An async function of a run and its own parameters."""
 
 
 class Run:
@@ -102,15 +57,12 @@ class Run:
         journal: writes this one down."""
         past = past or Past()
         self.K = settings.group_size
-        self.round, self.version = past.round, past.version
-        self._parts, self._settings, self._recorder, self._folder = parts, settings, recorder, folder
-        self._base, self._dead = past.checkpoint, past.dead
+        self._parts, self._settings, self._recorder = parts, settings, recorder
+        self._standing, self._dead = Standing(past), past.dead
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
-        self._steps_at = past.steps_at or {self.version: past.step}
-        self._num_steps = past.step
         self._generated_before = past.num_generated - self._produced()
         self._journal = journal or Unwritten()
         self._ledger = Ledger(recorder, past.totals, self._journal)
@@ -119,6 +71,17 @@ class Run:
         self.parked, self._interrupted = Shelf(past.shelf), past.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.fleet = Fleet(parts.engines, recorder)
+        self._drawing = Drawing(parts.prompts, settings, self._ledger, recorder)
+        self._between = Between(
+            parts,
+            settings,
+            self.fleet,
+            self._ledger,
+            self._journal,
+            recorder,
+            folder=folder,
+            base=past.checkpoint,
+        )
         self.pool = Pool(
             tasks,
             self.fleet,
@@ -152,8 +115,17 @@ class Run:
                     "step; call run.step() before the round ends"
                 )
             self._emit(events.RoundEnded(clock.now(), self.round))
-            self.round += 1
+            self._standing.round += 1
         await self._between_rounds(last=True)
+
+    @property
+    def round(self) -> int:
+        return self._standing.round
+
+    @property
+    def version(self) -> int:
+        """The published one."""
+        return self._standing.version
 
     @property
     def overtime(self) -> bool:
@@ -167,11 +139,7 @@ class Run:
         stale = [group for group in groups if self._must_start_afresh(group)]
         self.restart(stale, reason="interrupted")
         while len(groups) < n:
-            prompt = self._next_prompt()
-            group = Group(prompt, self.K, [], num_launched=samples or self.K, drawn=self.round)
-            group.samples = self._new_samples(group, group.num_launched)
-            self._ledger.draw(group)
-            groups.append(group)
+            groups.append(self._drawing.group(samples or self.K, self.round))
         return groups
 
     def restart(self, groups: list[Group], reason: str = "deferred") -> list[Group]:
@@ -182,7 +150,7 @@ class Run:
                     self._ledger.waste(sample, reason)
             group.attempt += 1
             group.kept, group.born, group.num_launched = [], None, self.K
-            group.samples = self._new_samples(group, self.K)
+            group.samples = self._drawing.samples(group, self.K)
         return groups
 
     def defer(self, groups: list[Group]) -> None:
@@ -212,9 +180,9 @@ class Run:
         """One optimizer step on what was accumulated since the last."""
         start_s = clock.now()
         stats = await self._parts.trainer.step()
-        self._num_steps = stats.num_steps
+        self._standing.num_steps = stats.num_steps
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-        self._ledger.train(samples, self._num_steps)
+        self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
         self._emit(events.Stepped(start_s, clock.now(), stats, self._lags, samples))
@@ -231,14 +199,15 @@ class Run:
         becomes of the cache that older weights computed."""
         start_s = clock.now()
         weights = await self._parts.trainer.publish(self.version + 1)
-        self.version += 1
-        self._steps_at[self.version] = self._num_steps
+        self._standing.publish()
         await asyncio.gather(*(engine.load(weights, kv=kv) for engine in self._parts.engines if engine.open))
         self._emit(events.Published(start_s, clock.now(), self.version))
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
-        return await self._parts.trainer.ess(units_of(groups))
+        ess = await self._parts.trainer.ess(units_of(groups))
+        self._emit(events.EssTaken(clock.now(), ess))
+        return ess
 
     def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
         """A selection: only groups whose every token is of the published version."""
@@ -259,23 +228,6 @@ class Run:
     def _emit(self, event: events.Event) -> None:
         self._recorder.emit(event)
 
-    def _next_prompt(self) -> Prompt:
-        for _ in range(MAX_SKIPPED_IN_A_ROW):
-            index = self._ledger.totals.num_drawn
-            try:
-                return self._parts.prompts[index]
-            except BadRow as bad:
-                self._ledger.skip()
-                self._emit(events.RowSkipped(clock.now(), index, bad.reason))
-                reason = bad.reason
-        raise ConfigError(
-            "data", reason, f"{MAX_SKIPPED_IN_A_ROW} rows in a row have no usable prompt", "check the data"
-        )
-
-    def _new_samples(self, group: Group, n: int) -> list[Sample]:
-        ids = [SampleId(group.prompt.index, group.attempt, index) for index in range(n)]
-        return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
-
     def _must_start_afresh(self, group: Group) -> bool:
         """An interrupted group: what keeps a bound by structure counts on ages along one branch."""
         dead = group in self._dead and self._bound < inf
@@ -287,50 +239,17 @@ class Run:
 
     def _check_staleness(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self._lags.add(sample, self.version, self._steps_since)
+            self._lags.add(sample, self.version, self._standing.steps_since)
             if sample.spans and self.version - sample.oldest > self._bound:
                 raise StalenessError(
                     f"sample {sample.id} has tokens {self.version - sample.oldest} publications old and the "
                     f"schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
                 )
 
-    def _steps_since(self, version: int) -> int:
-        """Optimizer steps since it was published. What is older than this life knows counts as its oldest."""
-        known = version if version in self._steps_at else next(iter(self._steps_at))
-        return self._num_steps - self._steps_at[known]
-
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
-        every = self._settings.checkpoint_every
-        if every and self._folder and (last or self.round % every == 0):
-            await self._save(self._folder / f"round_{self.round:06d}")
-        every = self._settings.eval_every
-        if every and (last or self.round % every == 0):
-            await self._evaluate()
-
-    async def _save(self, folder: Path) -> None:
-        if folder.name == self._base:
-            return  # a resumed run stands where it was saved
-        await self._parts.trainer.save(folder)
-        await self._journal.mark(
-            folder.name,
-            round=self.round,
-            version=self.version,
-            step=self._num_steps,
-            parked=self.parked.groups,
-            longest=self.history.longest,
-            steps_at=self._steps_at,
-        )
-        num_drawn = self._ledger.totals.num_drawn
-        self._emit(events.Saved(clock.now(), self.round, str(folder), self.version, num_drawn))
-
-    async def _evaluate(self) -> None:
-        parts, settings = self._parts, self._settings
-        samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, self.round)
-        result = await evaluate(samples, self.fleet, parts.rewards)
-        self._ledger.totals.evaluated_tokens += result.num_tokens
-        mean_tokens = result.num_tokens / len(samples)
-        self._emit(events.Evaluated(clock.now(), self.round, len(samples), result.accuracy, mean_tokens))
+        await self._between.save(self._standing, self.parked.groups, self.history.longest, last=last)
+        await self._between.evaluate(self.round, last=last)
 
     def _produced(self) -> int:
         return sum(engine.usage().num_generated for engine in self._parts.engines)
@@ -355,38 +274,3 @@ class Run:
         for task in self._beside:
             task.cancel()
         self.pool.shut()
-
-
-async def drive(
-    schedule: Callable[[Run], Coroutine[Any, Any, None]],
-    parts: Parts,
-    settings: RunSettings,
-    recorder: events.Recorder,
-    *,
-    materialise: Callable[[Group], str | None] = GRPO,
-    folder: Path | None = None,
-    past: Past | None = None,
-    journal: Journal | Unwritten | None = None,
-) -> None:
-    """Run a schedule to its end and close the books; the first error of anything ends it."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            run = Run(
-                parts,
-                settings,
-                recorder,
-                tasks,
-                materialise=materialise,
-                folder=folder,
-                past=past,
-                journal=journal,
-            )
-            try:
-                await schedule(run)
-                await run.finish()
-            finally:
-                run.shut()
-    except BaseExceptionGroup as group:
-        raise first_cause(group) from None
-    finally:
-        recorder.close()

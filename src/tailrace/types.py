@@ -79,6 +79,8 @@ class Sample:
     spans: list[Span] = field(default_factory=list)
     """Who produced which tokens, in order."""
     num_tokens: int = 0
+    engine: str | None = None
+    """Who serves it or did so last, and may still hold its keys and values; None: nobody."""
     finish_reason: FinishReason | None = None
     """The only truth about 'finished'."""
     text: str = ""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
+from tailrace.workers import local
 
 
 def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
@@ -74,9 +75,12 @@ def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tm
     assert (tmp_path / "race" / "timeline.png").exists()
 
 
-def test_eval_scores_held_out_prompts(config_path: Path, tmp_path: Path) -> None:
+def test_eval_scores_held_out_prompts_and_starts_no_reference(
+    config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = tmp_path / "eval.json"
-    assert main(["eval", str(config_path), "--json", str(result)]) == 0
+    monkeypatch.delattr(local.RemoteReference, "spawn")
+    assert main(["eval", str(config_path), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     assert numbers["num_samples"] == 8
     assert 0.0 <= numbers["accuracy"] <= 12.0

@@ -17,7 +17,7 @@ from small_run import write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.cli import main
-from tailrace.commands.train import full_disk_explained, train
+from tailrace.commands.train import alone_in, full_disk_explained, train
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.past import held_tokens_of, totals_of
@@ -218,6 +218,36 @@ def test_a_used_output_directory_is_refused_without_resume(config_path: Path) ->
     (folder / "config.toml").write_text("")
     with pytest.raises(ConfigError, match="it holds a run already; add --resume, or choose another"):
         train(load_config(config_path), folder)
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]])
+def test_a_directory_in_which_another_process_trains_is_refused(
+    config_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until that process ends, be it by SIGKILL."""
+    folder = config_path.parent / "out"
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "holds it\n"
+        before = files_of(folder)
+        assert main(["train", str(config_path), "--output-dir", str(folder), *words]) == 2
+        refusal = f"--output-dir = '{folder}': another process is training in it; let that one end, or choose"
+        assert refusal in capsys.readouterr().err
+        assert files_of(folder) == before and before.keys() == {"lock"}
+        other.kill()
+    with alone_in(folder):
+        assert files_of(folder).keys() == {"lock"}
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tailrace.commands.train import alone_in
+
+with alone_in(Path(sys.argv[1])):
+    print("holds it", flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

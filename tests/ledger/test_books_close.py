@@ -21,9 +21,9 @@ from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
 from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.parts import RunSettings
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.run import RunSettings
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import (
     SimEngineSettings,
@@ -76,7 +76,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
         case "pipelinerl":
             parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
             parameters["full"] = draw(st.sampled_from(["hold", "drop"]))
-            parameters["kv"] = draw(KVS)
+            parameters |= {"kv": draw(KVS), "ess_floor": draw(st.sampled_from([0.0, 0.9]))}
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)

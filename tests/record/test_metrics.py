@@ -7,6 +7,7 @@ from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.events import (
     BooksClosed,
+    EssTaken,
     Evaluated,
     GroupEnded,
     RowSkipped,
@@ -92,7 +93,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
         "round/num_samples": 4,
         "round/num_tokens": 40,
         "round/num_generated": 40,
-        "round/rollout_tokens_per_s": 4.0,
+        "round/generated_tokens_per_s": 4.0,
         "round/reward": 0.75,
         "round/length/mean": 10.0,
         "round/length/p50": 6,
@@ -145,6 +146,13 @@ def test_what_comes_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
     _, last, after = write(story, tmp_path / "metrics.jsonl")
     assert last["tail/wasted_tokens/surplus"] == 5
     assert after == {"step": 2, "round": 0, "time": 25.0, "tail/wasted_tokens/end": 2}
+
+
+def test_the_least_that_a_guard_found_is_in_the_row_of_the_next_step(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(EssTaken(11.0, 0.9), EssTaken(13.0, 0.4))  # the first step ends at 17 s
+    first, second = write(story, tmp_path / "metrics.jsonl")
+    assert first["ess/guard"] == 0.4 and "ess/guard" not in second
 
 
 def test_staleness_is_averaged_over_tokens(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             num_samples=4,
             num_tokens=40,
             num_generated=40,
-            rollout_tokens_per_s=4.0,
+            generated_tokens_per_s=4.0,
             reward=0.75,
             length=LengthStats(mean=10.0, p50=6, p90=20, p99=20, max=20),
             first_step_length=5.0,
@@ -60,7 +60,7 @@ def test_a_request_that_outlives_its_round_leaves_the_rollout_time_open() -> Non
     story.request(straggler, 13, 99, outcome="cancelled")
     report = _only_report(story)
     assert report.rollout_time_s is None
-    assert report.rollout_tokens_per_s == 40 / 15  # over the whole round, publishing included
+    assert report.generated_tokens_per_s == 40 / 15  # over the whole round, publishing included
 
 
 def test_a_request_of_an_earlier_round_gives_tokens_but_does_not_lengthen_the_rollout() -> None:

@@ -66,7 +66,7 @@ EXPECTED = RunSummary(
         waiting_ratio=8 / 14,
         start_ratio=4 / 14,
         publish_s=1.0,
-        rollout_tokens_per_s=4.0,
+        generated_tokens_per_s=4.0,
     ),
 )
 

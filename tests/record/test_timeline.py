@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from record_story import make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated, FromRound
+from tailrace.record.events import Evaluated, FromRound, RequestEnded
 from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar, draw
 
 
@@ -42,6 +42,14 @@ def test_a_picture_of_two_runs_is_drawn(tmp_path: Path) -> None:
     play(pipelined_round().events, timelines["one round"])
     draw(timelines, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_round_in_which_no_request_both_began_and_ended_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    events = [event for event in pipelined_round().events if not isinstance(event, RequestEnded)]
+    play(events, timeline := Timeline())
+    draw({"outlived": timeline}, tmp_path / "timeline.png")
+    assert timeline.requests == [] and (tmp_path / "timeline.png").exists()
 
 
 def test_without_a_finished_round_there_is_no_picture(tmp_path: Path) -> None:

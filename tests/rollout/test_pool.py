@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier
-from tailrace.run import Parts, Run, RunSettings
+from tailrace.run import Run
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.world import simulated_parts
 from tailrace.types import Group, Sample

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
-from tailrace.run import Parts, RunSettings
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.world import simulated_parts

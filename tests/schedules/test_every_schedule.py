@@ -4,6 +4,7 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_the_trace_does_not_depend_on_the_hash_seed() -> None:
     )
     here = digests()
     for seed in ("1", "2"):
-        command, environment = [sys.executable, "-c", code], {"PYTHONHASHSEED": seed}
+        command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert json.loads(done.stdout) == here
 

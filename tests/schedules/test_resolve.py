@@ -8,9 +8,9 @@ import pytest
 
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
+from tailrace.parts import RunSettings
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
-from tailrace.run import RunSettings
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.resolve import resolve, shared_parameters
 from virtual import simulate

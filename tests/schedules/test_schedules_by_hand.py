@@ -5,11 +5,15 @@ each sample) is one second; all else takes no time.
 """
 
 from functools import partial
+from math import exp
 
 import pytest
 
+from tailrace.parts import RunSettings
 from tailrace.record.events import (
     Accumulated,
+    EssTaken,
+    GroupEnded,
     GroupReady,
     Published,
     RequestStarted,
@@ -18,7 +22,6 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.rollout.admission import Frontier, FrontierFirst
-from tailrace.run import RunSettings
 from tailrace.schedules.april import april
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
@@ -150,6 +153,22 @@ def test_pipelinerl_publishes_into_running_sequences() -> None:
     long = next(s for step in outcome.of(Stepped) for s in step.samples if s.prompt.index == 1)
     assert outcome.of(Published)[0].end_s == 32
     assert long.spans == [Span(0, 32), Span(1, 8)]
+
+
+def test_pipelinerl_s_guard_gives_up_what_is_stale_until_a_batch_is_fresh() -> None:
+    """Three groups in flight. A look at 22 positions takes 22/3 s, training them 22 s: published at 39.3 s,
+    when groups 1 to 4 have tokens of version 0. All four are ready and fill the ring at 60 s, when the guard
+    has looked at group 1; what is drawn then is fresh."""
+    parts = worlds(EXACT, lambda sample: {1: 30, 2: 31, 3: 30}.get(sample.prompt.index, 10))
+    schedule = partial(pipelinerl, U=1, H=6, room=1, full="hold", ess_floor=0.99)
+    outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
+    guard, ended = outcome.of(EssTaken), outcome.of(GroupEnded)
+    assert [event.time_s for event in guard] == pytest.approx([10 + 22 / 3, 60])
+    assert [event.ess for event in guard] == pytest.approx([1, exp(-0.25)])
+    assert [(event.prompt, event.reason) for event in ended] == [
+        (0, "trained"), (1, "low ess"), (2, "stale"), (3, "stale"), (4, "stale"), (5, "trained"),
+    ]  # fmt: skip
+    assert [event.end_s for event in outcome.of(Published)] == pytest.approx([10 + 22 / 3 + 22, 70 + 22])
 
 
 def test_conventional_shuffles_the_samples_of_a_round_and_steps_g_times() -> None:

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.commands.live import check_live, open_parts
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
@@ -33,6 +34,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
 
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
-    async with open_parts(config, scratch) as parts:
+    learns_nothing = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
+    async with open_parts(learns_nothing, scratch) as parts:
         samples = held_out_samples(parts.held_out, config.run.eval_prompts, config.run.seed, 0)
         return await evaluate(samples, Fleet(parts.engines, Recorder()), parts.rewards)

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from tailrace.commands.probe import Probe
 from tailrace.record.events import Event, Saved, Stepped
-from tailrace.record.rounds import RoundMeter, RoundReport
+from tailrace.record.rounds import RoundReport
 from tailrace.record.steps import Row, StepMeter
 from tailrace.record.summary import Summary
 
@@ -53,7 +53,6 @@ class LapMeter:
 
     def __init__(self, warm_up_rounds: int) -> None:
         self._warm_up = warm_up_rounds
-        self._rounds = RoundMeter()
         self.checkpoints: list[Saved] = []
         self._trained: defaultdict[int, list[int]] = defaultdict(list)
         """Of each prompt: tokens of its responses."""
@@ -61,7 +60,6 @@ class LapMeter:
         self._steps = StepMeter(self._rows.append)
 
     def on(self, event: Event) -> None:
-        self._rounds.on(event)
         self._steps.on(event)
         if isinstance(event, Saved):
             self.checkpoints.append(event)
@@ -74,12 +72,12 @@ class LapMeter:
 
     @property
     def all_rounds(self) -> Sequence[RoundReport]:
-        return self._rounds.reports
+        return self._steps.rounds
 
     @property
     def rounds(self) -> list[RoundReport]:
         """Those that count."""
-        return [report for report in self._rounds.reports if report.round >= self._warm_up]
+        return [report for report in self.all_rounds if report.round >= self._warm_up]
 
     def lap(self, probes: Sequence[Probe], target: float) -> Lap:
         """

@@ -11,8 +11,8 @@ from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
+from tailrace.parts import Parts
 from tailrace.reward.functions import Scorer
-from tailrace.run import Parts
 from tailrace.workers.base import left_to_the_trainer, plan_pins
 from tailrace.workers.local import open_local
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.errors import BadRow
+from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.fleet import Fleet
-from tailrace.run import Parts, RunSettings
 from tailrace.types import Group, Sample, SampleId, noise_seed
 from tailrace.weights.base import Weights
 

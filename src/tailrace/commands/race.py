@@ -14,10 +14,11 @@ from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.live import live_materialise, open_parts, rewind, training_prompts
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
+from tailrace.drive import drive
+from tailrace.parts import Parts
 from tailrace.record.events import FromRound, Recorder
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
-from tailrace.run import Parts, drive
 from tailrace.schedules.resolve import BoundSchedule
 
 WARM_UP_ROUNDS = 2

@@ -10,11 +10,11 @@ from rich.table import Column, Table
 from tailrace import clock
 from tailrace.algo.materialise import Materialise
 from tailrace.config import RunConfig
+from tailrace.drive import drive
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from tailrace.sim.world import simulated_parts
 

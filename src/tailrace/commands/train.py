@@ -13,6 +13,7 @@ checkpoints/     round_000010/: a Hugging Face folder and the optimizer
 ledger.sqlite    the fate of every token and prompt, and where the run stood at each checkpoint
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
+lock             held by the process that runs here; the system frees it when that ends, however it ends
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,13 @@ from contextlib import closing, contextmanager, nullcontext
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
 from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
 from tailrace.config import RunConfig
+from tailrace.drive import drive
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, Unwritten
@@ -39,7 +42,6 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.run import drive
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
@@ -51,7 +53,8 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
     """Train to the last round, from the start or from the last checkpoint.
 
     Raises:
-        ConfigError: the config cannot work, or the folder is used and `resume` was not asked for.
+        ConfigError: the config cannot work, the folder is used and `resume` was not asked for, or another
+            process is training in it.
         LedgerError: the ledger is missing, damaged, of another config, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         TailraceError: whatever ended the run.
@@ -61,11 +64,33 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
     if dry_run:
         Console().print(config.toml(), highlight=False, markup=False)
         return
-    store = open_store(config.ledger, folder) if resume else _begun(config, folder)
-    with closing(store) if store else nullcontext():
-        past = _past(config, folder, store) if resume and store else first_life(config.digest())
-        with full_disk_explained(folder):
-            clock.run(_train(config, schedule, folder, store, past), virtual=False)
+    with alone_in(folder):
+        store = open_store(config.ledger, folder) if resume else _begun(config, folder)
+        with closing(store) if store else nullcontext():
+            past = _past(config, folder, store) if resume and store else first_life(config.digest())
+            with full_disk_explained(folder):
+                clock.run(_train(config, schedule, folder, store, past), virtual=False)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No other process trains in the folder meanwhile; it is made if need be.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(folder / "lock").acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            "--output-dir",
+            str(folder),
+            "another process is training in it",
+            "let that one end, or choose another",
+        ) from None
+    with held:
+        yield
 
 
 def _begun(config: RunConfig, folder: Path) -> Store | None:
@@ -73,7 +98,6 @@ def _begun(config: RunConfig, folder: Path) -> Store | None:
         raise ConfigError(
             "--output-dir", str(folder), "it holds a run already", "add --resume, or choose another"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     store = create_store(config.ledger, folder)
     if store:
         store.commit(first_life(config.digest()).opening)

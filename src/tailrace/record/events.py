@@ -107,6 +107,14 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class EssTaken:
+    """A guard asked for the effective sample size of what may be trained next."""
+
+    time_s: float
+    ess: float
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     start_s: float
     end_s: float
@@ -174,6 +182,7 @@ Event = (
     | RowSkipped
     | Accumulated
     | Stepped
+    | EssTaken
     | Published
     | RoundEnded
     | BooksClosed

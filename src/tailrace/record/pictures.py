@@ -93,7 +93,7 @@ def _draw_engines(axes: Axes, timeline: Timeline) -> None:
         row = rows[request.engine, request.lane]
         bars.append((request.start_s, request.end_s, row, row + 1))
     _draw_bars(axes, bars, [_colour(timeline, timeline.steps.get(bar.prompt)) for bar in timeline.requests])
-    axes.set_ylim(len(rows), 0)
+    axes.set_ylim(max(1, len(rows)), 0)  # no request may have begun and ended in the pictured rounds
     num_engines = len({engine for engine, _ in lanes})
     engines = "engine" if num_engines == 1 else f"{num_engines} engines"
     _label(axes, f"{engines}\n{len(rows)} slots")

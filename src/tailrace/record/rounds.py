@@ -49,8 +49,8 @@ class RoundReport:
     """Trained, like groups and samples."""
     num_generated: int
     """Tokens of the requests that left an engine in this round, counting what they gained there."""
-    rollout_tokens_per_s: float
-    """Generated tokens over the time of the rollout; over the whole round where that is unknown."""
+    generated_tokens_per_s: float
+    """Over the time of the rollout; over the whole round where that is unknown."""
     reward: float
     length: LengthStats
     first_step_length: float
@@ -133,7 +133,7 @@ class _OpenRound:
             num_samples=len(lengths),
             num_tokens=sum(lengths),
             num_generated=self.num_generated,
-            rollout_tokens_per_s=self.num_generated / generating_s if generating_s else 0.0,
+            generated_tokens_per_s=self.num_generated / generating_s if generating_s else 0.0,
             reward=fmean(self.rewards),
             length=LengthStats.of(lengths),
             first_step_length=fmean(self.lengths_by_step[0]),

@@ -9,6 +9,8 @@
     completions/failed/REASON         samples that could not be rewarded
     loss, grad_norm, learning_rate, entropy, clip_ratio, mismatch_kl, ess, reference_kl, value_loss, skipped,
     num_tokens                        of the step (StepStats); mismatch_kl: behaviour to current policy
+    ess/guard                         the least that a guard found before the step, of what it then gave up or
+                                      trained; `ess` is of what was trained
     staleness/mean, staleness/max     optimizer steps between the weights that produced a trained token and
                                       those that were trained, over tokens
     staleness/tenth_0 ... tenth_9     the same mean along the response: its first tenth, ..., its last
@@ -39,6 +41,7 @@ from statistics import fmean
 
 from tailrace.record.events import (
     BooksClosed,
+    EssTaken,
     Evaluated,
     Event,
     GroupEnded,
@@ -73,9 +76,15 @@ class StepMeter:
         self._round = self._version = 0
         self._pending = False
         self._last_end_s = 0.0
+        self._guarded: list[float] = []
         self._counts: Counter[str] = Counter()
         self._gains = Gains()
         self._rounds = RoundMeter()
+
+    @property
+    def rounds(self) -> list[RoundReport]:
+        """Of those that ended."""
+        return self._rounds.reports
 
     def on(self, event: Event) -> None:
         self._rounds.on(event)
@@ -89,6 +98,8 @@ class StepMeter:
             case BooksClosed():
                 self._counts["groups/parked"] = event.num_parked_groups
                 self._counts["tokens/parked"] = event.num_parked_tokens
+            case EssTaken():
+                self._guarded.append(event.ess)
             case Stepped():
                 self._finish_row()
                 self._begin_row(event)
@@ -135,13 +146,16 @@ class StepMeter:
                 "perf/tokens_per_s": event.stats.num_tokens / step_s if step_s else 0.0,
             }
         )
+        if self._guarded:
+            self.row["ess/guard"] = min(self._guarded)
+            self._guarded.clear()
         self._last_end_s = event.end_s
         self._take_counts()
         self._pending = True
 
     def _end_round(self, event: RoundEnded) -> None:
         if self._pending:
-            self.row |= _round_row(self._rounds.reports[-1])
+            self.row |= _round_row(self.rounds[-1])
             self._take_counts()
         self._finish_row()
         self._last_end_s = event.time_s

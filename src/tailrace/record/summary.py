@@ -76,7 +76,7 @@ class RoundMedians:
     waiting_ratio: float | None
     start_ratio: float | None
     publish_s: float | None
-    rollout_tokens_per_s: float | None
+    generated_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Summary:
             waiting_ratio=of("waiting_ratio"),
             start_ratio=of("start_ratio"),
             publish_s=of("publish_s"),
-            rollout_tokens_per_s=of("rollout_tokens_per_s"),
+            generated_tokens_per_s=of("generated_tokens_per_s"),
         )
 
 

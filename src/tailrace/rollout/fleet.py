@@ -8,9 +8,14 @@ from tailrace.errors import Evicted
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
 
+SLACK = 1 / 8
+"""Of an engine's slots: by so much it may be ahead of the least loaded one and still get back what it served,
+because it may have kept the keys and values, which another would compute anew."""
+
 
 class Fleet:
-    """Serves a sample on the least loaded engine, and on another one if that gives it back."""
+    """Serves a sample on the least loaded engine, or on the one that served it last if that has room; and on
+    another one if that gives it back."""
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
         self.engines = engines
@@ -27,7 +32,8 @@ class Fleet:
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. May be cancelled at any token."""
         while sample.finish_reason is None:
-            engine = await self._pick()
+            engine = await self._pick(sample)
+            sample.engine = engine.name
             self._load[engine.name] += 1
             self._recorder.emit(RequestStarted(now(), sample.id, engine.name, sample.num_tokens))
             outcome = "cancelled"
@@ -35,7 +41,7 @@ class Fleet:
                 await engine.generate(sample)
                 outcome = str(sample.finish_reason)
             except Evicted:
-                outcome = "evicted"
+                outcome, sample.engine = "evicted", None
             finally:
                 self._load[engine.name] -= 1
                 self._recorder.emit(RequestEnded(now(), sample.id, engine.name, sample.num_tokens, outcome))
@@ -45,7 +51,13 @@ class Fleet:
         self.changed.fire()
         self.on_changed()
 
-    async def _pick(self) -> Engine:
+    async def _pick(self, sample: Sample) -> Engine:
         while not (candidates := [engine for engine in self.engines if engine.open]):
             await self.changed.wait("an engine that is awake")
-        return min(candidates, key=lambda engine: self._load[engine.name] / engine.slots)
+        least = min(candidates, key=self._share)
+        last = next((engine for engine in candidates if engine.name == sample.engine), least)
+        return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
+
+    def _share(self, engine: Engine) -> float:
+        """Of its slots that are taken."""
+        return self._load[engine.name] / engine.slots

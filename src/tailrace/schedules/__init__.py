@@ -4,7 +4,9 @@ Its parameters are its settings: what stands in the config's [schedule] section,
 of the signature. What cannot be said by a type, the function says with `require` before it starts.
 """
 
-from tailrace.run import Schedule
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 from tailrace.schedules.april import april
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
@@ -12,6 +14,9 @@ from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
+
+Schedule = Callable[..., Coroutine[Any, Any, None]]
+"""An async function of a run and its own parameters."""
 
 SCHEDULES: dict[str, Schedule] = {
     "serial": serial,

@@ -3,7 +3,7 @@
     lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost(H)
     lines 9-11, 18  new weights between two decode steps             run.publish
     lines 19-20     B sequences, one optimizer step                  run.pool.take, run.train
-    earlier version, lines 20-24: the guard                          run.ess, run.on_policy
+    earlier version, lines 20-24: the guard                          run.ess, run.drop
 
 Between actor and trainer stands a ring of complete groups; when it is full, it holds the actor or drops
 its oldest (section 4, ring buffers).
@@ -15,15 +15,15 @@ from tailrace.rollout.admission import AtMost
 from tailrace.rollout.ring import Full
 from tailrace.run import Run
 from tailrace.schedules.parameters import Count, Share, require
-from tailrace.types import KV
+from tailrace.types import KV, Group
 
 
 async def pipelinerl(
     run: Run, U: Count, H: Count, room: Count, full: Full = "drop", kv: KV = "keep", ess_floor: Share = 0.0
 ) -> None:
     """U groups a step, at most `room` complete groups between actor and trainer. A batch whose effective
-    sample size is below the floor is given up, and the next one is purely of the current weights. Its lag
-    has no bound; it is measured."""
+    sample size is below the floor is given up, and so is all that holds an older token, until U groups of
+    the current weights are there; those are trained in any case. Its lag has no bound; it is measured."""
     require(room >= U, "room", room, f"so few groups never make a step of U = {U}", "raise it")
     run.promise(staleness=inf)
     run.pool.admission = AtMost(requests=H)
@@ -32,6 +32,19 @@ async def pipelinerl(
         groups = await run.pool.take(U)
         if ess_floor and await run.ess(groups) < ess_floor:
             run.drop(groups, "low ess")
-            groups = await run.pool.take(U, run.on_policy)
+            groups = await fresh(run, U)
         await run.train(groups)
         await run.publish(kv=kv)
+
+
+async def fresh(run: Run, U: int) -> list[Group]:
+    """The next U groups whose every token is of the published weights. Older ones are dropped as they come:
+    left where they are, they would fill a ring that holds, and halt the steps after this one again."""
+    groups: list[Group] = []
+    while len(groups) < U:
+        (group,) = await run.pool.take(1)
+        if run.staleness(group):
+            run.drop([group], "stale")
+        else:
+            groups.append(group)
+    return groups

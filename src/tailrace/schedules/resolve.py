@@ -13,11 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.config import RunConfig, explain
+from tailrace.drive import drive
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
+from tailrace.parts import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import Run, RunSettings, Schedule, drive
-from tailrace.schedules import SCHEDULES
+from tailrace.run import Run
+from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.sim.world import simulated_parts

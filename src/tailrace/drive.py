@@ -1,0 +1,50 @@
+"""A run from its first round to its closed books."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tailrace.algo.materialise import GRPO
+from tailrace.errors import first_cause
+from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.past import Past
+from tailrace.parts import Parts, RunSettings
+from tailrace.record.events import Recorder
+from tailrace.run import Run
+from tailrace.types import Group
+
+
+async def drive(
+    schedule: Callable[[Run], Coroutine[Any, Any, None]],
+    parts: Parts,
+    settings: RunSettings,
+    recorder: Recorder,
+    *,
+    materialise: Callable[[Group], str | None] = GRPO,
+    folder: Path | None = None,
+    past: Past | None = None,
+    journal: Journal | Unwritten | None = None,
+) -> None:
+    """Run a schedule to its end and close the books; the first error of anything ends it."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            run = Run(
+                parts,
+                settings,
+                recorder,
+                tasks,
+                materialise=materialise,
+                folder=folder,
+                past=past,
+                journal=journal,
+            )
+            try:
+                await schedule(run)
+                await run.finish()
+            finally:
+                run.shut()
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
+    finally:
+        recorder.close()
