@@ -47,6 +47,7 @@ class CompiledDecoder:
         self._model = model
         self._sampling = sampling
         self._truncated = sampling.top_p < 1.0 or 0 < sampling.top_k < arch.vocab_size
+        self._embedding = model.embedding.numpy()
         self._turns = _turns(model.rotations)
         self._gains = [_gains(layer) for layer in model.layers]
         self._hidden_epsilon = arch.hidden_size * arch.epsilon
@@ -61,7 +62,8 @@ class CompiledDecoder:
         model, rows = self._model, self._rows(len(ids))
         positions = np.array(lengths) - 1
         caches = [(len(t.responses), t.keys.numpy(), t.values.numpy()) for t in tiers]
-        torch.index_select(model.embedding, 0, torch.tensor(ids), out=rows.x)
+        # Of a few ids, torch takes longer to make a tensor than to look them up.
+        np.take(self._embedding, ids, 0, out=rows.x_array, mode="clip")
         for index, layer in enumerate(model.layers):
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
             _project(rows.h, layer.qkv, layer.qkv_bias, rows.qkv)
