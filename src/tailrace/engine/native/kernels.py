@@ -128,14 +128,18 @@ def _turn(
 
 
 @_kernel()
-def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, layer: int, slot: int, position: int) -> None:
+def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, slot_at: int, position: int) -> None:
     """Write the k and v of a row into the cache."""
-    num_kv, dim = keys.shape[2], keys.shape[3]
-    num_rotated = qkv.shape[1] - num_kv
+    num_kv, dim, capacity = keys.shape[2], keys.shape[3], keys.shape[4]
+    num_heads = qkv.shape[1] - 2 * num_kv
+    k_at = (row * qkv.shape[1] + num_heads) * dim
+    v_at = k_at + num_kv * dim
+    for index in range(num_kv * dim):
+        store_first(keys, slot_at + index * capacity + position, load_same(qkv, k_at + index), 1)
     for kv in range(num_kv):
-        for d in range(dim):
-            keys[layer, slot, kv, d, position] = qkv[row, num_rotated - num_kv + kv, d]
-            values[layer, slot, kv, position, d] = qkv[row, num_rotated + kv, d]
+        for d in range(0, dim, WIDTH):
+            v = load(qkv, v_at + kv * dim + d)
+            store(values, slot_at + (kv * capacity + position) * dim + d, v)
 
 
 @_kernel()
@@ -143,14 +147,6 @@ def _fetch_column(keys: Floats, at: int) -> None:
     """Ask for the memory of one position of a slot, all heads."""
     for index in range(keys.shape[2] * keys.shape[3]):
         prefetch(keys, at + index * keys.shape[4])
-
-
-@_kernel()
-def _fetch_keys(keys: Floats, at: int, length: int) -> None:
-    """Ask for the keys of a head."""
-    for d in range(keys.shape[3]):
-        for j in range(0, length, _LINE):
-            prefetch(keys, at + d * keys.shape[4] + j)
 
 
 @_kernel()
@@ -224,9 +220,11 @@ def _mix(
     share: float,
     out: Floats,
     out_at: int,
+    keys: Floats,
+    next_at: int,
 ) -> None:
-    """out = share * sum of weights[j] * v_j, of a head."""
-    dim = values.shape[4]
+    """out = share * sum of weights[j] * v_j, of a head. Asks for the keys of the next on its way."""
+    dim, capacity = values.shape[4], values.shape[3]
     zero, shares = same(float32(0.0)), same(share)
     whole = length // 2 * 2
     # By lines of the cache, positions by two: so many sums as are needed to wait for none.
@@ -234,6 +232,9 @@ def _mix(
         a, b, c, e = zero, zero, zero, zero
         v_at = head_at + d
         for j in range(0, whole, 2):
+            line_at = next_at + (d + j % _LINE) * capacity + j // _LINE * _LINE
+            prefetch(keys, line_at)
+            prefetch(keys, line_at + capacity)
             w, u = load_same(weights, at + j), load_same(weights, at + j + 1)
             a += w * load(values, v_at)
             b += w * load(values, v_at + WIDTH)
@@ -250,6 +251,7 @@ def _mix(
         a, b = zero, zero
         v_at = head_at + dim - WIDTH
         for j in range(0, whole, 2):
+            prefetch(keys, next_at + (dim - WIDTH + j % _LINE // 2) * capacity + j // _LINE * _LINE)
             a += load_same(weights, at + j) * load(values, v_at)
             b += load_same(weights, at + j + 1) * load(values, v_at + dim)
             v_at += 2 * dim
@@ -299,7 +301,7 @@ def attend(
         for head in range(num_heads + num_kv):
             q_at = (row * qkv.shape[1] + head) * dim
             _turn(qkv, q_at, gains, head, epsilon, turns, positions[row])
-        _keep(qkv, row, keys, values, layer, slot, positions[row])
+        _keep(qkv, row, keys, values, slot_at, positions[row])
         if slot + 1 < num_slots:
             _fetch_column(keys, slot_at + num_kv * dim * capacity + positions[row + 1])
         for head in range(num_heads):
@@ -307,9 +309,10 @@ def attend(
             q_at = (row * qkv.shape[1] + head) * dim
             top = _score(qkv, q_at, keys, values, head_at, length, scores, 0)
             share = float32(1.0) / _exp_row(scores, 0, length, top)
-            if (head + 1) % num_group == 0:
-                _fetch_keys(keys, head_at + dim * capacity, length)
-            _mix(scores, 0, values, head_at, length, share, out, (row * num_heads + head) * dim)
+            next_at = slot_at + (head + 1) // num_group * dim * capacity
+            _mix(
+                scores, 0, values, head_at, length, share, out, (row * num_heads + head) * dim, keys, next_at
+            )
 
 
 @_kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
