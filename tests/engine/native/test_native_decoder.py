@@ -10,6 +10,7 @@ from tailrace.engine.native import kernels
 from tailrace.engine.native.compiled import CompiledDecoder
 from tailrace.engine.native.decoder import TorchDecoder
 from tailrace.engine.native.sampler import draw
+from tailrace.engine.native.vectors import WIDTH
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
@@ -44,7 +45,7 @@ def test_the_draw_equals_torchs_and_never_takes_the_impossible():
     uniforms[-1] = 1 - 2**-53
     expected, logprobs = draw(logits, uniforms, SamplingSettings(max_completion_tokens=1))
     ids, drawn = np.empty(4000, np.int64), np.empty(4000)
-    kernels.draw(logits.numpy().copy(), uniforms.numpy(), np.empty(37, np.int32), ids, drawn)
+    kernels.draw(logits.numpy().copy(), uniforms.numpy(), ids, drawn)
     assert (ids == expected.numpy()).mean() > 0.999  # a boundary may fall on either side of a rounding
     same = ids == expected.numpy()
     np.testing.assert_allclose(drawn[same], logprobs.numpy()[same], atol=1e-5)
@@ -55,7 +56,7 @@ def test_silu_keeps_five_digits_even_far_from_zero():
     gate = torch.cat([torch.linspace(-120, 120, 4801), torch.linspace(-1, 1, 2001)])[None]
     up = torch.full_like(gate, 1.5)
     expected = (torch.nn.functional.silu(gate.double()) * 1.5).float()
-    kernels.silu_times(gate.numpy(), up.numpy(), np.empty(gate.shape[1], np.int32))
+    kernels.silu_times(gate.numpy(), up.numpy())
     torch.testing.assert_close(gate, expected, rtol=1e-5, atol=1e-30)
 
 
@@ -63,3 +64,44 @@ def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled_all_the_same():
     namespace = {}
     exec("def double(x): return 2 * x", namespace)  # it has no file, so numba finds no cache folder for it
     assert kernels._kernel("(int64,)")(namespace["double"])(21) == 42
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24, 40])
+@pytest.mark.parametrize(("num_heads", "num_kv"), [(2, 2), (6, 2)])
+def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_heads, num_kv):
+    capacity, lengths = 77, [1, 2, 7, 8, 9, 16, 17, 31, 33, 40, 63, 64, 65, 76, 77]
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, len(lengths), num_kv, dim, capacity, generator=generator)
+    values = torch.randn(2, len(lengths), num_kv, capacity, dim, generator=generator)
+    for slot, length in enumerate(lengths):
+        keys[:, slot, :, :, length:] = 1e30
+        values[:, slot, :, length:] = 1e30
+    qkv = torch.randn(len(lengths), num_heads + 2 * num_kv, dim, generator=generator)
+    unturned = torch.stack([torch.ones(capacity, dim), torch.zeros(capacity, dim)], 1)
+    out = torch.empty(len(lengths), num_heads, dim)
+    kernels.attend(
+        *(1, 0, len(lengths), qkv.numpy(), np.empty((0, 0), np.float32), 0.0, unturned.numpy()),
+        *(np.array(lengths) - 1, keys.numpy(), values.numpy()),
+        *(np.empty(capacity + 4 * WIDTH, np.float32), out.numpy()),
+    )
+    q, k, v = qkv.split([num_heads, num_kv, num_kv], 1)
+    for slot, length in enumerate(lengths):
+        assert torch.equal(keys[1, slot, :, :, length - 1], k[slot])
+        assert torch.equal(values[1, slot, :, length - 1], v[slot])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[slot][None, :, None],
+            keys[1, slot, :, :, :length].transpose(1, 2)[None],
+            values[1, slot, :, :length][None],
+            scale=1.0,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(out[slot], expected[0, :, 0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 41])
+def test_silu_touches_nothing_beyond_the_last_row(width):
+    memory, up = torch.ones(5 * width + 16), torch.ones(5, width)
+    kernels.silu_times(memory[: 5 * width].view(5, width).numpy(), up.numpy())
+    expected = torch.nn.functional.silu(torch.ones(()))
+    torch.testing.assert_close(memory[: 5 * width], expected.expand(5 * width))
+    assert torch.equal(memory[5 * width :], torch.ones(16))

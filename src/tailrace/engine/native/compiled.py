@@ -13,6 +13,7 @@ from tailrace.engine.native.architecture import Architecture
 from tailrace.engine.native.cache import Tier
 from tailrace.engine.native.model import Layer, Model
 from tailrace.engine.native.sampler import draw
+from tailrace.engine.native.vectors import WIDTH
 
 
 class Rows:
@@ -46,12 +47,12 @@ class CompiledDecoder:
         self._model = model
         self._sampling = sampling
         self._truncated = sampling.top_p < 1.0 or 0 < sampling.top_k < arch.vocab_size
-        self._rotations = torch.view_as_real(model.rotations).numpy()
+        self._embedding = model.embedding.numpy()
+        self._turns = _turns(model.rotations)
         self._gains = [_gains(layer) for layer in model.layers]
         self._hidden_epsilon = arch.hidden_size * arch.epsilon
         self._head_epsilon = arch.head_dim * arch.epsilon
-        self._scores = np.empty((arch.num_heads // arch.num_kv_heads, max_tokens), np.float32)
-        self._scratch = np.empty(max(max_tokens, arch.intermediate_size, arch.vocab_size), np.int32)
+        self._scores = np.empty(max_tokens + 4 * WIDTH, np.float32)
         # Consecutive steps mostly have the same number of rows.
         self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
 
@@ -61,7 +62,8 @@ class CompiledDecoder:
         model, rows = self._model, self._rows(len(ids))
         positions = np.array(lengths) - 1
         caches = [(len(t.responses), t.keys.numpy(), t.values.numpy()) for t in tiers]
-        torch.index_select(model.embedding, 0, torch.tensor(ids), out=rows.x)
+        # Of a few ids, torch takes longer to make a tensor than to look them up.
+        np.take(self._embedding, ids, 0, out=rows.x_array, mode="clip")
         for index, layer in enumerate(model.layers):
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
             _project(rows.h, layer.qkv, layer.qkv_bias, rows.qkv)
@@ -74,12 +76,11 @@ class CompiledDecoder:
                     rows.qkv_array,
                     self._gains[index],
                     self._head_epsilon,
-                    self._rotations,
+                    self._turns,
                     positions,
                     keys,
                     values,
                     self._scores,
-                    self._scratch,
                     rows.mixed_array,
                 )
                 first += num_slots
@@ -87,7 +88,7 @@ class CompiledDecoder:
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
             torch.mm(rows.h, layer.gate, out=rows.gate)
             torch.mm(rows.h, layer.up, out=rows.up)
-            kernels.silu_times(rows.gate_array, rows.up_array, self._scratch)
+            kernels.silu_times(rows.gate_array, rows.up_array)
             rows.x.addmm_(rows.gate, layer.down)
         kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
         torch.mm(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
@@ -98,8 +99,14 @@ class CompiledDecoder:
         if self._truncated:
             ids, logprobs = draw(rows.logits, torch.from_numpy(chances), self._sampling)
             return ids.tolist(), logprobs.tolist()
-        kernels.draw(rows.logits_array, chances, self._scratch, rows.ids, rows.logprobs)
+        kernels.draw(rows.logits_array, chances, rows.ids, rows.logprobs)
         return rows.ids.tolist(), rows.logprobs.tolist()
+
+
+def _turns(rotations: Tensor) -> kernels.Floats:
+    """Complex [max_tokens, D / 2] as `kernels.attend` reads it: cosine twice, sine with either sign."""
+    cos, sin = rotations.real, rotations.imag
+    return torch.stack([torch.stack([cos, cos], -1), torch.stack([-sin, sin], -1)], 1).flatten(2).numpy()
 
 
 def _gains(layer: Layer) -> kernels.Floats:

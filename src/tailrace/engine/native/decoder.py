@@ -51,9 +51,10 @@ class TorchDecoder:
 
 
 def decoder_for(model: Model, sampling: SamplingSettings, *, max_tokens: int) -> Decoder:
-    """Compiled on a CPU in float32 (its kernels are compiled here when they never were); else torch."""
+    """Compiled on a CPU in float32 (its kernels are compiled here when they never were), where the head
+    dimension is a multiple of their vectors; else torch."""
     compiled = model.device.type == "cpu" and model.dtype == torch.float32
-    if not compiled or model.architecture.head_dim % 4:
+    if not compiled or model.architecture.head_dim % 8:
         return TorchDecoder(model, sampling)
     from tailrace.engine.native.compiled import CompiledDecoder
 

@@ -7,10 +7,10 @@ Compiled by numba when this module is first imported on a machine, which takes a
 imports load the result from a cache beside this file, or, where that cannot be written, in the user's
 cache folder. Processes may do so at the same time.
 
-Loops index whole arrays, because a slice costs a reference count, and run along the last axis, because
-that is what the compiler vectorises. Unrolled by hand is what keeps a row of memory in registers.
+Loops go along the last axis by vectors (vectors.py), whose sums stay in registers; what is read next is
+asked for ahead of time, because waiting for memory is most of what attention costs.
 
-Suffixes as in model.py and cache.py; G query heads share a key-value head.
+Suffixes as in model.py and cache.py; G query heads share a key-value head. `at` names offsets into arrays.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,42 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import float32, int32
+from numba import float32
 from numpy.typing import NDArray
+
+from tailrace.engine.native.vectors import (
+    WIDTH,
+    first,
+    floor,
+    greater,
+    largest,
+    load,
+    load_first,
+    load_same,
+    power_of_two,
+    prefetch,
+    same,
+    store,
+    store_first,
+    swap_pairs,
+    total,
+)
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 _SUMS = {"reassoc", "nsz", "contract", "arcp"}
 """Sums may be reordered, which vectorises them; infinities and NaN keep their meaning."""
+_LINE = 16
+"""Floats in a line of the processor's cache."""
+_LOWEST = -1e30
+"""Less than any score."""
 
 
-def _kernel(*signature: str, fastmath: bool | set[str] = _SUMS) -> Callable[[Callable[..., Any]], Any]:
+def _kernel(*signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile at once for the types of the signature; without one, for a caller in this file."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"fastmath": fastmath, "error_model": "numpy"}
+        options: dict[str, Any] = {"fastmath": _SUMS, "error_model": "numpy"}
         try:
             return numba.njit(*signature, cache=True, **options)(function)
         except RuntimeError as error:
@@ -45,25 +67,20 @@ def _kernel(*signature: str, fastmath: bool | set[str] = _SUMS) -> Callable[[Cal
 
 
 @_kernel()
-def _exp_parts(x: float) -> tuple[float, float]:
-    """exp(x) = 2^whole * mantissa, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
-    exponent = min(max(x * float32(1.44269504), float32(-126.0)), float32(126.0))
-    whole = np.floor(exponent)
+def _exp(x: Any) -> Any:
+    """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
+    exponent = greater(same(float32(-126.0)), x * same(float32(1.44269504)))
+    exponent = same(float32(0.0)) - greater(same(float32(-126.0)), same(float32(0.0)) - exponent)
+    whole = floor(exponent)
     f = exponent - whole
     # 2^f on [0, 1): least relative error among polynomials of degree 6.
-    p = float32(2.161292654e-4)
-    p = p * f + float32(1.246784327e-3)
-    p = p * f + float32(9.675451892e-3)
-    p = p * f + float32(5.548528047e-2)
-    p = p * f + float32(2.402293056e-1)
-    p = p * f + float32(6.931470444e-1)
-    return whole, p * f + float32(1.0)
-
-
-@_kernel()
-def _bits(whole: float) -> Any:
-    """The bits of the float 2^whole."""
-    return int32((whole + float32(127.0)) * float32(8388608.0))
+    p = same(float32(2.161292654e-4))
+    p = p * f + same(float32(1.246784327e-3))
+    p = p * f + same(float32(9.675451892e-3))
+    p = p * f + same(float32(5.548528047e-2))
+    p = p * f + same(float32(2.402293056e-1))
+    p = p * f + same(float32(6.931470444e-1))
+    return (p * f + same(float32(1.0))) * power_of_two(whole)
 
 
 @_kernel("(float32[:, ::1], float32, float32[:, ::1])")
@@ -79,200 +96,242 @@ def normalize(x: Floats, epsilon: float, out: Floats) -> None:
             out[row, i] = x[row, i] * scale
 
 
-@_kernel("(float32[:, ::1], float32[:, ::1], int32[::1])")
-def silu_times(gate: Floats, up: Floats, scratch: NDArray[np.int32]) -> None:
-    """gate = silu(gate) * up, in place, [T, intermediate]; scratch: [intermediate]."""
-    powers = scratch.view(np.float32)
-    num_rows, width = gate.shape
-    for row in range(num_rows):
-        for i in range(width):
-            x = gate[row, i]
-            whole, mantissa = _exp_parts(-x)
-            scratch[i] = _bits(whole)
-            up[row, i] *= x
-            gate[row, i] = mantissa
-        for i in range(width):
-            gate[row, i] = up[row, i] / (float32(1.0) + gate[row, i] * powers[i])
+@_kernel("(float32[:, ::1], float32[:, ::1])")
+def silu_times(gate: Floats, up: Floats) -> None:
+    """gate = silu(gate) * up, in place, [T, intermediate]."""
+    for at in range(0, gate.size, WIDTH):
+        count = min(WIDTH, gate.size - at)
+        x = load_first(gate, at, count)
+        silu = x / (same(float32(1.0)) + _exp(same(float32(0.0)) - x))
+        store_first(gate, at, silu * load_first(up, at, count), count)
 
 
 @_kernel()
-def _place(
-    qkv: Floats,
-    row: int,
-    gains: Floats,
-    epsilon: float,
-    rotations: Floats,
-    position: int,
-    keys: Floats,
-    values: Floats,
-    layer: int,
-    slot: int,
+def _turn(
+    qkv: Floats, at: int, gains: Floats, head: int, epsilon: float, turns: Floats, position: int
 ) -> None:
-    """Normalise and rotate the q and k of a row in place; write its k and v into the cache."""
-    num_kv, dim = keys.shape[2], keys.shape[3]
-    num_rotated = qkv.shape[1] - num_kv
-    for head in range(num_rotated):
+    """Normalise and rotate a head of q or k in place."""
+    dim = qkv.shape[2]
+    scale = same(float32(1.0))
+    if len(gains):
+        squares = same(float32(0.0))
+        for d in range(0, dim, WIDTH):
+            squares += load(qkv, at + d) * load(qkv, at + d)
+        scale = same(float32(1.0) / np.sqrt(total(squares) + epsilon))
+    turns_at = position * 2 * dim
+    for d in range(0, dim, WIDTH):
+        x = load(qkv, at + d) * scale
         if len(gains):
-            square = float32(0.0)
-            for d in range(dim):
-                square += qkv[row, head, d] * qkv[row, head, d]
-            scale = float32(1.0) / np.sqrt(square + epsilon)
-            for d in range(dim):
-                qkv[row, head, d] *= scale * gains[head, d]
-        for pair in range(dim // 2):
-            a, b = qkv[row, head, 2 * pair], qkv[row, head, 2 * pair + 1]
-            cos, sin = rotations[position, pair, 0], rotations[position, pair, 1]
-            qkv[row, head, 2 * pair] = a * cos - b * sin
-            qkv[row, head, 2 * pair + 1] = a * sin + b * cos
+            x *= load(gains, head * dim + d)
+        turned = x * load(turns, turns_at + d) + swap_pairs(x) * load(turns, turns_at + dim + d)
+        store(qkv, at + d, turned)
+
+
+@_kernel()
+def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, slot_at: int, position: int) -> None:
+    """Write the k and v of a row into the cache."""
+    num_kv, dim, capacity = keys.shape[2], keys.shape[3], keys.shape[4]
+    num_heads = qkv.shape[1] - 2 * num_kv
+    k_at = (row * qkv.shape[1] + num_heads) * dim
+    v_at = k_at + num_kv * dim
+    for index in range(num_kv * dim):
+        store_first(keys, slot_at + index * capacity + position, load_same(qkv, k_at + index), 1)
     for kv in range(num_kv):
-        for d in range(dim):
-            keys[layer, slot, kv, d, position] = qkv[row, num_rotated - num_kv + kv, d]
-            values[layer, slot, kv, position, d] = qkv[row, num_rotated + kv, d]
+        for d in range(0, dim, WIDTH):
+            v = load(qkv, v_at + kv * dim + d)
+            store(values, slot_at + (kv * capacity + position) * dim + d, v)
+
+
+@_kernel()
+def _fetch_column(keys: Floats, at: int) -> None:
+    """Ask for the memory of one position of a slot, all heads."""
+    for index in range(keys.shape[2] * keys.shape[3]):
+        prefetch(keys, at + index * keys.shape[4])
 
 
 @_kernel()
 def _score(
-    qkv: Floats, row: int, keys: Floats, layer: int, slot: int, kv: int, length: int, scores: Floats
-) -> None:
-    """scores[g, j] = q_g . k_j for the G query heads of a key-value head; scores: [G, at least length]."""
-    num_group, dim = scores.shape[0], keys.shape[3]
-    for g in range(num_group):
-        for j in range(length):
-            scores[g, j] = float32(0.0)
-    for d in range(0, dim, 4):
-        for g in range(num_group):
-            head = kv * num_group + g
-            q0, q1 = qkv[row, head, d], qkv[row, head, d + 1]
-            q2, q3 = qkv[row, head, d + 2], qkv[row, head, d + 3]
-            for j in range(length):
-                scores[g, j] += (
-                    q0 * keys[layer, slot, kv, d, j]
-                    + q1 * keys[layer, slot, kv, d + 1, j]
-                    + q2 * keys[layer, slot, kv, d + 2, j]
-                    + q3 * keys[layer, slot, kv, d + 3, j]
-                )
+    qkv: Floats, q_at: int, keys: Floats, values: Floats, head_at: int, length: int, scores: Floats, at: int
+) -> Any:
+    """q . k_j for each position j of a head; returns the largest.
 
-
-@_kernel(fastmath=True)  # a maximum is vectorised only where NaN may be ignored
-def _largest(scores: Floats, g: int, length: int) -> Any:
-    largest = scores[g, 0]
-    for j in range(length):
-        largest = max(largest, scores[g, j])
-    return largest
+    At the end, up to four vectors of scores are written, those beyond `length` as the lowest. Asks for the
+    values of the positions on its way.
+    """
+    dim, capacity = keys.shape[3], keys.shape[4]
+    zero = same(float32(0.0))
+    top = same(float32(_LOWEST))
+    j = 0
+    # Four vectors side by side, while there is more than half to compute and a row of keys has them.
+    while length - j > 2 * WIDTH and capacity - j >= 4 * WIDTH:
+        a, b, c, e = zero, zero, zero, zero
+        k_at, v_at = head_at + j, head_at + j * dim
+        for d in range(dim):
+            prefetch(values, v_at)
+            prefetch(values, v_at + _LINE)
+            q = load_same(qkv, q_at + d)
+            a += q * load(keys, k_at)
+            b += q * load(keys, k_at + WIDTH)
+            c += q * load(keys, k_at + 2 * WIDTH)
+            e += q * load(keys, k_at + 3 * WIDTH)
+            k_at += capacity
+            v_at += 2 * _LINE
+        if length - j < 4 * WIDTH:
+            c = first(c, length - j - 2 * WIDTH, float32(_LOWEST))
+            e = first(e, length - j - 3 * WIDTH, float32(_LOWEST))
+        store(scores, at + j, a)
+        store(scores, at + j + WIDTH, b)
+        store(scores, at + j + 2 * WIDTH, c)
+        store(scores, at + j + 3 * WIDTH, e)
+        top = greater(top, greater(greater(a, b), greater(c, e)))
+        j += 4 * WIDTH
+    while j < length:
+        a, b = zero, zero
+        k_at = head_at + j
+        for d in range(0, dim, 2):
+            a += load_same(qkv, q_at + d) * load_first(keys, k_at, length - j)
+            b += load_same(qkv, q_at + d + 1) * load_first(keys, k_at + capacity, length - j)
+            k_at += 2 * capacity
+        a = first(a + b, length - j, float32(_LOWEST))
+        store(scores, at + j, a)
+        top = greater(top, a)
+        j += WIDTH
+    return largest(top)
 
 
 @_kernel()
-def _exp_row(scores: Floats, g: int, length: int, scratch: NDArray[np.int32]) -> Any:
-    """scores[g] = exp(scores[g] - max); returns their sum."""
-    largest = _largest(scores, g, length)
-    for j in range(length):
-        whole, mantissa = _exp_parts(scores[g, j] - largest)
-        scratch[j] = _bits(whole)
-        scores[g, j] = mantissa
-    powers = scratch.view(np.float32)
-    total = float32(0.0)
-    for j in range(length):
-        scores[g, j] *= powers[j]
-        total += scores[g, j]
-    return total
+def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
+    """x = exp(x - top) from `at` on; returns their sum."""
+    sums, tops = same(float32(0.0)), same(top)
+    for j in range(0, length, WIDTH):
+        weights = first(_exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
+        store_first(x, at + j, weights, length - j)
+        sums += weights
+    return total(sums)
 
 
 @_kernel()
 def _mix(
-    weights: Floats, values: Floats, layer: int, slot: int, kv: int, length: int, out: Floats, row: int
+    weights: Floats,
+    at: int,
+    values: Floats,
+    head_at: int,
+    length: int,
+    share: float,
+    out: Floats,
+    out_at: int,
+    keys: Floats,
+    next_at: int,
 ) -> None:
-    """out[row, g] += sum of weights[g, j] * v_j."""
-    num_group, dim = weights.shape[0], values.shape[4]
-    whole = length // 4 * 4
-    for j in range(0, whole, 4):
-        for g in range(num_group):
-            head = kv * num_group + g
-            w0, w1, w2, w3 = weights[g, j], weights[g, j + 1], weights[g, j + 2], weights[g, j + 3]
-            for d in range(dim):
-                out[row, head, d] += (
-                    w0 * values[layer, slot, kv, j, d]
-                    + w1 * values[layer, slot, kv, j + 1, d]
-                    + w2 * values[layer, slot, kv, j + 2, d]
-                    + w3 * values[layer, slot, kv, j + 3, d]
-                )
-    for j in range(whole, length):
-        for g in range(num_group):
-            head = kv * num_group + g
-            for d in range(dim):
-                out[row, head, d] += weights[g, j] * values[layer, slot, kv, j, d]
+    """out = share * sum of weights[j] * v_j, of a head. Asks for the keys of the next on its way."""
+    dim, capacity = values.shape[4], values.shape[3]
+    zero, shares = same(float32(0.0)), same(share)
+    whole = length // 2 * 2
+    # By lines of the cache, positions by two: so many sums as are needed to wait for none.
+    for d in range(0, dim - WIDTH, 2 * WIDTH):
+        a, b, c, e = zero, zero, zero, zero
+        v_at = head_at + d
+        for j in range(0, whole, 2):
+            line_at = next_at + (d + j % _LINE) * capacity + j // _LINE * _LINE
+            prefetch(keys, line_at)
+            prefetch(keys, line_at + capacity)
+            w, u = load_same(weights, at + j), load_same(weights, at + j + 1)
+            a += w * load(values, v_at)
+            b += w * load(values, v_at + WIDTH)
+            c += u * load(values, v_at + dim)
+            e += u * load(values, v_at + dim + WIDTH)
+            v_at += 2 * dim
+        if whole < length:
+            w = load_same(weights, at + whole)
+            a += w * load(values, v_at)
+            b += w * load(values, v_at + WIDTH)
+        store(out, out_at + d, (a + c) * shares)
+        store(out, out_at + d + WIDTH, (b + e) * shares)
+    if dim % (2 * WIDTH):
+        a, b = zero, zero
+        v_at = head_at + dim - WIDTH
+        for j in range(0, whole, 2):
+            prefetch(keys, next_at + (dim - WIDTH + j % _LINE // 2) * capacity + j // _LINE * _LINE)
+            a += load_same(weights, at + j) * load(values, v_at)
+            b += load_same(weights, at + j + 1) * load(values, v_at + dim)
+            v_at += 2 * dim
+        if whole < length:
+            a += load_same(weights, at + whole) * load(values, v_at)
+        store(out, out_at + dim - WIDTH, (a + b) * shares)
 
 
 @_kernel(
     "(int64, int64, int64, float32[:, :, ::1], float32[:, ::1], float32, float32[:, :, ::1], int64[::1],"
-    " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[:, ::1], int32[::1], float32[:, :, ::1])"
+    " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[::1], float32[:, :, ::1])"
 )
 def attend(
     layer: int,
-    first: int,
+    first_row: int,
     num_slots: int,
     qkv: Floats,
     gains: Floats,
     epsilon: float,
-    rotations: Floats,
+    turns: Floats,
     positions: Ints,
     keys: Floats,
     values: Floats,
     scores: Floats,
-    scratch: NDArray[np.int32],
     out: Floats,
 ) -> None:
     """Attention of one layer for the responses of one tier; keeps their new keys and values.
 
     Args:
-        first: the row of the tier's slot 0; its slots are the next rows.
-        qkv: [T, H + 2 K, D], as projected; changed in place.
+        first_row: the row of the tier's slot 0; its slots are the next rows.
+        qkv: [T, H + 2 K, D], as projected; changed in place; D a multiple of WIDTH.
         gains: [H + K, D] of the norms of q and k, or empty.
-        rotations: [max_tokens, D / 2, 2], as in model.py.
+        turns: [max_tokens, 2, D]: position p turns each number of a head by the cosine, the other of its
+            pair by the sine.
         positions: [T], where each row writes.
         keys: [L, S, K, D, C].
         values: [L, S, K, C, D].
-        scores: [G, max_tokens], and scratch: [max_tokens], to work in.
+        scores: [max_tokens + 4 * WIDTH] to work in.
         out: [T, H, D].
     """
-    num_group, num_kv, dim = scores.shape[0], keys.shape[2], keys.shape[3]
+    num_heads, num_kv, dim, capacity = out.shape[1], keys.shape[2], keys.shape[3], keys.shape[4]
+    num_group = num_heads // num_kv
     for slot in range(num_slots):
-        row = first + slot
+        row = first_row + slot
         length = positions[row] + 1
-        _place(qkv, row, gains, epsilon, rotations, positions[row], keys, values, layer, slot)
-        for kv in range(num_kv):
-            _score(qkv, row, keys, layer, slot, kv, length, scores)
-            for g in range(num_group):
-                share = float32(1.0) / _exp_row(scores, g, length, scratch)
-                for j in range(length):
-                    scores[g, j] *= share
-                for d in range(dim):
-                    out[row, kv * num_group + g, d] = float32(0.0)
-            _mix(scores, values, layer, slot, kv, length, out, row)
+        slot_at = (layer * keys.shape[1] + slot) * num_kv * dim * capacity
+        for head in range(num_heads + num_kv):
+            q_at = (row * qkv.shape[1] + head) * dim
+            _turn(qkv, q_at, gains, head, epsilon, turns, positions[row])
+        _keep(qkv, row, keys, values, slot_at, positions[row])
+        if slot + 1 < num_slots:
+            _fetch_column(keys, slot_at + num_kv * dim * capacity + positions[row + 1])
+        for head in range(num_heads):
+            head_at = slot_at + head // num_group * dim * capacity
+            q_at = (row * qkv.shape[1] + head) * dim
+            top = _score(qkv, q_at, keys, values, head_at, length, scores, 0)
+            share = float32(1.0) / _exp_row(scores, 0, length, top)
+            next_at = slot_at + (head + 1) // num_group * dim * capacity
+            _mix(
+                scores, 0, values, head_at, length, share, out, (row * num_heads + head) * dim, keys, next_at
+            )
 
 
-@_kernel("(float32[:, ::1], float64[::1], int32[::1], int64[::1], float64[::1])")
-def draw(
-    logits: Floats,
-    uniforms: NDArray[np.float64],
-    scratch: NDArray[np.int32],
-    ids: Ints,
-    logprobs: NDArray[np.float64],
-) -> None:
-    """As sampler.draw without truncation; logits [T, V] become weights, scratch: [V].
+@_kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
+def draw(logits: Floats, uniforms: NDArray[np.float64], ids: Ints, logprobs: NDArray[np.float64]) -> None:
+    """As sampler.draw without truncation; logits [T, V] become weights.
 
     Of logits that are not numbers it draws the last token, with a log-prob that is not a number.
     """
     num_rows, num_tokens = logits.shape
     for row in range(num_rows):
-        _exp_row(logits, row, num_tokens, scratch)
-        total = 0.0
+        _exp_row(logits, row * num_tokens, num_tokens, logits[row].max())
+        all_weights = 0.0
         for token in range(num_tokens):
-            total += np.float64(logits[row, token])
-        target, below, drawn = uniforms[row] * total, 0.0, num_tokens - 1
+            all_weights += np.float64(logits[row, token])
+        target, below, drawn = uniforms[row] * all_weights, 0.0, num_tokens - 1
         for token in range(num_tokens):
             below += np.float64(logits[row, token])
             if below > target:
                 drawn = token
                 break
         ids[row] = drawn
-        logprobs[row] = log(np.float64(logits[row, drawn]) / total)
+        logprobs[row] = log(np.float64(logits[row, drawn]) / all_weights)
