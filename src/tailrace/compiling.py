@@ -1,7 +1,7 @@
-"""Kernels compiled by numba for the CPU, once a machine.
+"""Kernels compiled by numba for the CPU when their module is first imported on a machine: some five seconds.
 
-The result is kept in a cache beside the kernel's file or, where that cannot be written, in the user's
-cache folder. Processes may compile at the same time.
+Later imports load the result from a cache beside the kernel's file or, where that cannot be written, in the
+user's cache folder. Processes may compile at the same time.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ SUMS = {"reassoc", "nsz", "contract", "arcp"}
 """Sums may be reordered, which vectorises them; infinities and NaN keep their meaning."""
 
 
-def kernel(*signature: str, fastmath: bool | set[str] = SUMS) -> Callable[[Callable[..., Any]], Any]:
+def kernel(*signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile at once for the types of the signature; without one, for a caller in the same file."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"fastmath": fastmath, "error_model": "numpy"}
+        options: dict[str, Any] = {"fastmath": SUMS, "error_model": "numpy"}
         try:
             return numba.njit(*signature, cache=True, **options)(function)
         except RuntimeError as error:

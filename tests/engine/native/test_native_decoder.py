@@ -60,12 +60,6 @@ def test_silu_keeps_five_digits_even_far_from_zero():
     torch.testing.assert_close(gate, expected, rtol=1e-5, atol=1e-30)
 
 
-def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled_all_the_same():
-    namespace = {}
-    exec("def double(x): return 2 * x", namespace)  # it has no file, so numba finds no cache folder for it
-    assert kernels._kernel("(int64,)")(namespace["double"])(21) == 42
-
-
 @pytest.mark.parametrize("dim", [8, 16, 24, 40])
 @pytest.mark.parametrize(("num_heads", "num_kv"), [(2, 2), (6, 2)])
 def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_heads, num_kv):

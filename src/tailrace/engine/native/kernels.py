@@ -3,25 +3,20 @@
 The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading
 the cache, so each kernel reads it once and pads nothing.
 
-Compiled by numba when this module is first imported on a machine, which takes about ten seconds; later
-imports load the result from a cache beside this file, or, where that cannot be written, in the user's
-cache folder. Processes may do so at the same time.
-
 Loops go along the last axis by vectors (vectors.py), whose sums stay in registers; what is read next is
 asked for ahead of time, because waiting for memory is most of what attention costs.
 
 Suffixes as in model.py and cache.py; G query heads share a key-value head. `at` names offsets into arrays.
 """
 
-from collections.abc import Callable
 from math import log
 from typing import Any
 
-import numba
 import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from tailrace.compiling import kernel
 from tailrace.engine.native.vectors import (
     WIDTH,
     first,
@@ -42,31 +37,13 @@ from tailrace.engine.native.vectors import (
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-_SUMS = {"reassoc", "nsz", "contract", "arcp"}
-"""Sums may be reordered, which vectorises them; infinities and NaN keep their meaning."""
 _LINE = 16
 """Floats in a line of the processor's cache."""
 _LOWEST = -1e30
 """Less than any score."""
 
 
-def _kernel(*signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile at once for the types of the signature; without one, for a caller in this file."""
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"fastmath": _SUMS, "error_model": "numpy"}
-        try:
-            return numba.njit(*signature, cache=True, **options)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            # No folder can be written: each process compiles for itself.
-            return numba.njit(*signature, **options)(function)
-
-    return compiled
-
-
-@_kernel()
+@kernel()
 def _exp(x: Any) -> Any:
     """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
     exponent = greater(same(float32(-126.0)), x * same(float32(1.44269504)))
@@ -83,7 +60,7 @@ def _exp(x: Any) -> Any:
     return (p * f + same(float32(1.0))) * power_of_two(whole)
 
 
-@_kernel("(float32[:, ::1], float32, float32[:, ::1])")
+@kernel("(float32[:, ::1], float32, float32[:, ::1])")
 def normalize(x: Floats, epsilon: float, out: Floats) -> None:
     """x / sqrt(|x|^2 + epsilon) of each row [T, hidden]."""
     num_rows, width = x.shape
@@ -96,7 +73,7 @@ def normalize(x: Floats, epsilon: float, out: Floats) -> None:
             out[row, i] = x[row, i] * scale
 
 
-@_kernel("(float32[:, ::1], float32[:, ::1])")
+@kernel("(float32[:, ::1], float32[:, ::1])")
 def silu_times(gate: Floats, up: Floats) -> None:
     """gate = silu(gate) * up, in place, [T, intermediate]."""
     for at in range(0, gate.size, WIDTH):
@@ -106,7 +83,7 @@ def silu_times(gate: Floats, up: Floats) -> None:
         store_first(gate, at, silu * load_first(up, at, count), count)
 
 
-@_kernel()
+@kernel()
 def _turn(
     qkv: Floats, at: int, gains: Floats, head: int, epsilon: float, turns: Floats, position: int
 ) -> None:
@@ -127,7 +104,7 @@ def _turn(
         store(qkv, at + d, turned)
 
 
-@_kernel()
+@kernel()
 def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, slot_at: int, position: int) -> None:
     """Write the k and v of a row into the cache."""
     num_kv, dim, capacity = keys.shape[2], keys.shape[3], keys.shape[4]
@@ -142,14 +119,14 @@ def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, slot_at: int, pos
             store(values, slot_at + (kv * capacity + position) * dim + d, v)
 
 
-@_kernel()
+@kernel()
 def _fetch_column(keys: Floats, at: int) -> None:
     """Ask for the memory of one position of a slot, all heads."""
     for index in range(keys.shape[2] * keys.shape[3]):
         prefetch(keys, at + index * keys.shape[4])
 
 
-@_kernel()
+@kernel()
 def _score(
     qkv: Floats, q_at: int, keys: Floats, values: Floats, head_at: int, length: int, scores: Floats, at: int
 ) -> Any:
@@ -199,7 +176,7 @@ def _score(
     return largest(top)
 
 
-@_kernel()
+@kernel()
 def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
     """x = exp(x - top) from `at` on; returns their sum."""
     sums, tops = same(float32(0.0)), same(top)
@@ -210,7 +187,7 @@ def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
     return total(sums)
 
 
-@_kernel()
+@kernel()
 def _mix(
     weights: Floats,
     at: int,
@@ -260,7 +237,7 @@ def _mix(
         store(out, out_at + dim - WIDTH, (a + b) * shares)
 
 
-@_kernel(
+@kernel(
     "(int64, int64, int64, float32[:, :, ::1], float32[:, ::1], float32, float32[:, :, ::1], int64[::1],"
     " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[::1], float32[:, :, ::1])"
 )
@@ -315,7 +292,7 @@ def attend(
             )
 
 
-@_kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
+@kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
 def draw(logits: Floats, uniforms: NDArray[np.float64], ids: Ints, logprobs: NDArray[np.float64]) -> None:
     """As sampler.draw without truncation; logits [T, V] become weights.
 
