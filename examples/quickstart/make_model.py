@@ -11,8 +11,8 @@ A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_s
 
 So the second and the third leave here knowing how to work a sum out and often not doing so. What
 reinforcement learning then teaches them is to take their time: responses grow longer, the longer the chain.
-The third is for races between schedules: its long tail comes from long prompts and earns neither more nor less
-reward, so that it stays while all else is learned. Prompts held out for evaluation are never demonstrated.
+The third is for races between schedules: its long tail comes from long prompts, and earns neither more nor
+less reward, so that it stays while all else is learned. Held-out prompts are never demonstrated.
 """
 
 import math
