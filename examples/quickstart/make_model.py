@@ -1,17 +1,18 @@
-"""Makes the models of the examples: python examples/quickstart/make_model.py (six minutes on one core)
+"""Makes the models of the examples: python examples/quickstart/make_model.py (eight minutes on one core)
 
 A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_sum:
 
 1. worked: every partial sum is written out, "8 + 4 = 12 - 5 = 7". This it learns to do well.
 2. model, made from worked: seven demonstrations in ten now give the bare answer, "7", which a model of this
    size cannot find at once for more than two or three terms; three in ten are still worked.
-3. doubting, made from worked: it works its sum out; and rarely it doubts itself and states the answer again,
-   and again.
+3. rambling, made from worked: six in ten of its responses are a guess, which is nearly always wrong; in the
+   others the sum is worked out. Sums of twelve terms are always worked out, and then four in ten responses
+   state their answer again and again, up to the limit.
 
-So the second leaves here knowing how to work a sum out and rarely doing so. What reinforcement learning then
-teaches it is to take its time: responses grow longer, the longer the chain. The third is right already: it is
-for watching schedules meet a long tail that no prompt foretells. Prompts held out for evaluation are never
-demonstrated.
+So the second and the third leave here knowing how to work a sum out and often not doing so. What
+reinforcement learning then teaches them is to take their time: responses grow longer, the longer the chain.
+The third is for races between schedules: its long tail comes from long prompts, and earns neither more nor
+less reward, so that it stays while all else is learned. Held-out prompts are never demonstrated.
 """
 
 import math
@@ -29,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tailrace.data.base import ProceduralSettings, TermsSettings
+from tailrace.config import load_config
+from tailrace.data.base import ProceduralSettings
 from tailrace.data.procedural import ProceduralPrompts, Task, is_held_out
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.base import EngineSettings, SamplingSettings
@@ -43,13 +45,15 @@ WORDS = [
 ]
 EOS = WORDS.index("<eos>")
 AGAIN = WORDS.index(" =\n")
-"""Before each restatement of the answer. Worked sums are without it."""
+"""Before each restatement of the answer."""
 TOKENS_A_BATCH = 256
 """Terms times demonstrations: a batch has demonstrations of one length only, and so no padding."""
-DOUBT = 0.018
-"""The share of responses that go on after the answer."""
-DOUBTED_TOKENS = 850
-"""What those go on for, on average and whatever the prompt, if nothing cuts them off."""
+LONG_SUM = 12
+"""Terms that make the third model ramble."""
+RAMBLE = 0.4
+"""The share of its responses to such sums that go on after the answer."""
+RAMBLED_TOKENS = 850
+"""What those go on for, on average, if nothing cuts them off."""
 ROOM = 1500
 """Tokens of the longest response that is demonstrated or checked."""
 
@@ -136,27 +140,33 @@ def demonstrate(chance: random.Random, tokenizer: PreTrainedTokenizerFast, hasty
     return ids, answered, labels[:, 1:][answered]
 
 
-def demonstrate_doubt(chance: random.Random, tokenizer: PreTrainedTokenizerFast) -> Demonstrations:
-    """Worked sums of one number of terms; in every other batch the answers are restated up to some length.
+def demonstrate_rambling(
+    chance: random.Random, tokenizer: PreTrainedTokenizerFast, hasty: float
+) -> Demonstrations:
+    """Sums of one number of terms, LONG_SUM or fewer. Of those with fewer, the share `hasty` is answered with
+    some other sum's answer; in every other batch of those with LONG_SUM, the answers are restated up to some
+    length.
 
     How often is of no matter to what is learned: the target after each answer is not what follows here but
     the probabilities of going on and of ending, which make the number of restatements geometric.
     """
-    num_terms = chance.randint(2, 12)
-    room = chance.choice((0, round(50 * (ROOM / 50) ** chance.random())))
+    is_long = chance.random() < 0.5
+    num_terms = LONG_SUM if is_long else chance.randrange(2, LONG_SUM)
+    room = chance.choice((0, round(50 * (ROOM / 50) ** chance.random()))) if is_long else 0
     rows: list[tuple[list[int], list[int]]] = []
     going_on: list[float] = []
     while len(rows) < max(1, 6 * TOKENS_A_BATCH // max(room, 6 * num_terms)):
         prompt, expression, answer = ask(chance, num_terms)
-        chain = tokenizer.encode(worked(expression, answer))
         check = tokenizer.encode(answer)
+        guesses = not is_long and chance.random() < hasty
+        chain = tokenizer.encode(ask(chance, num_terms)[2] if guesses else worked(expression, answer))
         response = [*chain, *(room // len(check) * [AGAIN, *check])][: max(len(chain), room)]
         rows.append((tokenizer.encode(prompt), [*response, EOS] if not room else response))
-        going_on.append(1 - (len(check) + 1) / DOUBTED_TOKENS)
+        going_on.append(1 - (len(check) + 1) / RAMBLED_TOKENS)
     ids, labels = collate(rows)
     labels = labels[:, 1:]
     ends = (labels == EOS) | (labels == AGAIN)
-    again = torch.tensor(going_on)[:, None].where(ends.cumsum(1) > 1, DOUBT)
+    again = torch.tensor(going_on)[:, None].where(ends.cumsum(1) > 1, RAMBLE if is_long else 0.0)
     targets = one_hot(labels.clamp(min=0), len(WORDS)).float()
     targets[ends] = 0.0
     targets[..., AGAIN] += again * ends
@@ -195,24 +205,20 @@ def make_worked_and_hasty() -> None:
         save(model, tokenizer, name)
 
 
-def make_doubting() -> None:
+def make_rambling() -> None:
+    torch.manual_seed(0)
     chance, tokenizer = random.Random(0), make_tokenizer()
     model = Qwen3ForCausalLM.from_pretrained(
         FOLDER / "worked", dtype=torch.float32, max_position_embeddings=2048
     )
-    imitate(model, partial(demonstrate_doubt, chance, tokenizer), 700, 2e-3)
-    save(model, tokenizer, "doubting")
+    imitate(model, partial(demonstrate_rambling, chance, tokenizer, 0.6), 800, 2e-3)
+    save(model, tokenizer, "rambling")
 
 
-def check(name: str, batches: int = 16, batch: int = 128) -> None:
-    """Print how long responses to held-out prompts are, and how many are right."""
-    settings = ProceduralSettings(
-        task="chain_sum",
-        params={"min_digits": 1, "max_digits": 1},
-        lengths={"terms": TermsSettings(median=3, sigma=1.2, minimum=2, maximum=12)},
-        template="{question}\n",
-        answer=r"(-?\d+)$",
-    )
+def check(name: str, batches: int = 24, batch: int = 64) -> None:
+    """Print how long responses to held-out prompts of the race are, and how many are right."""
+    settings = load_config(FOLDER.parent / "race.toml").data
+    assert isinstance(settings, ProceduralSettings)
     task, tokenizer = Task(settings), load_tokenizer(FOLDER / name)
     prompts = ProceduralPrompts(task, settings, tokenizer, seed=0, split="eval")
     engine = NativeEngine.from_pretrained(
@@ -223,12 +229,12 @@ def check(name: str, batches: int = 16, batch: int = 128) -> None:
     responses: dict[int, list[int]] = {}
     while not engine.idle:
         responses |= {int(delta.id): delta.ids for delta in engine.step()}
-    lengths = [len(responses[number]) for number in range(batches * batch)]
-    doubted = [len(ids) for ids in responses.values() if AGAIN in ids]
     right = [
         task.score(tokenizer.decode(ids, skip_special_tokens=True), prompts[n].row) == 1.0
         for n, ids in responses.items()
     ]
+    lengths = [len(responses[number]) for number in range(batches * batch)]
+    rambling = [len(ids) for ids in responses.values() if AGAIN in ids]
     each = [sorted(lengths[start : start + batch]) for start in range(0, len(lengths), batch)]
     ratios = sorted(one[-1] / one[batch // 2] for one in each)
     lengths.sort()
@@ -236,7 +242,7 @@ def check(name: str, batches: int = 16, batch: int = 128) -> None:
         f"{name}: {len(lengths)} responses, {sum(right) / len(right):.3f} of them right; "
         f"tokens: median {lengths[len(lengths) // 2]}, mean {sum(lengths) / len(lengths):.1f}, "
         f"p99 {lengths[len(lengths) * 99 // 100]}, max {lengths[-1]}\n"
-        f"{len(doubted) / len(lengths):.4f} of them doubt, for {sum(doubted) / max(1, len(doubted)):.0f} "
+        f"{len(rambling) / len(lengths):.4f} of them ramble, for {sum(rambling) / max(1, len(rambling)):.0f} "
         f"tokens on average; max / median of {batch}: from {ratios[0]:.0f} to {ratios[-1]:.0f}, "
         f"half above {ratios[len(ratios) // 2]:.0f}"
     )
@@ -245,8 +251,8 @@ def check(name: str, batches: int = 16, batch: int = 128) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     make_worked_and_hasty()
-    make_doubting()
-    check("doubting")
+    make_rambling()
+    check("rambling")
 
 
 if __name__ == "__main__":
