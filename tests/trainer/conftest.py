@@ -44,7 +44,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
     def make(temperature: float = 0.8, **settings: object) -> TorchTrainer:
-        defaults: dict[str, object] = {"learning_rate": 1e-3, "token_budget": 48}
+        defaults: dict[str, object] = {"learning_rate": 1e-3, "token_budget": 48, "least_tokens": 90}
         return make_torch_trainer(model_path, temperature=temperature, **(defaults | settings))
 
     return make

@@ -41,6 +41,22 @@ def test_streamed_accumulation_equals_the_one_call_bit_for_bit(
     assert torch.equal(one_call, uneven)
 
 
+def test_small_units_are_computed_together_at_most_until_the_step(make_trainer: Make) -> None:
+    unit = [TrainSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]  # ten tokens fed
+    trainer = make_trainer(token_budget=1000, least_tokens=30)
+    trainer.accumulate([unit] * 2)
+    assert not trainer_gradient(trainer).any()
+    trainer.accumulate([unit])
+    assert trainer_gradient(trainer).any()
+    trainer.accumulate([unit] * 4)
+    assert trainer.step().num_micro_batches == 3
+
+
+def trainer_gradient(trainer: TorchTrainer) -> Tensor:
+    """Of all parameters, as summed so far."""
+    return trainer._optimizer.gradient
+
+
 @pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
 def test_another_order_or_packing_changes_only_the_rounding(
     make_trainer: Make, tmp_path: Path, normalize: str

@@ -25,6 +25,8 @@ class TrainerSettings(Settings):
     max_grad_norm: float = Field(default=1.0, gt=0)
     token_budget: int = Field(default=16_384, ge=1)
     """Tokens, prompts included, of one micro-batch. A longer sample goes alone."""
+    least_tokens: int = Field(default=512, ge=1)
+    """Tokens that are worth a pass: smaller units wait for the next ones, at most until the step."""
     threads: int = Field(default=1, ge=1)
     """torch threads of the trainer process."""
     device: str = "cpu"
@@ -69,11 +71,11 @@ class Trainer(Protocol):
     """One logical trainer, of however many ranks."""
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
-        """Forward and backward now; gradients are kept and the weights stay as they are.
+        """Forward and backward; gradients are kept and the weights stay as they are.
 
-        A unit is a whole group (or a batch of shuffled samples). Micro-batches never straddle units, so
-        the same units in the same order give the same gradient to the bit, however many calls brought
-        them.
+        A unit is a whole group (or a batch of shuffled samples). Small ones are computed together with the
+        next, and when they are is a matter of their order alone: the same units in the same order give the
+        same gradient to the bit, however many calls brought them.
         """
 
     async def step(self) -> StepStats:

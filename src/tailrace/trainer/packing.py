@@ -1,10 +1,10 @@
-"""Online packing: the samples of one unit, laid end to end in micro-batches of a bounded size.
+"""Online packing: samples laid end to end in micro-batches of a bounded size.
 
 No padding: a micro-batch is [1, T], its samples one after another, `boundaries` between them. The last
 token of a completion predicts nothing, so it is a target and is not fed.
 
 What must hold: every sample with a completion is in exactly one micro-batch; a micro-batch keeps the
-budget unless a single sample exceeds it; the result depends on the unit alone.
+budget unless a single sample exceeds it; the result depends on the samples and their order alone.
 """
 
 from collections.abc import Sequence
@@ -83,15 +83,15 @@ def fed_tokens(sample: TrainSample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids) - 1
 
 
-def pack(unit: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-    """Cut a unit into micro-batches of at most `budget` fed tokens: first fit, longest first.
+def pack(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
+    """Cut samples into micro-batches of at most `budget` fed tokens: first fit, longest first.
 
     Samples without a completion have nothing to compute and are left out; one longer than the budget
     goes alone.
     """
     bins: list[list[TrainSample]] = []
     room: list[int] = []
-    with_completion = [sample for sample in unit if sample.completion_ids]
+    with_completion = [sample for sample in samples if sample.completion_ids]
     for sample in sorted(with_completion, key=fed_tokens, reverse=True):
         length = fed_tokens(sample)
         place = next((i for i, left in enumerate(room) if length <= left), len(bins))

@@ -1,7 +1,7 @@
 """The trainer of one rank: forward and backward as samples come, one optimizer step when asked.
 
-    accumulate:  per unit: pack -> (values ->) log-probs -> loss summed with its weights -> backward into
-    the sum step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
+    accumulate:  pack -> (values ->) log-probs -> loss summed with its weights -> backward into the sum
+    step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
 
 What is accumulated is a sum of gradients and a count in the loss's own unit (samples or tokens). The
 division happens once, at `step`, by the count of the whole step: with several ranks by the sum of
@@ -32,7 +32,7 @@ from tailrace.trainer.critic import Critic, token_advantages
 from tailrace.trainer.objective import objective
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
-from tailrace.trainer.packing import MicroBatch, pack
+from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
 from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.tally import Sums, Tally
 from tailrace.trainer.wire import TrainSample
@@ -58,6 +58,8 @@ class TorchTrainer:
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._tally = Tally(policy.device)
+        self._waiting: list[TrainSample] = []
+        """Accumulated and not computed yet."""
 
     @classmethod
     def from_pretrained(
@@ -86,15 +88,15 @@ class TorchTrainer:
     def accumulate(self, units: Sequence[Sequence[TrainSample]]) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
 
-        Micro-batches never straddle units: the same units in the same order give the same bits, however
-        many calls brought them.
+        Units wait until together they are worth a pass, at most until the step. That is a matter of their
+        order alone: the same units in the same order give the same bits, however many calls brought them.
         """
         started = time.perf_counter()
         for unit in units:
             self._tally.count(unit)
-            for samples in pack(unit, self._settings.token_budget):
-                self._backward(MicroBatch.of(samples, self._policy.device))
-        self._synchronize()
+            self._waiting += [sample for sample in unit if sample.completion_ids]
+            if sum(map(fed_tokens, self._waiting)) >= self._settings.least_tokens:
+                self._pass()
         self._tally.compute_s += time.perf_counter() - started
 
     def step(self) -> StepStats:
@@ -108,6 +110,7 @@ class TorchTrainer:
             ScheduleError: nothing was accumulated since the last step.
         """
         started = time.perf_counter()
+        self._pass()
         tally, self._tally = self._tally, Tally(self._policy.device)
         if dist.is_initialized():
             for optimizer in self._optimizers():
@@ -151,12 +154,11 @@ class TorchTrainer:
         started = time.perf_counter()
         weights = squares = 0.0
         num_tokens = 0
-        for unit in units:
-            for samples in pack(unit, self._settings.token_budget):
-                batch = MicroBatch.of(samples, self._policy.device)
-                sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.recorded_logprobs)
-                weights, squares = weights + float(sums.weights), squares + float(sums.squares)
-                num_tokens += len(batch.targets)
+        for samples in pack([sample for unit in units for sample in unit], self._settings.token_budget):
+            batch = MicroBatch.of(samples, self._policy.device)
+            sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.recorded_logprobs)
+            weights, squares = weights + float(sums.weights), squares + float(sums.squares)
+            num_tokens += len(batch.targets)
         self._tally.compute_s += time.perf_counter() - started
         return effective_sample_size(weights, squares, num_tokens)
 
@@ -166,6 +168,7 @@ class TorchTrainer:
 
     def publish(self) -> Mapping[str, Tensor]:
         """The current weights as `state`, which are from now on the published ones."""
+        self._pass()  # what was accumulated before has the old policy of then
         if self._published:
             self._published.publish()
         return self.state()
@@ -193,9 +196,17 @@ class TorchTrainer:
         if self._published:
             self._published.publish()
         self._tally = Tally(self._policy.device)
+        self._waiting.clear()
         torch.set_rng_state(state.random_states["cpu"])
         if "cuda" in state.random_states and self._policy.device.type == "cuda":
             torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
+
+    def _pass(self) -> None:
+        """Forward and backward of what waits."""
+        waiting, self._waiting = self._waiting, []
+        for samples in pack(waiting, self._settings.token_budget):
+            self._backward(MicroBatch.of(samples, self._policy.device))
+        self._synchronize()
 
     def _backward(self, batch: MicroBatch) -> None:
         left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
