@@ -5,7 +5,7 @@ A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_s
 1. worked: every partial sum is written out, "8 + 4 = 12 - 5 = 7". This it learns to do well.
 2. model, made from worked: seven demonstrations in ten now give the bare answer, "7", which a model of this
    size cannot find at once for more than two or three terms; three in ten are still worked.
-3. rambling, made from worked: six in ten of its responses are a guess, which is nearly always wrong; in the
+3. rambling, made like worked and then on: six in ten of its responses are a guess, which is nearly always wrong; in the
    others the sum is worked out. Sums of twelve terms are always worked out, and then four in ten responses
    state their answer again and again, up to the limit.
 
@@ -73,7 +73,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def make_model() -> Qwen3ForCausalLM:
+def make_model(*, num_kv_heads: int = 4, max_tokens: int = 1024) -> Qwen3ForCausalLM:
     """A Qwen3 with a wide initialisation, which such a small model needs to begin to copy."""
     config = Qwen3Config(
         vocab_size=len(WORDS),
@@ -81,9 +81,9 @@ def make_model() -> Qwen3ForCausalLM:
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=num_kv_heads,
         head_dim=24,
-        max_position_embeddings=1024,
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
         initializer_range=0.1,
         bos_token_id=None,
@@ -206,11 +206,10 @@ def make_worked_and_hasty() -> None:
 
 
 def make_rambling() -> None:
+    """One key-value head for its four query heads: a cache as small as today's models have it."""
     torch.manual_seed(0)
-    chance, tokenizer = random.Random(0), make_tokenizer()
-    model = Qwen3ForCausalLM.from_pretrained(
-        FOLDER / "worked", dtype=torch.float32, max_position_embeddings=2048
-    )
+    chance, tokenizer, model = random.Random(0), make_tokenizer(), make_model(num_kv_heads=1, max_tokens=2048)
+    imitate(model, partial(demonstrate, chance, tokenizer, 0.0), 1500, 3e-3)
     imitate(model, partial(demonstrate_rambling, chance, tokenizer, 0.6), 800, 2e-3)
     save(model, tokenizer, "rambling")
 
