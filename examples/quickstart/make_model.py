@@ -5,9 +5,9 @@ A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_s
 1. worked: every partial sum is written out, "8 + 4 = 12 - 5 = 7". This it learns to do well.
 2. model, made from worked: seven demonstrations in ten now give the bare answer, "7", which a model of this
    size cannot find at once for more than two or three terms; three in ten are still worked.
-3. rambling, made like worked and then on: six in ten of its responses are a guess, which is nearly always wrong; in the
-   others the sum is worked out. Sums of twelve terms are always worked out, and then four in ten responses
-   state their answer again and again, up to the limit.
+3. rambling, made like worked and then on: six in ten of its responses are a guess, which is nearly always
+   wrong; in the others the sum is worked out. Sums of twelve terms are always worked out, and then four in
+   ten responses state their answer again and again, up to the limit.
 
 So the second and the third leave here knowing how to work a sum out and often not doing so. What
 reinforcement learning then teaches them is to take their time: responses grow longer, the longer the chain.
