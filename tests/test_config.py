@@ -193,6 +193,12 @@ def test_a_variant_replaces_the_schedule_and_single_keys_of_other_sections(tmp_p
     assert wide.run == load(tmp_path, VARIANT).run
 
 
+def test_what_schedules_share_does_not_reach_into_a_variant_s_own_schedule(tmp_path: Path) -> None:
+    config = load(tmp_path, "[schedules.conventional]\nG = 9\n" + VARIANT)
+    assert config.schedules["conventional"] == {"G": 9}
+    assert config.variant("wide").schedules == {}
+
+
 def test_a_wrong_key_in_a_variant_is_named_with_the_variant(tmp_path: Path) -> None:
     config = load(tmp_path, VARIANT.replace("replicas", "replica"))
     with pytest.raises(ConfigError, match=r"variants\.wide\.engine\.replica = 2"):

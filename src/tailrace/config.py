@@ -85,11 +85,14 @@ class RunConfig(Settings):
         return self
 
     def variant(self, name: str) -> "RunConfig":
-        """
+        """The config with the sections of [variants.NAME] over its own. A schedule stands there whole.
+
         Raises:
             ConfigError: what stands there does not fit a config.
         """
         tree = self.model_dump(exclude={"variants"})
+        if "schedule" in self.variants[name]:
+            tree["schedules"] = {}
         for section, values in self.variants[name].items():
             whole = section == "schedule" or (section == "algorithm" and "name" in values)
             tree[section] = values if whole else {**(tree.get(section) or {}), **values}
