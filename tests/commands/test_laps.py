@@ -84,6 +84,11 @@ def test_a_prompt_that_is_never_trained_biases_the_lengths_but_not_at_the_end_of
     assert bias == pytest.approx(sum(settled) / len(settled) / alone - 1)
 
 
+def test_a_lap_that_trained_none_of_the_probed_prompts_has_no_length_bias() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    assert measured(outcome, probes=[Probe(0, 0.5, {10_000: [5]})]).length_bias is None
+
+
 def test_the_time_to_the_target_is_interpolated_between_checkpoints() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
     reports = list(zip(outcome.of(RoundStarted), outcome.of(RoundEnded), strict=True))

@@ -120,6 +120,8 @@ class LapMeter:
         settled = SETTLED * max(max(probe.lengths) for probe in probed)
         alone = {index: n for probe in probed for index, n in probe.lengths.items() if index <= settled}
         trained = [n for index in alone for n in self._trained.get(index, [])]
+        if not trained:
+            return None
         return fmean(trained) / fmean(chain.from_iterable(alone.values())) - 1.0
 
     def _time_to(self, target: float, probes: Sequence[Probe]) -> float | None:

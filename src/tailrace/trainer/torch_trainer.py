@@ -91,13 +91,11 @@ class TorchTrainer:
         Units wait until together they are worth a pass, at most until the step. That is a matter of their
         order alone: the same units in the same order give the same bits, however many calls brought them.
         """
-        started = time.perf_counter()
         for unit in units:
             self._tally.count(unit)
-            self._waiting += [sample for sample in unit if sample.completion_ids]
+            self._waiting += unit
             if sum(map(fed_tokens, self._waiting)) >= self._settings.least_tokens:
                 self._pass()
-        self._tally.compute_s += time.perf_counter() - started
 
     def step(self) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
@@ -109,8 +107,8 @@ class TorchTrainer:
         Raises:
             ScheduleError: nothing was accumulated since the last step.
         """
-        started = time.perf_counter()
         self._pass()
+        started = time.perf_counter()
         tally, self._tally = self._tally, Tally(self._policy.device)
         if dist.is_initialized():
             for optimizer in self._optimizers():
@@ -168,8 +166,8 @@ class TorchTrainer:
 
     def publish(self) -> Mapping[str, Tensor]:
         """The current weights as `state`, which are from now on the published ones."""
-        self._pass()  # what was accumulated before has the old policy of then
         if self._published:
+            self._pass()  # what was accumulated before has the old policy of then
             self._published.publish()
         return self.state()
 
@@ -203,10 +201,12 @@ class TorchTrainer:
 
     def _pass(self) -> None:
         """Forward and backward of what waits."""
+        started = time.perf_counter()
         waiting, self._waiting = self._waiting, []
         for samples in pack(waiting, self._settings.token_budget):
             self._backward(MicroBatch.of(samples, self._policy.device))
         self._synchronize()
+        self._tally.compute_s += time.perf_counter() - started
 
     def _backward(self, batch: MicroBatch) -> None:
         left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)

@@ -53,8 +53,11 @@ class TorchDecoder:
 def decoder_for(model: Model, sampling: SamplingSettings, *, max_tokens: int) -> Decoder:
     """Compiled on a CPU in float32 (its kernels are compiled here when they never were), where the head
     dimension is a multiple of their vectors; else torch."""
-    compiled = model.device.type == "cpu" and model.dtype == torch.float32
-    if not compiled or model.architecture.head_dim % 8:
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return TorchDecoder(model, sampling)
+    from tailrace.engine.native.vectors import WIDTH
+
+    if model.architecture.head_dim % WIDTH:
         return TorchDecoder(model, sampling)
     from tailrace.engine.native.compiled import CompiledDecoder
 

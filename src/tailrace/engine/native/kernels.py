@@ -128,7 +128,7 @@ def _fetch_column(keys: Floats, at: int) -> None:
 
 @kernel()
 def _score(
-    qkv: Floats, q_at: int, keys: Floats, values: Floats, head_at: int, length: int, scores: Floats, at: int
+    qkv: Floats, q_at: int, keys: Floats, values: Floats, head_at: int, length: int, scores: Floats
 ) -> Any:
     """q . k_j for each position j of a head; returns the largest.
 
@@ -156,10 +156,10 @@ def _score(
         if length - j < 4 * WIDTH:
             c = first(c, length - j - 2 * WIDTH, float32(_LOWEST))
             e = first(e, length - j - 3 * WIDTH, float32(_LOWEST))
-        store(scores, at + j, a)
-        store(scores, at + j + WIDTH, b)
-        store(scores, at + j + 2 * WIDTH, c)
-        store(scores, at + j + 3 * WIDTH, e)
+        store(scores, j, a)
+        store(scores, j + WIDTH, b)
+        store(scores, j + 2 * WIDTH, c)
+        store(scores, j + 3 * WIDTH, e)
         top = greater(top, greater(greater(a, b), greater(c, e)))
         j += 4 * WIDTH
     while j < length:
@@ -170,7 +170,7 @@ def _score(
             b += load_same(qkv, q_at + d + 1) * load_first(keys, k_at + capacity, length - j)
             k_at += 2 * capacity
         a = first(a + b, length - j, float32(_LOWEST))
-        store(scores, at + j, a)
+        store(scores, j, a)
         top = greater(top, a)
         j += WIDTH
     return largest(top)
@@ -190,7 +190,6 @@ def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
 @kernel()
 def _mix(
     weights: Floats,
-    at: int,
     values: Floats,
     head_at: int,
     length: int,
@@ -212,14 +211,14 @@ def _mix(
             line_at = next_at + (d + j % _LINE) * capacity + j // _LINE * _LINE
             prefetch(keys, line_at)
             prefetch(keys, line_at + capacity)
-            w, u = load_same(weights, at + j), load_same(weights, at + j + 1)
+            w, u = load_same(weights, j), load_same(weights, j + 1)
             a += w * load(values, v_at)
             b += w * load(values, v_at + WIDTH)
             c += u * load(values, v_at + dim)
             e += u * load(values, v_at + dim + WIDTH)
             v_at += 2 * dim
         if whole < length:
-            w = load_same(weights, at + whole)
+            w = load_same(weights, whole)
             a += w * load(values, v_at)
             b += w * load(values, v_at + WIDTH)
         store(out, out_at + d, (a + c) * shares)
@@ -229,11 +228,11 @@ def _mix(
         v_at = head_at + dim - WIDTH
         for j in range(0, whole, 2):
             prefetch(keys, next_at + (dim - WIDTH + j % _LINE // 2) * capacity + j // _LINE * _LINE)
-            a += load_same(weights, at + j) * load(values, v_at)
-            b += load_same(weights, at + j + 1) * load(values, v_at + dim)
+            a += load_same(weights, j) * load(values, v_at)
+            b += load_same(weights, j + 1) * load(values, v_at + dim)
             v_at += 2 * dim
         if whole < length:
-            a += load_same(weights, at + whole) * load(values, v_at)
+            a += load_same(weights, whole) * load(values, v_at)
         store(out, out_at + dim - WIDTH, (a + b) * shares)
 
 
@@ -284,12 +283,10 @@ def attend(
         for head in range(num_heads):
             head_at = slot_at + head // num_group * dim * capacity
             q_at = (row * qkv.shape[1] + head) * dim
-            top = _score(qkv, q_at, keys, values, head_at, length, scores, 0)
+            top = _score(qkv, q_at, keys, values, head_at, length, scores)
             share = float32(1.0) / _exp_row(scores, 0, length, top)
             next_at = slot_at + (head + 1) // num_group * dim * capacity
-            _mix(
-                scores, 0, values, head_at, length, share, out, (row * num_heads + head) * dim, keys, next_at
-            )
+            _mix(scores, values, head_at, length, share, out, (row * num_heads + head) * dim, keys, next_at)
 
 
 @kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
