@@ -2,6 +2,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +51,40 @@ def test_small_units_are_computed_together_at_most_until_the_step(make_trainer: 
     assert trainer_gradient(trainer).any()
     trainer.accumulate([unit] * 4)
     assert trainer.step().num_micro_batches == 3
+
+
+def test_samples_without_advantage_are_counted_and_measured_as_if_they_had_one(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    units = make_units(4)
+    hardly, none = (
+        [units[0], [msgspec.structs.replace(sample, advantage=advantage) for sample in units[1]], *units[2:]]
+        for advantage in (1e-30, 0.0)
+    )
+    gradients, stats = [], []
+    for index, of in enumerate((hardly, none)):
+        trainer = make_trainer(normalize="token_mean", **NO_MOMENTUM)
+        trainer.accumulate(of)
+        stats.append(trainer.step())
+        trainer.save(tmp_path / str(index))
+        gradients.append(first_moments(tmp_path / str(index)))
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
+    with_some, without = stats
+    assert without.samples == with_some.samples
+    assert without.num_tokens == with_some.num_tokens
+    for name in ("loss", "entropy", "kl", "ess"):
+        assert getattr(without, name) == pytest.approx(getattr(with_some, name), rel=1e-5, abs=1e-7), name
+
+
+def test_samples_without_advantage_have_a_gradient_of_the_kl_in_the_loss(make_trainer: Make) -> None:
+    sample = TrainSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 0.0, [-3.0] * 9)
+    trainer = make_trainer(least_tokens=1)
+    trainer.accumulate([[sample]])
+    assert not trainer_gradient(trainer).any()
+    trainer = make_trainer(least_tokens=1, kl_coef=0.1)
+    trainer.accumulate([[sample]])
+    assert trainer_gradient(trainer).any()
 
 
 def trainer_gradient(trainer: TorchTrainer) -> Tensor:

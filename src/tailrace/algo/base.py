@@ -114,3 +114,8 @@ class AlgorithmSettings(Settings):
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a sample whose advantage is zero has a gradient: from a critic, or a KL in the loss."""
+        return self.advantage == "gae" or (self.needs_reference and self.kl_in == "loss")

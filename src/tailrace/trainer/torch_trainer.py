@@ -1,6 +1,7 @@
 """The trainer of one rank: forward and backward as samples come, one optimizer step when asked.
 
     accumulate:  pack -> (values ->) log-probs -> loss summed with its weights -> backward into the sum
+                 (forward only, where the advantage is zero and nothing else has a gradient)
     step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
 
 What is accumulated is a sum of gradients and a count in the loss's own unit (samples or tokens). The
@@ -60,6 +61,8 @@ class TorchTrainer:
         self._tally = Tally(policy.device)
         self._waiting: list[TrainSample] = []
         """Accumulated and not computed yet."""
+        self._without_gradient: list[TrainSample] = []
+        """The same; of these the statistics are all that is computed."""
 
     @classmethod
     def from_pretrained(
@@ -93,9 +96,9 @@ class TorchTrainer:
         """
         for unit in units:
             self._tally.count(unit)
-            self._waiting += unit
-            if sum(map(fed_tokens, self._waiting)) >= self._settings.least_tokens:
-                self._pass()
+            for sample in unit:
+                (self._waiting if self._teaches(sample) else self._without_gradient).append(sample)
+            self._pass(self._settings.least_tokens)
 
     def step(self) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
@@ -195,20 +198,35 @@ class TorchTrainer:
             self._published.publish()
         self._tally = Tally(self._policy.device)
         self._waiting.clear()
+        self._without_gradient.clear()
         torch.set_rng_state(state.random_states["cpu"])
         if "cuda" in state.random_states and self._policy.device.type == "cuda":
             torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
 
-    def _pass(self) -> None:
-        """Forward and backward of what waits."""
+    def _teaches(self, sample: TrainSample) -> bool:
+        return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
+
+    def _pass(self, least_tokens: int = 0) -> None:
+        """Forward and backward of what waits, where it has so many tokens."""
         started = time.perf_counter()
-        waiting, self._waiting = self._waiting, []
-        for samples in pack(waiting, self._settings.token_budget):
-            self._backward(MicroBatch.of(samples, self._policy.device))
+        for batch in self._batches(self._waiting, least_tokens):
+            self._loss(batch).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for batch in self._batches(self._without_gradient, least_tokens):
+                self._loss(batch)
         self._synchronize()
         self._tally.compute_s += time.perf_counter() - started
 
-    def _backward(self, batch: MicroBatch) -> None:
+    def _batches(self, waiting: list[TrainSample], least_tokens: int) -> list[MicroBatch]:
+        """What waits, which then waits no longer; none, if it has fewer tokens."""
+        if sum(map(fed_tokens, waiting)) < least_tokens:
+            return []
+        bins = pack(waiting, self._settings.token_budget)
+        waiting.clear()
+        return [MicroBatch.of(samples, self._policy.device) for samples in bins]
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        """Summed with its weights; its statistics are tallied."""
         left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
         counted = (~left_out).float()
         normalize = self._algorithm.normalize
@@ -222,7 +240,6 @@ class TorchTrainer:
         loss, clipped, reference_kl = objective(
             self._algorithm, batch, logprobs, old_logprobs, advantages, weights
         )
-        loss.backward()  # type: ignore[no-untyped-call]
         sums = Sums(
             loss=loss.detach(),
             entropy=entropy.sum(),
@@ -234,6 +251,7 @@ class TorchTrainer:
             value_loss=critic_loss,
         )
         self._tally.add(sums)
+        return loss
 
     def _judge(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The advantage of each token, [C], and the critic's summed loss, its gradient being taken."""
