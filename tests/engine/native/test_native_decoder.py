@@ -63,7 +63,8 @@ def test_silu_keeps_five_digits_even_far_from_zero():
 @pytest.mark.parametrize("dim", [8, 16, 24, 40])
 @pytest.mark.parametrize(("num_heads", "num_kv"), [(2, 2), (6, 2)])
 def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_heads, num_kv):
-    capacity, lengths = 77, [1, 2, 7, 8, 9, 16, 17, 31, 33, 40, 63, 64, 65, 76, 77]
+    lengths = [1, 2, 7, 8, 9, 16, 17, 31, 33, 40, 63, 64, 65, 127, 128, 129, 161, 256, 299, 300]
+    capacity = lengths[-1]
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, len(lengths), num_kv, dim, capacity, generator=generator)
     values = torch.randn(2, len(lengths), num_kv, capacity, dim, generator=generator)
@@ -76,7 +77,7 @@ def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_hea
     kernels.attend(
         *(1, 0, len(lengths), qkv.numpy(), np.empty((0, 0), np.float32), 0.0, unturned.numpy()),
         *(np.array(lengths) - 1, keys.numpy(), values.numpy()),
-        *(np.empty(capacity + 4 * WIDTH, np.float32), out.numpy()),
+        *(np.empty((num_heads // num_kv, capacity + 4 * WIDTH), np.float32), out.numpy()),
     )
     q, k, v = qkv.split([num_heads, num_kv, num_kv], 1)
     for slot, length in enumerate(lengths):

@@ -52,7 +52,8 @@ class CompiledDecoder:
         self._gains = [_gains(layer) for layer in model.layers]
         self._hidden_epsilon = arch.hidden_size * arch.epsilon
         self._head_epsilon = arch.head_dim * arch.epsilon
-        self._scores = np.empty(max_tokens + 4 * WIDTH, np.float32)
+        num_group = arch.num_heads // arch.num_kv_heads
+        self._scores = np.empty((num_group, max_tokens + 4 * WIDTH), np.float32)
         # Consecutive steps mostly have the same number of rows.
         self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
 

@@ -1,7 +1,7 @@
 """What a decode step computes besides matrix products, compiled for the CPU: float32, any lengths.
 
 The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading
-the cache, so each kernel reads it once and pads nothing.
+the cache, so each kernel reads it once, for all the heads that share it, and pads nothing.
 
 Loops go along the last axis by vectors (vectors.py), whose sums stay in registers; what is read next is
 asked for ahead of time, because waiting for memory is most of what attention costs.
@@ -39,6 +39,8 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 _LINE = 16
 """Floats in a line of the processor's cache."""
+_BLOCK = 128
+"""Positions whose keys or values stay near, while all heads of a group use them."""
 _LOWEST = -1e30
 """Less than any score."""
 
@@ -127,20 +129,36 @@ def _fetch_column(keys: Floats, at: int) -> None:
 
 
 @kernel()
-def _score(
-    qkv: Floats, q_at: int, keys: Floats, values: Floats, head_at: int, length: int, scores: Floats
-) -> Any:
-    """q . k_j for each position j of a head; returns the largest.
+def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
+    """x = exp(x - top) from `at` on; returns their sum."""
+    sums, tops = same(float32(0.0)), same(top)
+    for j in range(0, length, WIDTH):
+        weights = first(_exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
+        store_first(x, at + j, weights, length - j)
+        sums += weights
+    return total(sums)
 
-    At the end, up to four vectors of scores are written, those beyond `length` as the lowest. Asks for the
-    values of the positions on its way.
+
+@kernel()
+def _score(
+    qkv: Floats,
+    q_at: int,
+    keys: Floats,
+    values: Floats,
+    head_at: int,
+    start: int,
+    stop: int,
+    scores: Floats,
+    at: int,
+) -> None:
+    """q . k_j for the positions j from `start` to `stop` of a head. Up to three vectors beyond are written,
+    too. Asks for the values of the positions on its way.
     """
     dim, capacity = keys.shape[3], keys.shape[4]
     zero = same(float32(0.0))
-    top = same(float32(_LOWEST))
-    j = 0
+    j = start
     # Four vectors side by side, while there is more than half to compute and a row of keys has them.
-    while length - j > 2 * WIDTH and capacity - j >= 4 * WIDTH:
+    while stop - j > 2 * WIDTH and capacity - j >= 4 * WIDTH:
         a, b, c, e = zero, zero, zero, zero
         k_at, v_at = head_at + j, head_at + j * dim
         for d in range(dim):
@@ -153,92 +171,69 @@ def _score(
             e += q * load(keys, k_at + 3 * WIDTH)
             k_at += capacity
             v_at += 2 * _LINE
-        if length - j < 4 * WIDTH:
-            c = first(c, length - j - 2 * WIDTH, float32(_LOWEST))
-            e = first(e, length - j - 3 * WIDTH, float32(_LOWEST))
-        store(scores, j, a)
-        store(scores, j + WIDTH, b)
-        store(scores, j + 2 * WIDTH, c)
-        store(scores, j + 3 * WIDTH, e)
-        top = greater(top, greater(greater(a, b), greater(c, e)))
+        store(scores, at + j, a)
+        store(scores, at + j + WIDTH, b)
+        store(scores, at + j + 2 * WIDTH, c)
+        store(scores, at + j + 3 * WIDTH, e)
         j += 4 * WIDTH
-    while j < length:
+    while j < stop:
         a, b = zero, zero
         k_at = head_at + j
         for d in range(0, dim, 2):
-            a += load_same(qkv, q_at + d) * load_first(keys, k_at, length - j)
-            b += load_same(qkv, q_at + d + 1) * load_first(keys, k_at + capacity, length - j)
+            a += load_same(qkv, q_at + d) * load_first(keys, k_at, stop - j)
+            b += load_same(qkv, q_at + d + 1) * load_first(keys, k_at + capacity, stop - j)
             k_at += 2 * capacity
-        a = first(a + b, length - j, float32(_LOWEST))
-        store(scores, j, a)
-        top = greater(top, a)
+        store(scores, at + j, a + b)
         j += WIDTH
-    return largest(top)
 
 
 @kernel()
-def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
-    """x = exp(x - top) from `at` on; returns their sum."""
-    sums, tops = same(float32(0.0)), same(top)
+def _softmax(x: Floats, at: int, length: int) -> Any:
+    """x = exp(x - largest) from `at` on; returns one over their sum."""
+    tops = same(float32(_LOWEST))
     for j in range(0, length, WIDTH):
-        weights = first(_exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
-        store_first(x, at + j, weights, length - j)
-        sums += weights
-    return total(sums)
+        tops = greater(tops, first(load_first(x, at + j, length - j), length - j, float32(_LOWEST)))
+    return float32(1.0) / _exp_row(x, at, length, largest(tops))
 
 
 @kernel()
 def _mix(
     weights: Floats,
+    at: int,
     values: Floats,
     head_at: int,
-    length: int,
+    start: int,
+    stop: int,
     share: float,
     out: Floats,
     out_at: int,
     keys: Floats,
     next_at: int,
 ) -> None:
-    """out = share * sum of weights[j] * v_j, of a head. Asks for the keys of the next on its way."""
+    """out += share * sum of weights[j] * v_j, over the positions j from `start` to `stop` of a head. Asks for
+    keys of the next on its way."""
     dim, capacity = values.shape[4], values.shape[3]
     zero, shares = same(float32(0.0)), same(share)
-    whole = length // 2 * 2
-    # By lines of the cache, positions by two: so many sums as are needed to wait for none.
-    for d in range(0, dim - WIDTH, 2 * WIDTH):
+    whole = start + (stop - start) // 4 * 4
+    for d in range(0, dim, WIDTH):
         a, b, c, e = zero, zero, zero, zero
-        v_at = head_at + d
-        for j in range(0, whole, 2):
-            line_at = next_at + (d + j % _LINE) * capacity + j // _LINE * _LINE
-            prefetch(keys, line_at)
-            prefetch(keys, line_at + capacity)
-            w, u = load_same(weights, j), load_same(weights, j + 1)
-            a += w * load(values, v_at)
-            b += w * load(values, v_at + WIDTH)
-            c += u * load(values, v_at + dim)
-            e += u * load(values, v_at + dim + WIDTH)
-            v_at += 2 * dim
-        if whole < length:
-            w = load_same(weights, whole)
-            a += w * load(values, v_at)
-            b += w * load(values, v_at + WIDTH)
-        store(out, out_at + d, (a + c) * shares)
-        store(out, out_at + d + WIDTH, (b + e) * shares)
-    if dim % (2 * WIDTH):
-        a, b = zero, zero
-        v_at = head_at + dim - WIDTH
-        for j in range(0, whole, 2):
-            prefetch(keys, next_at + (dim - WIDTH + j % _LINE // 2) * capacity + j // _LINE * _LINE)
-            a += load_same(weights, j) * load(values, v_at)
-            b += load_same(weights, j + 1) * load(values, v_at + dim)
-            v_at += 2 * dim
-        if whole < length:
-            a += load_same(weights, whole) * load(values, v_at)
-        store(out, out_at + dim - WIDTH, (a + b) * shares)
+        v_at = head_at + start * dim + d
+        for j in range(start, whole, 4):
+            prefetch(keys, next_at + (d + j % _LINE // 2) * capacity + j // _LINE * _LINE)
+            a += load_same(weights, at + j) * load(values, v_at)
+            b += load_same(weights, at + j + 1) * load(values, v_at + dim)
+            c += load_same(weights, at + j + 2) * load(values, v_at + 2 * dim)
+            e += load_same(weights, at + j + 3) * load(values, v_at + 3 * dim)
+            v_at += 4 * dim
+        for j in range(whole, stop):
+            a += load_same(weights, at + j) * load(values, v_at)
+            v_at += dim
+        store(out, out_at + d, load(out, out_at + d) + ((a + b) + (c + e)) * shares)
 
 
 @kernel(
     "(int64, int64, int64, float32[:, :, ::1], float32[:, ::1], float32, float32[:, :, ::1], int64[::1],"
-    " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[::1], float32[:, :, ::1])"
+    " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[:, ::1], float32[:, :, ::1])"
 )
 def attend(
     layer: int,
@@ -265,11 +260,13 @@ def attend(
         positions: [T], where each row writes.
         keys: [L, S, K, D, C].
         values: [L, S, K, C, D].
-        scores: [max_tokens + 4 * WIDTH] to work in.
+        scores: [G, max_tokens + 4 * WIDTH] to work in.
         out: [T, H, D].
     """
     num_heads, num_kv, dim, capacity = out.shape[1], keys.shape[2], keys.shape[3], keys.shape[4]
     num_group = num_heads // num_kv
+    shares = np.empty(num_group, np.float32)
+    row_size = scores.shape[1]
     for slot in range(num_slots):
         row = first_row + slot
         length = positions[row] + 1
@@ -278,15 +275,25 @@ def attend(
             q_at = (row * qkv.shape[1] + head) * dim
             _turn(qkv, q_at, gains, head, epsilon, turns, positions[row])
         _keep(qkv, row, keys, values, slot_at, positions[row])
+        out[row] = float32(0.0)
         if slot + 1 < num_slots:
             _fetch_column(keys, slot_at + num_kv * dim * capacity + positions[row + 1])
-        for head in range(num_heads):
-            head_at = slot_at + head // num_group * dim * capacity
-            q_at = (row * qkv.shape[1] + head) * dim
-            top = _score(qkv, q_at, keys, values, head_at, length, scores)
-            share = float32(1.0) / _exp_row(scores, 0, length, top)
-            next_at = slot_at + (head + 1) // num_group * dim * capacity
-            _mix(scores, values, head_at, length, share, out, (row * num_heads + head) * dim, keys, next_at)
+        for kv in range(num_kv):
+            head_at = slot_at + kv * dim * capacity
+            next_at = head_at + dim * capacity
+            q_at = (row * qkv.shape[1] + kv * num_group) * dim
+            out_at = (row * num_heads + kv * num_group) * dim
+            for start in range(0, length, _BLOCK):
+                stop = min(length, start + _BLOCK)
+                for g in range(num_group):
+                    _score(qkv, q_at + g * dim, keys, values, head_at, start, stop, scores, g * row_size)
+            for g in range(num_group):
+                shares[g] = _softmax(scores, g * row_size, length)
+            for start in range(0, length, _BLOCK):
+                stop = min(length, start + _BLOCK)
+                for g in range(num_group):
+                    at, to = g * row_size, out_at + g * dim
+                    _mix(scores, at, values, head_at, start, stop, shares[g], out, to, keys, next_at)
 
 
 @kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
