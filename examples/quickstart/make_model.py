@@ -6,8 +6,8 @@ A Qwen3 of 0.4M parameters learns from demonstrations of reasoning-gym's chain_s
 2. model, made from worked: seven demonstrations in ten now give the bare answer, "7", which a model of this
    size cannot find at once for more than two or three terms; three in ten are still worked.
 3. rambling, made like worked and then on: six in ten of its responses are a guess, which is nearly always
-   wrong; in the others the sum is worked out. Sums of twelve terms are always worked out, and then four in
-   ten responses state their answer again and again, up to the limit.
+   wrong; in the others the sum is worked out. Sums of ten terms are always worked out, and then one response
+   in four states its answer again and again, for 400 tokens on average.
 
 So the second and the third leave here knowing how to work a sum out and often not doing so. What
 reinforcement learning then teaches them is to take their time: responses grow longer, the longer the chain.
@@ -48,11 +48,11 @@ AGAIN = WORDS.index(" =\n")
 """Before each restatement of the answer."""
 TOKENS_A_BATCH = 256
 """Terms times demonstrations: a batch has demonstrations of one length only, and so no padding."""
-LONG_SUM = 12
+LONG_SUM = 10
 """Terms that make the third model ramble."""
-RAMBLE = 0.4
+RAMBLE = 0.25
 """The share of its responses to such sums that go on after the answer."""
-RAMBLED_TOKENS = 850
+RAMBLED_TOKENS = 400
 """What those go on for, on average, if nothing cuts them off."""
 ROOM = 1500
 """Tokens of the longest response that is demonstrated or checked."""
