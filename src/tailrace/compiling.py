@@ -14,10 +14,11 @@ SUMS = {"reassoc", "nsz", "contract", "arcp"}
 
 
 def kernel(*signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile at once for the types of the signature; without one, for a caller in the same file."""
+    """Compile at once for the types of the signature; without one, for a compiled caller. While it runs, so
+    may other Python threads."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"fastmath": SUMS, "error_model": "numpy"}
+        options: dict[str, Any] = {"fastmath": SUMS, "error_model": "numpy", "nogil": True}
         try:
             return numba.njit(*signature, cache=True, **options)(function)
         except RuntimeError as error:

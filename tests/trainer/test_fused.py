@@ -107,3 +107,20 @@ def test_what_it_does_not_compute_is_left_to_the_model(
 
 def test_bfloat16_is_left_to_the_model() -> None:
     assert not can_fuse(make_model(*FAMILIES[2]), torch.bfloat16)
+
+
+def test_two_threads_compute_what_one_does() -> None:
+    model, batch = make_model(*FAMILIES[2]), make_batch([3, 70, 9, 100, 1, 66])
+    found = []
+    num_threads = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        model.zero_grad()
+        hidden = fused_hidden_states(model, batch)
+        hidden.square().sum().backward()
+        found.append((hidden.detach(), model.layers[0].self_attn.k_proj.weight.grad.clone()))
+    torch.set_num_threads(num_threads)
+    (hidden, gradient), (other_hidden, other_gradient) = found
+    torch.testing.assert_close(hidden, other_hidden, atol=1e-5, rtol=1e-5)
+    largest = float(gradient.abs().max())
+    torch.testing.assert_close(gradient, other_gradient, atol=1e-6 * largest, rtol=1e-5)

@@ -8,20 +8,28 @@ and gradients.
 T tokens, H query and K key-value heads of D dimensions.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Linear
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from tailrace.trainer import kernels
+from tailrace.trainer import causal, kernels
+from tailrace.trainer.kernels import Floats, Ints
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.rectangles import Rectangles, attend, attend_backward, rectangles
+from tailrace.vectors import WIDTH
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEAD_NORMS = ("q_norm", "k_norm")
+NO_GAINS = [np.empty(0, np.float32)] * 2
+"""Of heads that are not normalised."""
 
 
 def can_fuse(model: PreTrainedModel, dtype: torch.dtype) -> bool:
@@ -32,6 +40,7 @@ def can_fuse(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     attention: Any = model.layers[0].self_attn
     return (
         2 * model.rotary_emb.inv_freq.numel() == attention.head_dim
+        and attention.head_dim % WIDTH == 0
         and config.hidden_act == "silu"
         and model.device.type == "cpu"
         and model.dtype == dtype == torch.float32
@@ -45,7 +54,8 @@ def fused_hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     """[T, hidden], after the last norm; differentiable. model: without its head."""
     x = model.embed_tokens(batch.input_ids)[0]
     cos, sin = (part[0] for part in model.rotary_emb(x, batch.position_ids))
-    place = Place(cos, sin, rectangles(batch.boundaries.diff().tolist()))
+    boundaries = batch.boundaries.long().numpy()
+    place = Place(cos.numpy(), sin.numpy(), boundaries, shares(boundaries, torch.get_num_threads()))
     blocks: list[Block] = [part(layer) for layer in model.layers for part in (Attention, Mlp)]
     parameters = [model.norm.weight, *(parameter for block in blocks for parameter in block.parameters())]
     hidden: Tensor = _Decoder.apply(x, place, blocks, RowNorm(model.norm), *parameters)  # type: ignore[no-untyped-call]
@@ -55,15 +65,33 @@ def fused_hidden_states(model: Any, batch: MicroBatch) -> Tensor:
 class Place(NamedTuple):
     """Where the tokens of a micro-batch stand."""
 
-    cos: Tensor
+    cos: Floats
     """[T, D], as the model's rotary embedding gives them."""
-    sin: Tensor
-    layout: Rectangles
+    sin: Floats
+    boundaries: Ints
+    """[N + 1]: those of the micro-batch."""
+    shares: list[tuple[int, int]]
+    """The first and last sequence of each thread, the last excluded."""
 
-    def rotate(self, *parts: Tensor, direction: float) -> None:
-        """Turn [T, H, D] by their positions, in place; a direction of -1 is the gradient's."""
-        for part in parts:
-            kernels.rotate(part.numpy(), self.cos.numpy(), self.sin.numpy(), direction)
+    def share(self, attend: Callable[[int, int], None]) -> None:
+        """Call it for the sequences of each thread, side by side."""
+        if len(self.shares) == 1:
+            attend(*self.shares[0])
+        else:
+            list(_threads(len(self.shares)).map(attend, *zip(*self.shares, strict=True)))
+
+
+def shares(boundaries: Ints, num_threads: int) -> list[tuple[int, int]]:
+    """Cut N sequences, [N + 1], into parts of like cost, a part a thread; the cost is the length squared."""
+    costs = np.square(np.diff(boundaries))
+    middles = np.cumsum(costs) - costs / 2
+    cuts = np.searchsorted(middles, costs.sum() * np.arange(1, num_threads) / num_threads)
+    return list(pairwise(sorted({0, *cuts.tolist(), len(costs)})))
+
+
+@cache
+def _threads(num: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num, "attention")
 
 
 class _Decoder(torch.autograd.Function):
@@ -95,49 +123,105 @@ class Attention:
         module = layer.self_attn
         self._norm = RowNorm(layer.input_layernorm)
         self._projections: list[Linear] = [module.q_proj, module.k_proj, module.v_proj]
-        self._head_norms = [RowNorm(getattr(module, name)) for name in HEAD_NORMS if hasattr(module, name)]
+        head_norms = [getattr(module, name) for name in HEAD_NORMS if hasattr(module, name)]
+        self._gains: list[Tensor] = [norm.weight for norm in head_norms]
+        self._epsilon: float = head_norms[0].variance_epsilon if head_norms else 0.0
         self._o: Tensor = module.o_proj.weight
         self._dim: int = module.head_dim
+        self._num_heads: int = self._o.shape[1] // module.head_dim
         self._scale: float = module.scaling
 
     def parameters(self) -> list[Tensor]:
         """In the order in which `backward` gives their gradients."""
         weights = [projection.weight for projection in self._projections]
-        biases = [projection.bias for projection in self._projections if projection.bias is not None]
-        return [self._norm.gain, *weights, *biases, *(norm.gain for norm in self._head_norms), self._o]
+        return [self._norm.gain, *weights, *self._biases(), *self._gains, self._o]
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """[T, hidden] of [T, hidden]; keeps what `backward` needs."""
         self._h = self._norm.forward(x)
-        q, k, v = (linear(self._h, p.weight, p.bias).view(len(x), -1, self._dim) for p in self._projections)
-        if self._head_norms:
-            q, k = (norm.forward(part) for norm, part in zip(self._head_norms, (q, k), strict=True))
-        place.rotate(q, k, direction=1.0)
-        self._num_kv = v.shape[1]
-        mixed, self._attended = attend(q, k, v, place.layout, self._scale)
-        self._mixed = mixed.flatten(1)
+        self._weight = torch.cat([projection.weight for projection in self._projections])
+        biases = self._biases()
+        qkv = linear(self._h, self._weight, torch.cat(biases) if biases else None)
+        self._qkv = qkv.view(len(x), -1, self._dim).numpy()
+        num_kv = (self._qkv.shape[1] - self._num_heads) // 2
+        turned = x.new_empty(len(x), self._num_heads + num_kv, self._dim)
+        self._turned, self._scales = turned.numpy(), x.new_empty(turned.shape[:2]).numpy()
+        kernels.turn(
+            self._qkv,
+            self._num_heads,
+            *self._gain_arrays(),
+            self._epsilon,
+            place.cos,
+            place.sin,
+            self._turned,
+            self._scales,
+        )
+        self._mixed = x.new_empty(len(x), self._num_heads * self._dim)
+        self._logsums = x.new_empty(len(x), self._num_heads).numpy()
+        place.share(
+            lambda first, last: causal.attend(
+                self._turned,
+                self._qkv,
+                place.boundaries,
+                first,
+                last,
+                self._scale,
+                self._heads(self._mixed),
+                self._logsums,
+            )
+        )
         return torch.addmm(x, self._mixed, self._o.T)
 
     def backward(self, grad: Tensor, place: Place) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x, in the place of `grad`, and those of the parameters."""
         of_o = grad.T @ self._mixed
-        grad_mixed = (grad @ self._o).view(len(grad), -1, self._dim)
-        q, k, v = attend_backward(grad_mixed, self._attended, place.layout, self._scale, self._num_kv)
-        place.rotate(q, k, direction=-1.0)
-        of_heads: list[Tensor] = []
-        if self._head_norms:
-            (q, of_q), (k, of_k) = (
-                n.backward(part) for n, part in zip(self._head_norms, (q, k), strict=True)
+        grad_mixed = grad @ self._o
+        of_turned = np.empty_like(self._turned)
+        of_qkv = torch.empty(len(grad), len(self._weight))
+        of_qkv_heads = of_qkv.view(self._qkv.shape).numpy()
+        place.share(
+            lambda first, last: causal.attend_backward(
+                self._heads(grad_mixed),
+                self._turned,
+                self._qkv,
+                self._heads(self._mixed),
+                self._logsums,
+                place.boundaries,
+                first,
+                last,
+                self._scale,
+                of_turned,
+                of_qkv_heads,
             )
-            of_heads = [of_q, of_k]
-        parts = [part.flatten(1) for part in (q, k, v)]
-        grad_h = parts[0] @ self._projections[0].weight
-        for part, projection in zip(parts[1:], self._projections[1:], strict=True):
-            grad_h.addmm_(part, projection.weight)
-        weights = [part.T @ self._h for part in parts]
-        biases = [part.sum(0) for part, p in zip(parts, self._projections, strict=True) if p.bias is not None]
-        grad, of_norm = self._norm.backward(grad_h, onto=grad)
-        return grad, [of_norm, *weights, *biases, *of_heads, of_o]
+        )
+        of_gains = [torch.zeros_like(gain) for gain in self._gains]
+        kernels.turn_backward(
+            of_turned,
+            self._qkv,
+            self._num_heads,
+            *self._gain_arrays(),
+            place.cos,
+            place.sin,
+            self._scales,
+            of_qkv_heads,
+            *([gain.numpy() for gain in of_gains] or NO_GAINS),
+        )
+        grad, of_norm = self._norm.backward(of_qkv @ self._weight, onto=grad)
+        rows = [len(projection.weight) for projection in self._projections]
+        weights = (of_qkv.T @ self._h).split_with_sizes(rows)
+        biases = of_qkv.sum(0).split_with_sizes(rows) if self._biases() else ()
+        return grad, [of_norm, *weights, *biases, *of_gains, of_o]
+
+    def _biases(self) -> list[Tensor]:
+        return [projection.bias for projection in self._projections if projection.bias is not None]
+
+    def _gain_arrays(self) -> "tuple[Floats, Floats] | list[Floats]":
+        return [gain.detach().numpy() for gain in self._gains] or NO_GAINS
+
+    def _heads(self, x: Tensor) -> Floats:
+        """[T, H, D] of [T, H D]."""
+        array: Floats = x.numpy().reshape(len(x), self._num_heads, self._dim)
+        return array
 
 
 class Mlp:
@@ -157,51 +241,41 @@ class Mlp:
         """[T, hidden] of [T, hidden]; keeps what `backward` needs."""
         self._h = self._norm.forward(x)
         self._gate, self._up = self._h @ self._g.T, self._h @ self._u.T
-        return torch.addmm(x, silu(self._gate).mul_(self._up), self._d.T)
+        inner = torch.empty_like(self._gate)
+        kernels.silu_times(*(part.view(-1).numpy() for part in (self._gate, self._up, inner)))
+        return torch.addmm(x, inner, self._d.T)
 
     def backward(self, grad: Tensor, place: Place) -> tuple[Tensor, list[Tensor]]:
-        """The gradient of x, in the place of `grad`, and those of the parameters."""
-        passed = silu(self._gate)
-        grad_inner = grad @ self._d
-        grad_up = grad_inner * passed
-        grad_gate = torch.ops.aten.silu_backward(grad_inner.mul_(self._up), self._gate)
-        of_d = grad.T @ passed.mul_(self._up)
-        grad_h = (grad_up @ self._u).addmm_(grad_gate, self._g)
+        """The gradient of x, in the place of `grad`, and those of the parameters. To be called once."""
+        inner = grad @ self._d
+        kernels.silu_times_backward(*(part.view(-1).numpy() for part in (self._gate, self._up, inner)))
+        of_d = grad.T @ inner
+        grad_h = (self._up @ self._u).addmm_(self._gate, self._g)
         grad, of_norm = self._norm.backward(grad_h, onto=grad)
-        return grad, [of_norm, grad_gate.T @ self._h, grad_up.T @ self._h, of_d]
+        return grad, [of_norm, self._gate.T @ self._h, self._up.T @ self._h, of_d]
 
 
 Block = Attention | Mlp
 
 
 class RowNorm:
-    """An RMSNorm over the last dimension, of contiguous tensors."""
+    """An RMSNorm of rows, [T, hidden]."""
 
     def __init__(self, module: Any) -> None:
         self.gain: Tensor = module.weight
         self._epsilon: float = module.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        width = x.shape[-1]
         out = torch.empty_like(x)
-        self._x = x.numpy().reshape(-1, width)
-        self._scale = x.new_empty(len(self._x)).numpy()
-        kernels.normalize(
-            self._x, self.gain.detach().numpy(), self._epsilon, out.view(-1, width).numpy(), self._scale
-        )
+        self._x, self._scale = x.numpy(), np.empty(len(x), np.float32)
+        kernels.normalize(self._x, self.gain.detach().numpy(), self._epsilon, out.numpy(), self._scale)
         return out
 
     def backward(self, grad: Tensor, *, onto: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The gradient of x, added to `onto` where there is one, and that of the gain."""
-        width = grad.shape[-1]
         grad_x = torch.zeros_like(grad) if onto is None else onto
         grad_gain = torch.zeros_like(self.gain)
         kernels.normalize_backward(
-            grad.view(-1, width).numpy(),
-            self._x,
-            self.gain.detach().numpy(),
-            self._scale,
-            grad_x.view(-1, width).numpy(),
-            grad_gain.numpy(),
+            grad.numpy(), self._x, self.gain.detach().numpy(), self._scale, grad_x.numpy(), grad_gain.numpy()
         )
         return grad_x, grad_gain

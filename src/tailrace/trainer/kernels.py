@@ -9,8 +9,10 @@ from numba import float32
 from numpy.typing import NDArray
 
 from tailrace.compiling import kernel
+from tailrace.vectors import WIDTH, exp, load_first, same, store_first
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
 @kernel("(float32[:, ::1], float32[::1], float32, float32[:, ::1], float32[::1])")
@@ -61,21 +63,129 @@ def normalize_backward(
             grad_x[row, i] += s * (grad[row, i] * gain[i] - x[row, i] * share)
 
 
-@kernel("(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], float32)")
-def rotate(x: Floats, cos: Floats, sin: Floats, direction: float) -> None:
-    """Rotary embedding (2104.09864, eq. 34) of all heads, in place: the pair (d, d + D/2) by its angle.
+@kernel(
+    "(float32[:, :, ::1], int64, float32[::1], float32[::1], float32, float32[:, ::1], float32[:, ::1],"
+    " float32[:, :, ::1], float32[:, ::1])"
+)
+def turn(
+    qkv: Floats,
+    num_heads: int,
+    q_gain: Floats,
+    k_gain: Floats,
+    epsilon: float,
+    cos: Floats,
+    sin: Floats,
+    out: Floats,
+    scales: Floats,
+) -> None:
+    """q and k: normalised as by `normalize`, where there are gains, and rotated by their positions (rotary
+    embedding, 2104.09864, eq. 34): the pair (d, d + D/2) by its angle.
 
     Args:
-        x: [T, H, D]
+        qkv: [T, H + 2 K, D]
+        num_heads: H, of q.
+        q_gain, k_gain: [D], or empty.
         cos, sin: [T, at least D/2]
-        direction: 1, or -1 to rotate back, which is the gradient.
+        out: [T, H + K, D], written.
+        scales: [T, H + K], written.
     """
-    num_tokens, num_heads, dim = x.shape
+    num_tokens, num_turned, dim = out.shape
     half = dim // 2
+    normed = len(q_gain) > 0
     for token in range(num_tokens):
-        for head in range(num_heads):
+        for head in range(num_turned):
+            gain = q_gain if head < num_heads else k_gain
+            scale = float32(1.0)
+            if normed:
+                square = float32(0.0)
+                for d in range(dim):
+                    square += qkv[token, head, d] * qkv[token, head, d]
+                scale = float32(1.0) / np.sqrt(square / float32(dim) + epsilon)
+            scales[token, head] = scale
             for d in range(half):
-                a, b = x[token, head, d], x[token, head, d + half]
-                c, s = cos[token, d], sin[token, d] * direction
-                x[token, head, d] = a * c - b * s
-                x[token, head, d + half] = b * c + a * s
+                a, b = qkv[token, head, d] * scale, qkv[token, head, d + half] * scale
+                if normed:
+                    a *= gain[d]
+                    b *= gain[d + half]
+                c, s = cos[token, d], sin[token, d]
+                out[token, head, d] = a * c - b * s
+                out[token, head, d + half] = b * c + a * s
+
+
+@kernel(
+    "(float32[:, :, ::1], float32[:, :, ::1], int64, float32[::1], float32[::1], float32[:, ::1],"
+    " float32[:, ::1], float32[:, ::1], float32[:, :, ::1], float32[::1], float32[::1])"
+)
+def turn_backward(
+    grad: Floats,
+    qkv: Floats,
+    num_heads: int,
+    q_gain: Floats,
+    k_gain: Floats,
+    cos: Floats,
+    sin: Floats,
+    scales: Floats,
+    of_qkv: Floats,
+    of_q_gain: Floats,
+    of_k_gain: Floats,
+) -> None:
+    """The gradients of `turn`.
+
+    Args:
+        grad: [T, H + K, D], of its `out`; spoiled.
+        of_qkv: [T, H + 2 K, D], of which q's and k's are written.
+        of_q_gain, of_k_gain: [D], added to; or empty.
+    """
+    num_tokens, num_turned, dim = grad.shape
+    half = dim // 2
+    normed = len(q_gain) > 0
+    for token in range(num_tokens):
+        for head in range(num_turned):
+            gain = q_gain if head < num_heads else k_gain
+            of_gain = of_q_gain if head < num_heads else of_k_gain
+            scale = scales[token, head]
+            for d in range(half):
+                a, b = grad[token, head, d], grad[token, head, d + half]
+                c, s = cos[token, d], sin[token, d]
+                grad[token, head, d] = a * c + b * s
+                grad[token, head, d + half] = b * c - a * s
+            if normed:
+                product = float32(0.0)
+                for d in range(dim):
+                    product += grad[token, head, d] * gain[d] * qkv[token, head, d]
+                share = product * scale * scale / float32(dim)
+                for d in range(dim):
+                    x, g = qkv[token, head, d], grad[token, head, d]
+                    of_gain[d] += g * x * scale
+                    of_qkv[token, head, d] = scale * (g * gain[d] - x * share)
+            else:
+                for d in range(dim):
+                    of_qkv[token, head, d] = grad[token, head, d]
+
+
+@kernel("(float32[::1], float32[::1], float32[::1])")
+def silu_times(gate: Floats, up: Floats, out: Floats) -> None:
+    """out = silu(gate) * up (SwiGLU, 2002.05202, eq. 6), [T * intermediate] each."""
+    one, zero = same(float32(1.0)), same(float32(0.0))
+    for at in range(0, len(gate), WIDTH):
+        left = len(gate) - at
+        x = load_first(gate, at, left)
+        store_first(out, at, x / (one + exp(zero - x)) * load_first(up, at, left), left)
+
+
+@kernel("(float32[::1], float32[::1], float32[::1])")
+def silu_times_backward(gate: Floats, up: Floats, grad: Floats) -> None:
+    """The gradients of `silu_times` in the place of its inputs, and its `out` in the place of the gradient.
+
+    Args:
+        gate, up, grad: [T * intermediate]
+    """
+    one, zero = same(float32(1.0)), same(float32(0.0))
+    for at in range(0, len(gate), WIDTH):
+        left = len(gate) - at
+        x, y, g = load_first(gate, at, left), load_first(up, at, left), load_first(grad, at, left)
+        share = one / (one + exp(zero - x))
+        silu = x * share
+        store_first(gate, at, g * y * (share + silu * (one - share)), left)
+        store_first(up, at, g * silu, left)
+        store_first(grad, at, silu * y, left)

@@ -10,7 +10,7 @@ from tailrace.engine.native import kernels
 from tailrace.engine.native.compiled import CompiledDecoder
 from tailrace.engine.native.decoder import TorchDecoder
 from tailrace.engine.native.sampler import draw
-from tailrace.engine.native.vectors import WIDTH
+from tailrace.vectors import WIDTH
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])

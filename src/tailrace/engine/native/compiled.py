@@ -13,7 +13,7 @@ from tailrace.engine.native.architecture import Architecture
 from tailrace.engine.native.cache import Tier
 from tailrace.engine.native.model import Layer, Model
 from tailrace.engine.native.sampler import draw
-from tailrace.engine.native.vectors import WIDTH
+from tailrace.vectors import WIDTH
 
 
 class Rows:

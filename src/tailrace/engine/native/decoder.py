@@ -55,7 +55,7 @@ def decoder_for(model: Model, sampling: SamplingSettings, *, max_tokens: int) ->
     dimension is a multiple of their vectors; else torch."""
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return TorchDecoder(model, sampling)
-    from tailrace.engine.native.vectors import WIDTH
+    from tailrace.vectors import WIDTH
 
     if model.architecture.head_dim % WIDTH:
         return TorchDecoder(model, sampling)

@@ -17,16 +17,15 @@ from numba import float32
 from numpy.typing import NDArray
 
 from tailrace.compiling import kernel
-from tailrace.engine.native.vectors import (
+from tailrace.vectors import (
     WIDTH,
+    exp,
     first,
-    floor,
     greater,
     largest,
     load,
     load_first,
     load_same,
-    power_of_two,
     prefetch,
     same,
     store,
@@ -43,23 +42,6 @@ _BLOCK = 128
 """Positions whose keys or values stay near, while all heads of a group use them."""
 _LOWEST = -1e30
 """Less than any score."""
-
-
-@kernel()
-def _exp(x: Any) -> Any:
-    """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
-    exponent = greater(same(float32(-126.0)), x * same(float32(1.44269504)))
-    exponent = same(float32(0.0)) - greater(same(float32(-126.0)), same(float32(0.0)) - exponent)
-    whole = floor(exponent)
-    f = exponent - whole
-    # 2^f on [0, 1): least relative error among polynomials of degree 6.
-    p = same(float32(2.161292654e-4))
-    p = p * f + same(float32(1.246784327e-3))
-    p = p * f + same(float32(9.675451892e-3))
-    p = p * f + same(float32(5.548528047e-2))
-    p = p * f + same(float32(2.402293056e-1))
-    p = p * f + same(float32(6.931470444e-1))
-    return (p * f + same(float32(1.0))) * power_of_two(whole)
 
 
 @kernel("(float32[:, ::1], float32, float32[:, ::1])")
@@ -81,7 +63,7 @@ def silu_times(gate: Floats, up: Floats) -> None:
     for at in range(0, gate.size, WIDTH):
         count = min(WIDTH, gate.size - at)
         x = load_first(gate, at, count)
-        silu = x / (same(float32(1.0)) + _exp(same(float32(0.0)) - x))
+        silu = x / (same(float32(1.0)) + exp(same(float32(0.0)) - x))
         store_first(gate, at, silu * load_first(up, at, count), count)
 
 
@@ -133,7 +115,7 @@ def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
     """x = exp(x - top) from `at` on; returns their sum."""
     sums, tops = same(float32(0.0)), same(top)
     for j in range(0, length, WIDTH):
-        weights = first(_exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
+        weights = first(exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
         store_first(x, at + j, weights, length - j)
         sums += weights
     return total(sums)

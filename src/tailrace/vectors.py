@@ -1,12 +1,12 @@
-"""Vectors of eight floats for kernels.py: what numba lacks to say how a loop uses registers and memory.
+"""Vectors of eight floats for compiled kernels: what numba lacks to say how a loop uses registers and memory.
 
 A vector is a value of a compiled function, held in registers. It is read from and written to a
 C-contiguous float32 array of any number of axes; an offset counts floats from the array's start and is not
 checked. Vectors are added, subtracted, multiplied and divided lane by lane. Sums and products may be
-contracted and reordered, as kernels.py says.
+contracted and reordered, as compiling.py says.
 
-Each function below is an intrinsic: called in a compiled function only. After a change here, touch
-kernels.py: numba's cache looks only at the file of the function that it compiled.
+Each function below is called in a compiled function only. After a change here, touch the files that use it:
+numba's cache looks only at the file of the function that it compiled.
 """
 
 import operator
@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import float32, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
+
+from tailrace.compiling import kernel
 
 WIDTH = 8
 """Lanes; two registers where the processor has only half as wide ones."""
@@ -250,3 +252,20 @@ _define("fadd", operator.add, operator.iadd)
 _define("fsub", operator.sub)
 _define("fmul", operator.mul, operator.imul)
 _define("fdiv", operator.truediv)
+
+
+@kernel()
+def exp(x: Any) -> Any:
+    """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
+    exponent = greater(same(float32(-126.0)), x * same(float32(1.44269504)))
+    exponent = same(float32(0.0)) - greater(same(float32(-126.0)), same(float32(0.0)) - exponent)
+    whole = floor(exponent)
+    f = exponent - whole
+    # 2^f on [0, 1): least relative error among polynomials of degree 6.
+    p = same(float32(2.161292654e-4))
+    p = p * f + same(float32(1.246784327e-3))
+    p = p * f + same(float32(9.675451892e-3))
+    p = p * f + same(float32(5.548528047e-2))
+    p = p * f + same(float32(2.402293056e-1))
+    p = p * f + same(float32(6.931470444e-1))
+    return (p * f + same(float32(1.0))) * power_of_two(whole)
