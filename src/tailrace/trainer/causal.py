@@ -5,7 +5,7 @@ at a token, go along the keys together, so that heads that share their keys read
 taken of a whole row, and the backward pass computes it again (FlashAttention, 2205.14135, algorithm 4 without
 its blocks: a sequence's keys and values stay in the processor's second cache).
 
-Sequences are independent: a call computes those from `first` to `last`, so that threads can share them.
+Sequences are independent: a call computes those from `begin` to `end`, so that threads can share them.
 
 T tokens, H query and K key-value heads of D dimensions, D a multiple of WIDTH, G = H / K. The keys that rows
 go along lie in tiles [D, STRIDE], so that memory is read in order. `at` names offsets into arrays.
@@ -18,20 +18,7 @@ from numba import float32
 
 from tailrace.compiling import kernel
 from tailrace.trainer.kernels import Floats, Ints
-from tailrace.vectors import (
-    WIDTH,
-    exp,
-    greater,
-    largest,
-    load,
-    load_same,
-    same,
-    store,
-    total,
-)
-from tailrace.vectors import (
-    first as first_lanes,
-)
+from tailrace.vectors import WIDTH, exp, first, greater, largest, load, load_same, same, store, total
 
 STRIDE = 2 * WIDTH
 """Keys that are scored together."""
@@ -66,10 +53,10 @@ def _copy(x: Floats, token: int, head: int, length: int, out: Floats) -> None:
 
 
 @kernel()
-def _num_tiles(boundaries: Ints, first: int, last: int) -> int:
+def _num_tiles(boundaries: Ints, begin: int, end: int) -> int:
     """Of the longest sequence."""
     longest = 0
-    for n in range(first, last):
+    for n in range(begin, end):
         longest = max(longest, boundaries[n + 1] - boundaries[n])
     return (longest + STRIDE - 1) // STRIDE
 
@@ -126,12 +113,12 @@ def _softmax(scores: Floats, r: int, length: int, stop: int, scale: float) -> An
     at = r * scores.shape[1]
     tops = same(float32(_LOWEST))
     for j in range(0, length, WIDTH):
-        tops = greater(tops, first_lanes(load(scores, at + j), length - j, float32(_LOWEST)))
+        tops = greater(tops, first(load(scores, at + j), length - j, float32(_LOWEST)))
     top = largest(tops)
     sums, shift, scales = same(float32(0.0)), same(top), same(float32(scale))
     for j in range(0, length, WIDTH):
         weights = exp((load(scores, at + j) - shift) * scales)
-        weights = first_lanes(weights, length - j, float32(0.0))
+        weights = first(weights, length - j, float32(0.0))
         store(scores, at + j, weights)
         sums += weights
     for j in range((length + WIDTH - 1) // WIDTH * WIDTH, stop):
@@ -181,13 +168,13 @@ def attend(
     turned: Floats,
     qkv: Floats,
     boundaries: Ints,
-    first: int,
-    last: int,
+    begin: int,
+    end: int,
     scale: float,
     out: Floats,
     logsums: Floats,
 ) -> None:
-    """Of the sequences from `first` to `last`: softmax(scale q k^T) v.
+    """Of the sequences from `begin` to `end`: softmax(scale q k^T) v.
 
     Args:
         turned: [T, H + K, D], q and k.
@@ -199,14 +186,14 @@ def attend(
     num_heads, dim = out.shape[1], out.shape[2]
     num_kv = turned.shape[1] - num_heads
     group = num_heads // num_kv
-    num_tiles = _num_tiles(boundaries, first, last)
+    num_tiles = _num_tiles(boundaries, begin, end)
     keys, values = (
         np.empty((num_tiles, dim, STRIDE), np.float32),
         np.empty((num_tiles * STRIDE, dim), np.float32),
     )
     scores = np.empty((4, num_tiles * STRIDE), np.float32)
     logs, one = logsums.ravel(), float32(1.0)
-    for n in range(first, last):
+    for n in range(begin, end):
         token, length = boundaries[n], boundaries[n + 1] - boundaries[n]
         num_rows = length * group
         for kv in range(num_kv):
@@ -269,10 +256,10 @@ def _weigh(
             dc += load_same(grad, grad_at[2] + d) * v
             de += load_same(grad, grad_at[3] + d) * v
             at += STRIDE
-        a = first_lanes(exp(a * scales - same(logs[0])), seen[0] - j, float32(0.0))
-        b = first_lanes(exp(b * scales - same(logs[1])), seen[1] - j, float32(0.0))
-        c = first_lanes(exp(c * scales - same(logs[2])), seen[2] - j, float32(0.0))
-        e = first_lanes(exp(e * scales - same(logs[3])), seen[3] - j, float32(0.0))
+        a = first(exp(a * scales - same(logs[0])), seen[0] - j, float32(0.0))
+        b = first(exp(b * scales - same(logs[1])), seen[1] - j, float32(0.0))
+        c = first(exp(c * scales - same(logs[2])), seen[2] - j, float32(0.0))
+        e = first(exp(e * scales - same(logs[3])), seen[3] - j, float32(0.0))
         da = a * (da - same(deltas[0])) * scales
         db = b * (db - same(deltas[1])) * scales
         dc = c * (dc - same(deltas[2])) * scales
@@ -317,8 +304,8 @@ def attend_backward(
     out: Floats,
     logsums: Floats,
     boundaries: Ints,
-    first: int,
-    last: int,
+    begin: int,
+    end: int,
     scale: float,
     of_turned: Floats,
     of_qkv: Floats,
@@ -333,13 +320,13 @@ def attend_backward(
     num_heads, dim = out.shape[1], out.shape[2]
     num_kv = turned.shape[1] - num_heads
     group = num_heads // num_kv
-    num_tiles = _num_tiles(boundaries, first, last)
+    num_tiles = _num_tiles(boundaries, begin, end)
     tiles = np.empty((4, num_tiles, dim, STRIDE), np.float32)
     keys, values, of_keys, of_values = tiles[0], tiles[1], tiles[2], tiles[3]
     plain_keys = np.empty((num_tiles * STRIDE, dim), np.float32)
     of_scores = np.empty((4, num_tiles * STRIDE), np.float32)
     logs, one = logsums.ravel(), float32(1.0)
-    for n in range(first, last):
+    for n in range(begin, end):
         token, length = boundaries[n], boundaries[n + 1] - boundaries[n]
         num_rows = length * group
         for kv in range(num_kv):
