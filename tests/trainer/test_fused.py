@@ -95,9 +95,10 @@ def test_nothing_is_kept_for_a_gradient_that_nobody_wants() -> None:
         (FAMILIES[0], {"mlp_bias": True}),
         (FAMILIES[0], {"attention_bias": True}),
         (FAMILIES[0], {"hidden_act": "gelu"}),
+        (FAMILIES[0], {"head_dim": 12}),
         (FAMILIES[2], {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ],
-    ids=["mlp bias", "o bias", "another activation", "a sliding window"],
+    ids=["mlp bias", "o bias", "another activation", "heads of no whole vectors", "a sliding window"],
 )
 def test_what_it_does_not_compute_is_left_to_the_model(
     family: tuple[type, type], changes: dict[str, object]
