@@ -1,4 +1,4 @@
-"""Kernels compiled by numba for the CPU when their module is first imported on a machine: some five seconds.
+"""Kernels compiled by numba for the CPU when their module is first imported on a machine: some ten seconds.
 
 Later imports load the result from a cache beside the kernel's file or, where that cannot be written, in the
 user's cache folder. Processes may compile at the same time.
