@@ -16,7 +16,7 @@ import pytest
 import tailrace
 
 ROOT = Path(tailrace.__file__).parent
-GROUND = ("types", "errors", "clock", "settings", "importing", "compiling", "vectors")
+GROUND = ("types", "errors", "clock", "settings", "importing", "compiling", "vectors", "attending")
 ROOMS = (
     "data",
     "reward",

@@ -1,9 +1,9 @@
-"""Vectors of eight floats for compiled kernels: what numba lacks to say how a loop uses registers and memory.
+"""Vectors of floats for compiled kernels: what numba lacks to say how a loop uses registers and memory.
 
-A vector is a value of a compiled function, held in registers. It is read from and written to a
-C-contiguous float32 array of any number of axes; an offset counts floats from the array's start and is not
-checked. Vectors are added, subtracted, multiplied and divided lane by lane. Sums and products may be
-contracted and reordered, as compiling.py says.
+A vector is a value of a compiled function, held in registers: `WIDTH` lanes, or `WIDE`. It is read from and
+written to a C-contiguous float32 array of any number of axes; an offset counts floats from the array's start
+and is not checked. Vectors are added, subtracted, multiplied and divided lane by lane, with each other or
+with a number. Sums and products may be contracted and reordered, as compiling.py says.
 
 Each function below is called in a compiled function only. After a change here, touch the files that use it:
 numba's cache looks only at the file of the function that it compiled.
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import float32, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
@@ -21,12 +21,12 @@ from numba.extending import intrinsic, models, overload, register_model
 from tailrace.compiling import kernel
 
 WIDTH = 8
-"""Lanes; two registers where the processor has only half as wide ones."""
+"""Lanes of what goes along a head; two registers where the processor has only half as wide ones."""
+WIDE = 16 if binding.get_host_cpu_features().get("avx512f") else WIDTH
+"""Lanes of what goes along positions: those of the processor's widest register, or `WIDTH`."""
 
 _FLOAT, _INT, _BYTES = ir.FloatType(), ir.IntType(32), ir.IntType(8).as_pointer()
-_FLOATS, _INTS, _BITS = (ir.VectorType(kind, WIDTH) for kind in (_FLOAT, _INT, ir.IntType(1)))
 _FLAGS = ("reassoc", "nsz", "contract", "arcp")
-_LANES = ir.Constant(_INTS, list(range(WIDTH)))
 _ALIGNMENT = 4
 
 _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
@@ -38,11 +38,12 @@ Emit = Callable[..., Any]
 class VectorType(types.Type):  # type: ignore[misc]  # numba has no types
     """How numba names a vector."""
 
-    def __init__(self) -> None:
-        super().__init__(name="Vector")
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(name=f"Vector{lanes}")
 
 
-VECTOR = VectorType()
+VECTOR, WIDE_VECTOR = VectorType(WIDTH), VectorType(WIDE)
 
 
 @register_model(VectorType)
@@ -50,41 +51,55 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # numba has no 
     """How LLVM does."""
 
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _FLOATS)
+        super().__init__(manager, kind, _floats(kind.lanes))
 
 
-def _lanewise(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
-    """An intrinsic of so many vectors and scalars, of numba's types."""
+def _floats(lanes: int) -> Any:
+    return ir.VectorType(_FLOAT, lanes)
+
+
+def _ints(value: Any, lanes: int) -> Any:
+    """A constant: one number for all lanes, or a list."""
+    return ir.Constant(ir.VectorType(_INT, lanes), value if isinstance(value, list) else [value] * lanes)
+
+
+def _lanewise(*others: Any, result: Any = None) -> Callable[[Emit], Any]:
+    """An intrinsic of a vector, of either width, and of others: of numba's types, None being the vector's.
+    So is its result."""
 
     def made(emit: Emit) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return emit(builder, *values)
 
-        if len(arguments) == 1:
-            return intrinsic(lambda typing, a: (result(*arguments), generate))
-        if len(arguments) == 2:
-            return intrinsic(lambda typing, a, b: (result(*arguments), generate))
-        return intrinsic(lambda typing, a, b, c: (result(*arguments), generate))
+        def typed(vector: Any) -> Any:
+            return (result or vector)(vector, *(other or vector for other in others)), generate
+
+        if len(others) == 0:
+            return intrinsic(lambda typing, a: typed(a))
+        if len(others) == 1:
+            return intrinsic(lambda typing, a, b: typed(a))
+        return intrinsic(lambda typing, a, b, c: typed(a))
 
     return made
 
 
-def _address(context: Any, builder: Any, kind: Any, pointer: Any, array: Any, offset: Any) -> Any:
+def _address(context: Any, builder: Any, kind: Any, pointee: Any, array: Any, offset: Any) -> Any:
     """Of array[offset], an array of numba's type `kind`, as an LLVM pointer."""
     data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [offset]), pointer)
+    return builder.bitcast(builder.gep(data, [offset]), pointee.as_pointer())
 
 
-def _same(builder: Any, value: Any, kind: Any = _FLOATS) -> Any:
+def _same(builder: Any, value: Any, lanes: int) -> Any:
     """A vector of equal lanes."""
-    undefined = ir.Constant(kind, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, _INT(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * WIDTH))
+    return builder.shuffle_vector(first, undefined, _ints(0, lanes))
 
 
-def _below(builder: Any, count: Any) -> Any:
+def _below(builder: Any, count: Any, lanes: int) -> Any:
     """The mask of the first `count` lanes."""
-    return builder.icmp_signed("<", _LANES, _same(builder, builder.trunc(count, _INT), _INTS))
+    numbers = _ints(list(range(lanes)), lanes)
+    return builder.icmp_signed("<", numbers, _same(builder, builder.trunc(count, _INT), lanes))
 
 
 def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
@@ -94,11 +109,11 @@ def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
 
 def _fold(builder: Any, vector: Any, combine: Emit) -> Any:
     """All lanes combined into one number."""
-    width = WIDTH
+    width = lanes = vector.type.count
     while width > 1:
         width //= 2
-        upper = [(lane + width) % WIDTH for lane in range(WIDTH)]
-        vector = combine(builder, vector, builder.shuffle_vector(vector, vector, ir.Constant(_INTS, upper)))
+        upper = _ints([(lane + width) % lanes for lane in range(lanes)], lanes)
+        vector = combine(builder, vector, builder.shuffle_vector(vector, vector, upper))
     return builder.extract_element(vector, _INT(0))
 
 
@@ -110,53 +125,73 @@ def _sum(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(a, b, flags=_FLAGS)
 
 
+def _loading(vector: Any) -> Any:
+    @_intrinsic
+    def load(typing: Any, array: Any, offset: Any) -> Any:
+        """array[offset], and on for as many lanes."""
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            place = _address(context, builder, signature.args[0], _floats(vector.lanes), *values)
+            return builder.load(place, align=_ALIGNMENT)
+
+        return vector(array, types.intp), generate
+
+    return load
+
+
+def _loading_first(vector: Any) -> Any:
+    @_intrinsic
+    def load_first(typing: Any, array: Any, offset: Any, count: Any) -> Any:
+        """The same, but zero from lane `count` on, where nothing is read."""
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            (array, offset, count), lanes = values, vector.lanes
+            place = _address(context, builder, signature.args[0], _floats(lanes), array, offset)
+            zeros, mask = ir.Constant(_floats(lanes), [0.0] * lanes), _below(builder, count, lanes)
+            name = f"llvm.masked.load.v{lanes}f32.p0"
+            return _call(builder, name, _floats(lanes), place, _INT(_ALIGNMENT), mask, zeros)
+
+        return vector(array, types.intp, types.intp), generate
+
+    return load_first
+
+
+load, load_wide = _loading(VECTOR), _loading(WIDE_VECTOR)
+load_first, load_first_wide = _loading_first(VECTOR), _loading_first(WIDE_VECTOR)
+
+
 @_intrinsic
-def load(typing: Any, array: Any, offset: Any) -> Any:
-    """array[offset:offset + WIDTH]"""
+def load_like(typing: Any, vector: Any, array: Any, offset: Any) -> Any:
+    """array[offset], and on for as many lanes as the vector has."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        place = _address(context, builder, signature.args[0], _FLOATS.as_pointer(), *values)
+        place = _address(context, builder, signature.args[1], values[0].type, *values[1:])
         return builder.load(place, align=_ALIGNMENT)
 
-    return VECTOR(array, types.intp), generate
+    return vector(vector, array, types.intp), generate
 
 
 @_intrinsic
-def load_first(typing: Any, array: Any, offset: Any, count: Any) -> Any:
-    """The same, but zero from lane `count` on, where nothing is read."""
+def load_one(typing: Any, array: Any, offset: Any) -> Any:
+    """array[offset], a number."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        array, offset, count = values
-        place = _address(context, builder, signature.args[0], _FLOATS.as_pointer(), array, offset)
-        zeros, mask = ir.Constant(_FLOATS, [0.0] * WIDTH), _below(builder, count)
-        name = f"llvm.masked.load.v{WIDTH}f32.p0"
-        return _call(builder, name, _FLOATS, place, _INT(_ALIGNMENT), mask, zeros)
+        return builder.load(_address(context, builder, signature.args[0], _FLOAT, *values))
 
-    return VECTOR(array, types.intp, types.intp), generate
-
-
-@_intrinsic
-def load_same(typing: Any, array: Any, offset: Any) -> Any:
-    """array[offset] in every lane"""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        place = _address(context, builder, signature.args[0], _FLOAT.as_pointer(), *values)
-        return _same(builder, builder.load(place))
-
-    return VECTOR(array, types.intp), generate
+    return types.float32(array, types.intp), generate
 
 
 @_intrinsic
 def store(typing: Any, array: Any, offset: Any, vector: Any) -> Any:
-    """array[offset:offset + WIDTH] = vector"""
+    """array[offset], and on for as many lanes, = vector"""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         array, offset, vector = values
-        place = _address(context, builder, signature.args[0], _FLOATS.as_pointer(), array, offset)
+        place = _address(context, builder, signature.args[0], vector.type, array, offset)
         builder.store(vector, place, align=_ALIGNMENT)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, VECTOR), generate
+    return types.void(array, types.intp, vector), generate
 
 
 @_intrinsic
@@ -165,12 +200,14 @@ def store_first(typing: Any, array: Any, offset: Any, vector: Any, count: Any) -
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         array, offset, vector, count = values
-        place = _address(context, builder, signature.args[0], _FLOATS.as_pointer(), array, offset)
-        name = f"llvm.masked.store.v{WIDTH}f32.p0"
-        _call(builder, name, ir.VoidType(), vector, place, _INT(_ALIGNMENT), _below(builder, count))
+        lanes = vector.type.count
+        place = _address(context, builder, signature.args[0], vector.type, array, offset)
+        name = f"llvm.masked.store.v{lanes}f32.p0"
+        mask = _below(builder, count, lanes)
+        _call(builder, name, ir.VoidType(), vector, place, _INT(_ALIGNMENT), mask)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, VECTOR, types.intp), generate
+    return types.void(array, types.intp, vector, types.intp), generate
 
 
 @_intrinsic
@@ -178,7 +215,7 @@ def prefetch(typing: Any, array: Any, offset: Any) -> Any:
     """Ask for the cache line of array[offset], which need not exist."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        place = _address(context, builder, signature.args[0], _BYTES, *values)
+        place = builder.bitcast(_address(context, builder, signature.args[0], _FLOAT, *values), _BYTES)
         reading, keep, data = _INT(0), _INT(3), _INT(1)
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, reading, keep, data)
         return context.get_dummy_value()
@@ -186,66 +223,103 @@ def prefetch(typing: Any, array: Any, offset: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-@_lanewise(VECTOR, types.float32)
-def same(builder: Any, x: Any) -> Any:
-    """The number in every lane."""
-    return _same(builder, x)
+def _same_in(vector: Any) -> Any:
+    @_intrinsic
+    def same(typing: Any, x: Any) -> Any:
+        """The number in every lane."""
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return _same(builder, values[0], vector.lanes)
+
+        return vector(types.float32), generate
+
+    return same
 
 
-@_lanewise(VECTOR, VECTOR, types.intp, types.float32)
+same, same_wide = _same_in(VECTOR), _same_in(WIDE_VECTOR)
+
+
+@_lanewise(types.intp, types.float32)
 def first(builder: Any, vector: Any, count: Any, x: Any) -> Any:
     """The vector, with the number in its lanes from `count` on."""
-    return builder.select(_below(builder, count), vector, _same(builder, x))
+    lanes = vector.type.count
+    return builder.select(_below(builder, count, lanes), vector, _same(builder, x, lanes))
 
 
-@_lanewise(VECTOR, VECTOR)
+@_lanewise()
 def swap_pairs(builder: Any, vector: Any) -> Any:
     """Lanes 1, 0, 3, 2, and so on."""
-    return builder.shuffle_vector(vector, vector, ir.Constant(_INTS, [lane ^ 1 for lane in range(WIDTH)]))
+    lanes = vector.type.count
+    return builder.shuffle_vector(vector, vector, _ints([lane ^ 1 for lane in range(lanes)], lanes))
 
 
-@_lanewise(VECTOR, VECTOR, VECTOR)
+@_lanewise(None)
 def greater(builder: Any, a: Any, b: Any) -> Any:
     """The greater of each lane; that of b where one is not a number."""
     return _greater(builder, a, b)
 
 
-@_lanewise(VECTOR, VECTOR)
+@_lanewise(types.float32)
+def at_least(builder: Any, vector: Any, x: Any) -> Any:
+    """The number, where a lane is less."""
+    return _greater(builder, _same(builder, x, vector.type.count), vector)
+
+
+@_lanewise()
 def floor(builder: Any, vector: Any) -> Any:
-    return _call(builder, f"llvm.floor.v{WIDTH}f32", _FLOATS, vector)
+    return _call(builder, f"llvm.floor.v{vector.type.count}f32", vector.type, vector)
 
 
-@_lanewise(VECTOR, VECTOR)
+@_lanewise()
 def power_of_two(builder: Any, whole: Any) -> Any:
     """2^whole, for whole numbers from -126 to 127."""
-    exponent = builder.add(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [127] * WIDTH))
-    return builder.bitcast(builder.shl(exponent, ir.Constant(_INTS, [23] * WIDTH)), _FLOATS)
+    lanes = whole.type.count
+    exponent = builder.add(builder.fptosi(whole, ir.VectorType(_INT, lanes)), _ints(127, lanes))
+    return builder.bitcast(builder.shl(exponent, _ints(23, lanes)), whole.type)
 
 
-@_lanewise(types.float32, VECTOR)
+@_lanewise(result=types.intp)
+def num_lanes(builder: Any, vector: Any) -> Any:
+    return ir.Constant(ir.IntType(64), vector.type.count)
+
+
+@_lanewise(result=types.float32)
 def total(builder: Any, vector: Any) -> Any:
     """The sum of all lanes."""
     return _fold(builder, vector, _sum)
 
 
-@_lanewise(types.float32, VECTOR)
+@_lanewise(result=types.float32)
 def largest(builder: Any, vector: Any) -> Any:
     """The greatest of all lanes."""
     return _fold(builder, vector, _greater)
 
 
 def _define(instruction: str, *operations: Any) -> None:
-    """Let compiled functions write the operations between vectors."""
+    """Let compiled functions write the operations between vectors, and between a vector and a number."""
 
-    @_lanewise(VECTOR, VECTOR, VECTOR)
-    def apply(builder: Any, a: Any, b: Any) -> Any:
-        return getattr(builder, instruction)(a, b, flags=_FLAGS)
+    @_intrinsic
+    def apply(typing: Any, a: Any, b: Any) -> Any:
+        vector = a if isinstance(a, VectorType) else b
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            sides = [
+                value if isinstance(kind, VectorType) else _same(builder, value, vector.lanes)
+                for kind, value in zip((a, b), values, strict=True)
+            ]
+            return getattr(builder, instruction)(*sides, flags=_FLAGS)
+
+        return vector(a, b), generate
 
     def implementation(a, b):  # type: ignore[no-untyped-def]  # numba compares it with a lambda
         return apply(a, b)
 
+    def fits(a: Any, b: Any) -> bool:
+        kinds = {a, b} - {types.float32}
+        return len(kinds) == 1 and isinstance(kinds.pop(), VectorType)
+
     for operation in operations:
-        overload(operation)(lambda a, b: implementation if a == b == VECTOR else None)
+        overload(operation)(lambda a, b: implementation if fits(a, b) else None)
 
 
 _define("fadd", operator.add, operator.iadd)
@@ -257,15 +331,20 @@ _define("fdiv", operator.truediv)
 @kernel()
 def exp(x: Any) -> Any:
     """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
-    exponent = greater(same(float32(-126.0)), x * same(float32(1.44269504)))
-    exponent = same(float32(0.0)) - greater(same(float32(-126.0)), same(float32(0.0)) - exponent)
+    exponent = at_least(x * float32(1.44269504), float32(-126.0))
+    exponent = float32(0.0) - at_least(float32(0.0) - exponent, float32(-126.0))
     whole = floor(exponent)
     f = exponent - whole
     # 2^f on [0, 1): least relative error among polynomials of degree 6.
-    p = same(float32(2.161292654e-4))
-    p = p * f + same(float32(1.246784327e-3))
-    p = p * f + same(float32(9.675451892e-3))
-    p = p * f + same(float32(5.548528047e-2))
-    p = p * f + same(float32(2.402293056e-1))
-    p = p * f + same(float32(6.931470444e-1))
-    return (p * f + same(float32(1.0))) * power_of_two(whole)
+    p = f * float32(2.161292654e-4) + float32(1.246784327e-3)
+    p = p * f + float32(9.675451892e-3)
+    p = p * f + float32(5.548528047e-2)
+    p = p * f + float32(2.402293056e-1)
+    p = p * f + float32(6.931470444e-1)
+    return (p * f + float32(1.0)) * power_of_two(whole)
+
+
+@kernel()
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)) of each lane."""
+    return float32(1.0) / (exp(float32(0.0) - x) + float32(1.0))

@@ -9,7 +9,7 @@ from numba import float32
 from numpy.typing import NDArray
 
 from tailrace.compiling import kernel
-from tailrace.vectors import WIDTH, exp, load_first, same, store_first
+from tailrace.vectors import WIDE, load_first_wide, sigmoid, store_first
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -166,11 +166,10 @@ def turn_backward(
 @kernel("(float32[::1], float32[::1], float32[::1])")
 def silu_times(gate: Floats, up: Floats, out: Floats) -> None:
     """out = silu(gate) * up (SwiGLU, 2002.05202, eq. 6), [T * intermediate] each."""
-    one, zero = same(float32(1.0)), same(float32(0.0))
-    for at in range(0, len(gate), WIDTH):
+    for at in range(0, len(gate), WIDE):
         left = len(gate) - at
-        x = load_first(gate, at, left)
-        store_first(out, at, x / (one + exp(zero - x)) * load_first(up, at, left), left)
+        x = load_first_wide(gate, at, left)
+        store_first(out, at, x * sigmoid(x) * load_first_wide(up, at, left), left)
 
 
 @kernel("(float32[::1], float32[::1], float32[::1])")
@@ -180,12 +179,12 @@ def silu_times_backward(gate: Floats, up: Floats, grad: Floats) -> None:
     Args:
         gate, up, grad: [T * intermediate]
     """
-    one, zero = same(float32(1.0)), same(float32(0.0))
-    for at in range(0, len(gate), WIDTH):
+    for at in range(0, len(gate), WIDE):
         left = len(gate) - at
-        x, y, g = load_first(gate, at, left), load_first(up, at, left), load_first(grad, at, left)
-        share = one / (one + exp(zero - x))
+        x, y = load_first_wide(gate, at, left), load_first_wide(up, at, left)
+        g = load_first_wide(grad, at, left)
+        share = sigmoid(x)
         silu = x * share
-        store_first(gate, at, g * y * (share + silu * (one - share)), left)
+        store_first(gate, at, g * y * (share + silu * (float32(1.0) - share)), left)
         store_first(up, at, g * silu, left)
         store_first(grad, at, silu * y, left)

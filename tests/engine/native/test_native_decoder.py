@@ -10,7 +10,7 @@ from tailrace.engine.native import kernels
 from tailrace.engine.native.compiled import CompiledDecoder
 from tailrace.engine.native.decoder import TorchDecoder
 from tailrace.engine.native.sampler import draw
-from tailrace.vectors import WIDTH
+from tailrace.vectors import WIDE
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
@@ -60,8 +60,8 @@ def test_silu_keeps_five_digits_even_far_from_zero():
     torch.testing.assert_close(gate, expected, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 40])
-@pytest.mark.parametrize(("num_heads", "num_kv"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 72])
+@pytest.mark.parametrize(("num_heads", "num_kv"), [(2, 2), (6, 2), (5, 1)])
 def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_heads, num_kv):
     lengths = [1, 2, 7, 8, 9, 16, 17, 31, 33, 40, 63, 64, 65, 127, 128, 129, 161, 256, 299, 300]
     capacity = lengths[-1]
@@ -77,7 +77,7 @@ def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_hea
     kernels.attend(
         *(1, 0, len(lengths), qkv.numpy(), np.empty((0, 0), np.float32), 0.0, unturned.numpy()),
         *(np.array(lengths) - 1, keys.numpy(), values.numpy()),
-        *(np.empty((num_heads // num_kv, capacity + 4 * WIDTH), np.float32), out.numpy()),
+        *(np.empty((4, capacity + WIDE), np.float32), out.numpy()),
     )
     q, k, v = qkv.split([num_heads, num_kv, num_kv], 1)
     for slot, length in enumerate(lengths):

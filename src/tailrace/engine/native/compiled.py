@@ -13,7 +13,7 @@ from tailrace.engine.native.architecture import Architecture
 from tailrace.engine.native.cache import Tier
 from tailrace.engine.native.model import Layer, Model
 from tailrace.engine.native.sampler import draw
-from tailrace.vectors import WIDTH
+from tailrace.vectors import WIDE
 
 
 class Rows:
@@ -52,8 +52,7 @@ class CompiledDecoder:
         self._gains = [_gains(layer) for layer in model.layers]
         self._hidden_epsilon = arch.hidden_size * arch.epsilon
         self._head_epsilon = arch.head_dim * arch.epsilon
-        num_group = arch.num_heads // arch.num_kv_heads
-        self._scores = np.empty((num_group, max_tokens + 4 * WIDTH), np.float32)
+        self._scores = np.empty((4, (max_tokens // WIDE + 2) * WIDE), np.float32)
         # Consecutive steps mostly have the same number of rows.
         self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
 

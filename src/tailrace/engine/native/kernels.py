@@ -1,12 +1,11 @@
 """What a decode step computes besides matrix products, compiled for the CPU: float32, any lengths.
 
 The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading
-the cache, so each kernel reads it once, for all the heads that share it, and pads nothing.
+the cache, so each kernel reads it once, for four of the heads that share it (attending.py), and pads nothing.
 
-Loops go along the last axis by vectors (vectors.py), whose sums stay in registers; what is read next is
-asked for ahead of time, because waiting for memory is most of what attention costs.
+Loops go along the last axis by vectors (vectors.py), whose sums stay in registers.
 
-Suffixes as in model.py and cache.py; G query heads share a key-value head. `at` names offsets into arrays.
+Suffixes as in model.py and cache.py. `at` names offsets into arrays.
 """
 
 from math import log
@@ -16,18 +15,20 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from tailrace.attending import mix, mix_one, score, score_one, softmax
 from tailrace.compiling import kernel
 from tailrace.vectors import (
+    WIDE,
     WIDTH,
     exp,
     first,
-    greater,
-    largest,
     load,
-    load_first,
-    load_same,
+    load_first_wide,
+    load_one,
     prefetch,
     same,
+    same_wide,
+    sigmoid,
     store,
     store_first,
     swap_pairs,
@@ -36,12 +37,6 @@ from tailrace.vectors import (
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-_LINE = 16
-"""Floats in a line of the processor's cache."""
-_BLOCK = 128
-"""Positions whose keys or values stay near, while all heads of a group use them."""
-_LOWEST = -1e30
-"""Less than any score."""
 
 
 @kernel("(float32[:, ::1], float32, float32[:, ::1])")
@@ -60,11 +55,10 @@ def normalize(x: Floats, epsilon: float, out: Floats) -> None:
 @kernel("(float32[:, ::1], float32[:, ::1])")
 def silu_times(gate: Floats, up: Floats) -> None:
     """gate = silu(gate) * up, in place, [T, intermediate]."""
-    for at in range(0, gate.size, WIDTH):
-        count = min(WIDTH, gate.size - at)
-        x = load_first(gate, at, count)
-        silu = x / (same(float32(1.0)) + exp(same(float32(0.0)) - x))
-        store_first(gate, at, silu * load_first(up, at, count), count)
+    for at in range(0, gate.size, WIDE):
+        left = gate.size - at
+        x = load_first_wide(gate, at, left)
+        store_first(gate, at, x * sigmoid(x) * load_first_wide(up, at, left), left)
 
 
 @kernel()
@@ -73,12 +67,12 @@ def _turn(
 ) -> None:
     """Normalise and rotate a head of q or k in place."""
     dim = qkv.shape[2]
-    scale = same(float32(1.0))
+    scale = float32(1.0)
     if len(gains):
         squares = same(float32(0.0))
         for d in range(0, dim, WIDTH):
             squares += load(qkv, at + d) * load(qkv, at + d)
-        scale = same(float32(1.0) / np.sqrt(total(squares) + epsilon))
+        scale /= np.sqrt(total(squares) + epsilon)
     turns_at = position * 2 * dim
     for d in range(0, dim, WIDTH):
         x = load(qkv, at + d) * scale
@@ -96,7 +90,7 @@ def _keep(qkv: Floats, row: int, keys: Floats, values: Floats, slot_at: int, pos
     k_at = (row * qkv.shape[1] + num_heads) * dim
     v_at = k_at + num_kv * dim
     for index in range(num_kv * dim):
-        store_first(keys, slot_at + index * capacity + position, load_same(qkv, k_at + index), 1)
+        store_first(keys, slot_at + index * capacity + position, same(load_one(qkv, k_at + index)), 1)
     for kv in range(num_kv):
         for d in range(0, dim, WIDTH):
             v = load(qkv, v_at + kv * dim + d)
@@ -111,106 +105,10 @@ def _fetch_column(keys: Floats, at: int) -> None:
 
 
 @kernel()
-def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
-    """x = exp(x - top) from `at` on; returns their sum."""
-    sums, tops = same(float32(0.0)), same(top)
-    for j in range(0, length, WIDTH):
-        weights = first(exp(load_first(x, at + j, length - j) - tops), length - j, float32(0.0))
-        store_first(x, at + j, weights, length - j)
-        sums += weights
-    return total(sums)
-
-
-@kernel()
-def _score(
-    qkv: Floats,
-    q_at: int,
-    keys: Floats,
-    values: Floats,
-    head_at: int,
-    start: int,
-    stop: int,
-    scores: Floats,
-    at: int,
-) -> None:
-    """q . k_j for the positions j from `start` to `stop` of a head. Up to three vectors beyond are written,
-    too. Asks for the values of the positions on its way.
-    """
-    dim, capacity = keys.shape[3], keys.shape[4]
-    zero = same(float32(0.0))
-    j = start
-    # Four vectors side by side, while there is more than half to compute and a row of keys has them.
-    while stop - j > 2 * WIDTH and capacity - j >= 4 * WIDTH:
-        a, b, c, e = zero, zero, zero, zero
-        k_at, v_at = head_at + j, head_at + j * dim
-        for d in range(dim):
-            prefetch(values, v_at)
-            prefetch(values, v_at + _LINE)
-            q = load_same(qkv, q_at + d)
-            a += q * load(keys, k_at)
-            b += q * load(keys, k_at + WIDTH)
-            c += q * load(keys, k_at + 2 * WIDTH)
-            e += q * load(keys, k_at + 3 * WIDTH)
-            k_at += capacity
-            v_at += 2 * _LINE
-        store(scores, at + j, a)
-        store(scores, at + j + WIDTH, b)
-        store(scores, at + j + 2 * WIDTH, c)
-        store(scores, at + j + 3 * WIDTH, e)
-        j += 4 * WIDTH
-    while j < stop:
-        a, b = zero, zero
-        k_at = head_at + j
-        for d in range(0, dim, 2):
-            a += load_same(qkv, q_at + d) * load_first(keys, k_at, stop - j)
-            b += load_same(qkv, q_at + d + 1) * load_first(keys, k_at + capacity, stop - j)
-            k_at += 2 * capacity
-        store(scores, at + j, a + b)
-        j += WIDTH
-
-
-@kernel()
-def _softmax(x: Floats, at: int, length: int) -> Any:
-    """x = exp(x - largest) from `at` on; returns one over their sum."""
-    tops = same(float32(_LOWEST))
-    for j in range(0, length, WIDTH):
-        tops = greater(tops, first(load_first(x, at + j, length - j), length - j, float32(_LOWEST)))
-    return float32(1.0) / _exp_row(x, at, length, largest(tops))
-
-
-@kernel()
-def _mix(
-    weights: Floats,
-    at: int,
-    values: Floats,
-    head_at: int,
-    start: int,
-    stop: int,
-    share: float,
-    out: Floats,
-    out_at: int,
-    keys: Floats,
-    next_at: int,
-) -> None:
-    """out += share * sum of weights[j] * v_j, over the positions j from `start` to `stop` of a head. Asks for
-    keys of the next on its way."""
-    dim, capacity = values.shape[4], values.shape[3]
-    zero, shares = same(float32(0.0)), same(share)
-    whole = start + (stop - start) // 4 * 4
-    for d in range(0, dim, WIDTH):
-        a, b, c, e = zero, zero, zero, zero
-        v_at = head_at + start * dim + d
-        for j in range(start, whole, 4):
-            prefetch(keys, next_at + (d + j % _LINE // 2) * capacity + j // _LINE * _LINE)
-            a += load_same(weights, at + j) * load(values, v_at)
-            b += load_same(weights, at + j + 1) * load(values, v_at + dim)
-            c += load_same(weights, at + j + 2) * load(values, v_at + 2 * dim)
-            e += load_same(weights, at + j + 3) * load(values, v_at + 3 * dim)
-            v_at += 4 * dim
-        for j in range(whole, stop):
-            a += load_same(weights, at + j) * load(values, v_at)
-            v_at += dim
-        store(out, out_at + d, load(out, out_at + d) + ((a + b) + (c + e)) * shares)
+def _offsets(rows: int, heads: Any, dim: int) -> Any:
+    """Of four heads, after so many rows of D."""
+    a, b, c, e = heads
+    return (rows + a) * dim, (rows + b) * dim, (rows + c) * dim, (rows + e) * dim
 
 
 @kernel(
@@ -242,13 +140,11 @@ def attend(
         positions: [T], where each row writes.
         keys: [L, S, K, D, C].
         values: [L, S, K, C, D].
-        scores: [G, max_tokens + 4 * WIDTH] to work in.
+        scores: [4, at least max_tokens + WIDE] to work in.
         out: [T, H, D].
     """
     num_heads, num_kv, dim, capacity = out.shape[1], keys.shape[2], keys.shape[3], keys.shape[4]
-    num_group = num_heads // num_kv
-    shares = np.empty(num_group, np.float32)
-    row_size = scores.shape[1]
+    num_group, one = num_heads // num_kv, float32(1.0)
     for slot in range(num_slots):
         row = first_row + slot
         length = positions[row] + 1
@@ -257,25 +153,41 @@ def attend(
             q_at = (row * qkv.shape[1] + head) * dim
             _turn(qkv, q_at, gains, head, epsilon, turns, positions[row])
         _keep(qkv, row, keys, values, slot_at, positions[row])
-        out[row] = float32(0.0)
         if slot + 1 < num_slots:
             _fetch_column(keys, slot_at + num_kv * dim * capacity + positions[row + 1])
         for kv in range(num_kv):
-            head_at = slot_at + kv * dim * capacity
-            next_at = head_at + dim * capacity
-            q_at = (row * qkv.shape[1] + kv * num_group) * dim
-            out_at = (row * num_heads + kv * num_group) * dim
-            for start in range(0, length, _BLOCK):
-                stop = min(length, start + _BLOCK)
-                for g in range(num_group):
-                    _score(qkv, q_at + g * dim, keys, values, head_at, start, stop, scores, g * row_size)
-            for g in range(num_group):
-                shares[g] = _softmax(scores, g * row_size, length)
-            for start in range(0, length, _BLOCK):
-                stop = min(length, start + _BLOCK)
-                for g in range(num_group):
-                    at, to = g * row_size, out_at + g * dim
-                    _mix(scores, at, values, head_at, start, stop, shares[g], out, to, keys, next_at)
+            at = slot_at + kv * dim * capacity
+            next_at = at + dim * capacity
+            if num_group == 1:
+                q_at, out_at = (row * qkv.shape[1] + kv) * dim, (row * num_heads + kv) * dim
+                score_one(qkv, q_at, dim, keys, at, WIDE, capacity, length, capacity, scores, values, at)
+                _, weight = softmax(scores, 0, length, length, one)
+                share = one / weight
+                mix_one(scores, 0, values, at, dim, length, share, out, out_at, keys, next_at, WIDE, capacity)
+                continue
+            for head in range(kv * num_group, (kv + 1) * num_group, 4):
+                last = (kv + 1) * num_group - 1
+                heads = (head, min(head + 1, last), min(head + 2, last), min(head + 3, last))
+                four_at = _offsets(row * qkv.shape[1], heads, dim)
+                four_to = _offsets(row * num_heads, heads, dim)
+                score(qkv, four_at, dim, keys, at, WIDE, capacity, length, capacity, scores, values, at)
+                _, a = softmax(scores, 0, length, length, one)
+                _, b = softmax(scores, 1, length, length, one)
+                _, c = softmax(scores, 2, length, length, one)
+                _, e = softmax(scores, 3, length, length, one)
+                shares = (one / a, one / b, one / c, one / e)
+                mix(scores, values, at, dim, length, shares, out, four_to, keys, next_at, WIDE, capacity)
+
+
+@kernel()
+def _exp_row(x: Floats, at: int, length: int, top: float) -> Any:
+    """x = exp(x - top) from `at` on; returns their sum."""
+    sums = same_wide(float32(0.0))
+    for j in range(0, length, WIDE):
+        weights = first(exp(load_first_wide(x, at + j, length - j) - top), length - j, float32(0.0))
+        store_first(x, at + j, weights, length - j)
+        sums += weights
+    return total(sums)
 
 
 @kernel("(float32[:, ::1], float64[::1], int64[::1], float64[::1])")
