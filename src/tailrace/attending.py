@@ -7,6 +7,8 @@ of its own.
 Where a query is missing another stands for it, and is written first: rows may repeat. `at` names offsets into
 arrays. D is the head dimension, a multiple of WIDTH. Each function asks ahead of time for the memory that is
 read next (`soon`), because waiting for it is half of what attention costs.
+
+After a change here, touch the files that use it, as vectors.py says.
 """
 
 from typing import Any
@@ -59,8 +61,8 @@ def score(
     soon: Floats,
     soon_at: int,
 ) -> None:
-    """scores[r, j] = q_r . k_j for the positions j below `length`; more are written, up to `room` or to a whole
-    vector.
+    """scores[r, j] = q_r . k_j for the positions j below `length`. More are written, up to `room` or to a
+    whole vector.
 
     Args:
         q_at: the four queries, D floats each.
