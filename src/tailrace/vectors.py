@@ -265,6 +265,18 @@ def at_least(builder: Any, vector: Any, x: Any) -> Any:
     return _greater(builder, _same(builder, x, vector.type.count), vector)
 
 
+@_intrinsic
+def times_plus(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c as it is written, fused where the processor can; b may be a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        lanes = a.lanes
+        sides = [values[0], values[1] if b == a else _same(builder, values[1], lanes), values[2]]
+        return _call(builder, f"llvm.fmuladd.v{lanes}f32", _floats(lanes), *sides)
+
+    return a(a, b, c), generate
+
+
 @_lanewise()
 def floor(builder: Any, vector: Any) -> Any:
     return _call(builder, f"llvm.floor.v{vector.type.count}f32", vector.type, vector)
@@ -330,18 +342,19 @@ _define("fdiv", operator.truediv)
 
 @kernel()
 def exp(x: Any) -> Any:
-    """exp of each lane, relative error (2 + |x|) * 1e-7, for results from 2^-126 to 2^126."""
-    exponent = at_least(x * float32(1.44269504), float32(-126.0))
-    exponent = float32(0.0) - at_least(float32(0.0) - exponent, float32(-126.0))
-    whole = floor(exponent)
-    f = exponent - whole
-    # 2^f on [0, 1): least relative error among polynomials of degree 6.
-    p = f * float32(2.161292654e-4) + float32(1.246784327e-3)
-    p = p * f + float32(9.675451892e-3)
-    p = p * f + float32(5.548528047e-2)
-    p = p * f + float32(2.402293056e-1)
-    p = p * f + float32(6.931470444e-1)
-    return (p * f + float32(1.0)) * power_of_two(whole)
+    """exp of each lane, relative error 2e-7, for results from 2^-126 to 2^126 (after Cephes' expf)."""
+    x = at_least(x, float32(-87.3))
+    x = float32(0.0) - at_least(float32(0.0) - x, float32(-87.3))
+    whole = floor(x * float32(1.44269504) + float32(0.5))
+    # x - whole * log(2), in two parts of which the first product is exact.
+    r = times_plus(whole, float32(-0.693359375), x)
+    r = times_plus(whole, float32(2.12194440e-4), r)
+    p = r * float32(1.9875691500e-4) + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    return (times_plus(p * r, r, r) + float32(1.0)) * power_of_two(whole)
 
 
 @kernel()

@@ -4,6 +4,8 @@ Torch makes one pass over memory, and one dispatch, an operation; a norm and its
 Here each is one pass. They use one thread.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import float32
 from numpy.typing import NDArray
@@ -13,6 +15,12 @@ from tailrace.vectors import WIDE, load_first_wide, sigmoid, store_first
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+
+
+@kernel()
+def _scale(square: float, width: int, epsilon: float) -> Any:
+    """1 / sqrt(square / width + epsilon); by doubles, since floats would be divided by an estimate."""
+    return float32(1.0 / np.sqrt(np.float64(square / float32(width) + epsilon)))
 
 
 @kernel("(float32[:, ::1], float32[::1], float32, float32[:, ::1], float32[::1])")
@@ -29,7 +37,7 @@ def normalize(x: Floats, gain: Floats, epsilon: float, out: Floats, scale: Float
         square = float32(0.0)
         for i in range(width):
             square += x[row, i] * x[row, i]
-        s = float32(1.0) / np.sqrt(square / float32(width) + epsilon)
+        s = _scale(square, width, epsilon)
         scale[row] = s
         for i in range(width):
             out[row, i] = x[row, i] * s * gain[i]
@@ -100,7 +108,7 @@ def turn(
                 square = float32(0.0)
                 for d in range(dim):
                     square += qkv[token, head, d] * qkv[token, head, d]
-                scale = float32(1.0) / np.sqrt(square / float32(dim) + epsilon)
+                scale = _scale(square, dim, epsilon)
             scales[token, head] = scale
             for d in range(half):
                 a, b = qkv[token, head, d] * scale, qkv[token, head, d + half] * scale
