@@ -17,6 +17,7 @@ from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
+    Published,
     RequestStarted,
     RoundEnded,
     RoundStarted,
@@ -117,7 +118,7 @@ def test_what_was_trained_since_the_last_checkpoint_is_trained_again_from_its_to
     settings = change(SETTINGS, checkpoint_every=2)
     whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
     first_round_s = whole.of(RoundEnded)[0].time_s
-    lineage, last, book = lives("serial", settings, iter([first_round_s - 0.1]), tmp_path)
+    lineage, last, book = lives("serial", settings, iter([first_round_s + 0.1]), tmp_path)
     again = {training.id for training in read_books(book.store).trainings.values() if training.undone == 2}
     first = [event for event in lineage if isinstance(event, Stepped)][:2]
     assert again == {sample.id for event in first for sample in event.samples}
@@ -225,6 +226,44 @@ def test_on_policy_waits_for_groups_without_an_older_token() -> None:
     outcome = simulate(fresh_only, ONE_ROUND, EXACT)
     assert outcome.trained == [1]
     assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
+
+
+# -- publishing --------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_weights_arrive_and_the_next_publication_waits_for_them() -> None:
+    async def twice(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.publish()
+            await run.train(groups)
+            await run.publish()
+
+    slow = change(EXACT, engines=change(EXACT.engines, load_s=30.0))
+    outcome = simulate(twice, ONE_ROUND, slow)
+    assert [event.start_s for event in outcome.of(Stepped)] == [10 + 44]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Published)] == [(10, 10), (54, 54)]
+    slower = change(EXACT, engines=change(EXACT.engines, load_s=50.0))
+    waiting = simulate(twice, ONE_ROUND, slower)
+    assert [(event.start_s, event.end_s) for event in waiting.of(Published)] == [(10, 10), (54, 60)]
+
+
+def test_a_group_without_tokens_may_be_a_publication_old_until_the_weights_have_arrived() -> None:
+    ages: list[tuple[int, ...]] = []
+
+    async def looking(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(before := run.prompts(1))
+            await run.publish()
+            run.pool.launch(after := run.prompts(1))
+            ages.append((run.staleness(before[0]), run.staleness(after[0])))
+            await asyncio.sleep(4)
+            ages.append((run.staleness(before[0]), run.staleness(after[0])))
+            await run.train(await run.pool.take(2))
+
+    simulate(looking, ONE_ROUND, change(EXACT, engines=change(EXACT.engines, load_s=3.0)))
+    assert ages == [(1, 0), (0, 0)]
 
 
 # -- waiting -----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from tailrace.ledger.past import Past
 from tailrace.parts import Parts, RunSettings
 from tailrace.record import events
 from tailrace.record.lags import Lags
+from tailrace.rollout.arriving import Arriving
 from tailrace.rollout.fleet import Fleet
 from tailrace.rollout.history import History
 from tailrace.rollout.pool import Pool
@@ -62,6 +63,8 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
+        self._tasks = tasks
+        self._arriving: Arriving | None = None
         self._lags = Lags()
         self._generated_before = past.num_generated - self._produced()
         self._journal = journal or Unwritten()
@@ -195,12 +198,15 @@ class Run:
         await self.step()
 
     async def publish(self, *, kv: KV = "keep") -> None:
-        """The weights to every engine, between two decode steps; nothing in flight ends. kv: what
+        """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
+        way when this returns: all that is launched from now on gets them, and the trainer may go on. kv: what
         becomes of the cache that older weights computed."""
         start_s = clock.now()
+        await self._arrived()
         weights = await self._parts.trainer.publish(self.version + 1)
         self._standing.publish()
-        await asyncio.gather(*(engine.load(weights, kv=kv) for engine in self._parts.engines if engine.open))
+        self._arriving = Arriving(self._tasks, self._parts.engines, weights, kv, self.pool.living)
+        await asyncio.sleep(0)  # the engines are told before anything else is asked of them
         self._emit(events.Published(start_s, clock.now(), self.version))
 
     async def ess(self, groups: Sequence[Group]) -> float:
@@ -214,8 +220,11 @@ class Run:
         return [group for group in ready if self.staleness(group) == 0][:wanted]
 
     def staleness(self, group: Group) -> int:
-        """How many publications ago its oldest token was produced."""
-        return 0 if group.born is None else self.version - group.born
+        """How many publications ago its oldest token was produced. One that has none may still get it from
+        the version before, where the published one has not arrived."""
+        if group.born is None:
+            return int(self._arriving is not None and self._arriving.awaits(group))
+        return self.version - group.born
 
     def shuffled(self, batch: Batch) -> list[Sample]:
         """The samples in an order that depends on the seed and the round only."""
@@ -251,6 +260,12 @@ class Run:
         await self._between.save(self._standing, self.parked.groups, self.history.longest, last=last)
         await self._between.evaluate(self.round, last=last)
 
+    async def _arrived(self) -> None:
+        """Wait until the published weights are where they were sent."""
+        if self._arriving is not None:
+            await self._arriving.ended()
+            self._arriving = None
+
     def _produced(self) -> int:
         return sum(engine.usage().num_generated for engine in self._parts.engines)
 
@@ -262,6 +277,7 @@ class Run:
             LedgerError: tokens are unaccounted for.
         """
         await self.pool.park()
+        await self._arrived()
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.living.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")

@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -32,6 +33,8 @@ PAGE = 256
 """Consecutive prompts that come from one dataset of the task: for some tasks, making one takes a second."""
 MAX_DATASETS = 256
 """Kept for the next prompt of their page and difficulty."""
+MAX_ROWS = 4096
+"""Kept for the next epoch, tokenised."""
 
 
 def is_held_out(question: str) -> bool:
@@ -135,14 +138,19 @@ class ProceduralPrompts:
         self._held_out = split == "eval"
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
         self._datasets: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._made = lru_cache(maxsize=MAX_ROWS)(self._make)
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index) if self._epochs else None
+        return Prompt(index, *self._made(index if row_number is None else row_number), row_number)
+
+    def _make(self, index: int) -> tuple[list[int], str, dict[str, object]]:
+        """Its ids, its text and its row."""
         for draw in range(MAX_DRAWS):
-            entry = self._entry(index if row_number is None else row_number, draw)
+            entry = self._entry(index, draw)
             if is_held_out(entry["question"]) == self._held_out:
                 text = self._task.question(entry)
-                return Prompt(index, self._tokenizer.encode(text), text, row_of(entry), row_number)
+                return self._tokenizer.encode(text), text, row_of(entry)
         raise BadRow("no prompt in the split", f"{MAX_DRAWS} draws all belong to the other one")
 
     def _entry(self, index: int, draw: int) -> dict[str, Any]:

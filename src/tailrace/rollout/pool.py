@@ -214,7 +214,8 @@ class Pool:
         if self._pumping or self._shut:
             return
         self._pumping = True
-        while (sample := self._head()) and len(self._serving) < self._fleet.slots:
+        slots = self._fleet.slots
+        while (sample := self._head(slots)) and len(self._serving) < slots:
             if not self.admission.admits(sample.group, self):
                 break
             heapq.heappop(self._line)
@@ -225,8 +226,9 @@ class Pool:
             task.add_done_callback(partial(self._left, sample))
         self._pumping = False
 
-    def _head(self) -> Sample | None:
-        """The first of the line that still waits; drawn from the source if the line is empty."""
+    def _head(self, slots: int) -> Sample | None:
+        """The first of the line that still waits; drawn from the source if the line is empty and one of the
+        slots is free."""
         while True:
             while self._line and self._line[0][2] not in self._waiting:
                 heapq.heappop(self._line)
@@ -234,7 +236,7 @@ class Pool:
                 return self._line[0][2]
             if self._source is None or self.ready.is_full:
                 return None
-            if len(self._serving) >= self._fleet.slots or not self._admits_another():
+            if len(self._serving) >= slots or not self._admits_another():
                 return None
             self._enter(self._source(1)[0])
 

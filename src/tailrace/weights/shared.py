@@ -2,20 +2,30 @@
 
 A version is one file, written under another name and renamed, so a reader sees all of it or nothing.
 The last two versions are kept: an engine may still be reading the one before the newest.
+
+All tensors of a type lie in the file as one, because each tensor of a file costs more than its bytes: the
+trainer waits while a small model is written, and the engine while it is read.
 """
 
+import json
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tailrace.weights.base import Weights
 
 KEPT_VERSIONS = 2
+_LAYOUT = "layout"
+"""Of the file's metadata: name, type and shape of each tensor, in their order."""
 
 
 def shared_memory() -> Path:
@@ -40,7 +50,12 @@ class SharedWeights:
         """
         file = self._folder / f"{version}.safetensors"
         partial = file.with_suffix(".partial")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        flat: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for tensor in tensors.values():
+            flat[str(tensor.dtype)].append(tensor.reshape(-1))
+        layout = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+        joined = {dtype: torch.cat(parts) for dtype, parts in flat.items()}
+        save_file(joined, partial, {_LAYOUT: json.dumps(layout)})
         partial.replace(file)
         if file not in self._files:
             self._files.append(file)
@@ -59,5 +74,12 @@ def read(weights: Weights) -> dict[str, Tensor]:
     Raises:
         FileNotFoundError: two newer versions were published since.
     """
-    tensors: dict[str, Tensor] = load_file(weights.location)
+    with safe_open(weights.location, "pt") as file:
+        layout = json.loads(file.metadata()[_LAYOUT])
+        joined = {dtype: file.get_tensor(dtype) for dtype in {dtype for _, dtype, _ in layout}}
+    places = dict.fromkeys(joined, 0)
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape in layout:
+        start, places[dtype] = places[dtype], places[dtype] + prod(shape)
+        tensors[name] = joined[dtype][start : places[dtype]].view(shape)
     return tensors
