@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tailrace.weights.base import Weights
 from tailrace.weights.shared import SharedWeights, read, shared_memory
@@ -17,6 +18,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert got.keys() == tensors.keys()
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
     assert got["b"].dtype == torch.bfloat16
+
+
+def test_the_file_of_a_checkpoint_is_read_too(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert read(Weights(0, str(tmp_path / "model.safetensors")))["a"].tolist() == [0, 1, 2]
 
 
 def test_the_last_two_versions_are_kept(tmp_path: Path) -> None:

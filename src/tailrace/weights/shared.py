@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tailrace.weights.base import Weights
@@ -69,13 +69,16 @@ class SharedWeights:
 
 
 def read(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a published version, on the CPU, by name.
+    """The tensors of a published version, or of a checkpoint's file, on the CPU, by name.
 
     Raises:
         FileNotFoundError: two newer versions were published since.
     """
     with safe_open(weights.location, "pt") as file:
-        layout = json.loads(file.metadata()[_LAYOUT])
+        metadata = file.metadata() or {}
+        if _LAYOUT not in metadata:
+            return load_file(weights.location)
+        layout = json.loads(metadata[_LAYOUT])
         joined = {dtype: file.get_tensor(dtype) for dtype in {dtype for _, dtype, _ in layout}}
     places = dict.fromkeys(joined, 0)
     tensors: dict[str, Tensor] = {}
