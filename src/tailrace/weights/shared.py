@@ -77,7 +77,8 @@ def read(weights: Weights) -> dict[str, Tensor]:
     with safe_open(weights.location, "pt") as file:
         metadata = file.metadata() or {}
         if _LAYOUT not in metadata:
-            return load_file(weights.location)
+            plain: dict[str, Tensor] = load_file(weights.location)
+            return plain
         layout = json.loads(metadata[_LAYOUT])
         joined = {dtype: file.get_tensor(dtype) for dtype in {dtype for _, dtype, _ in layout}}
     places = dict.fromkeys(joined, 0)

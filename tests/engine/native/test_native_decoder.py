@@ -7,7 +7,7 @@ from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.engine.native import kernels
-from tailrace.engine.native.compiled import CompiledDecoder
+from tailrace.engine.native.compiled import SHORT, CompiledDecoder
 from tailrace.engine.native.decoder import TorchDecoder
 from tailrace.engine.native.sampler import draw
 from tailrace.vectors import WIDE
@@ -31,6 +31,19 @@ def test_kernels_and_torch_give_the_same_tokens_and_logprobs(make_engine, monkey
         torch.testing.assert_close(
             torch.tensor(delta.logprobs), torch.tensor(expected[id].logprobs), atol=2e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize("longest", [1, 16, 17, 48, 250, SHORT + 1])
+def test_kernels_and_torch_keep_the_same_of_a_context(make_engine, longest):
+    engine = make_engine("qwen3")
+    compiled, plain = engine._decoder, TorchDecoder(engine._model, SamplingSettings(max_completion_tokens=1))
+    contexts = [
+        [1 + (i * number) % 29 for i in range(length)] for number, length in enumerate((5, 0, longest, 3))
+    ]
+    with torch.inference_mode():
+        for block, wanted in zip(compiled.prefill(contexts), plain.prefill(contexts), strict=True):
+            torch.testing.assert_close(block.keys, wanted.keys, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(block.values, wanted.values, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", CompiledDecoder), ("bfloat16", TorchDecoder)])
@@ -75,7 +88,7 @@ def test_attention_to_any_length_equals_torchs_whatever_lies_beyond(dim, num_hea
     unturned = torch.stack([torch.ones(capacity, dim), torch.zeros(capacity, dim)], 1)
     out = torch.empty(len(lengths), num_heads, dim)
     kernels.attend(
-        *(1, 0, len(lengths), qkv.numpy(), np.empty((0, 0), np.float32), 0.0, unturned.numpy()),
+        *(1, 0, np.arange(len(lengths)), qkv.numpy(), np.empty((0, 0), np.float32), 0.0, unturned.numpy()),
         *(np.array(lengths) - 1, keys.numpy(), values.numpy()),
         *(np.empty((4, capacity + WIDE), np.float32), out.numpy()),
     )

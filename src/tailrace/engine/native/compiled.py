@@ -1,7 +1,8 @@
-"""A decode step on a CPU in float32: torch for the matrix products, kernels.py for all between them."""
+"""Decode steps and prefills on a CPU in float32: torch for the matrix products, kernels.py for the rest."""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native import kernels
 from tailrace.engine.native.architecture import Architecture
-from tailrace.engine.native.cache import Tier
+from tailrace.engine.native.cache import Block, Tier
 from tailrace.engine.native.model import Layer, Model
+from tailrace.engine.native.prefill import prefill
 from tailrace.engine.native.sampler import draw
 from tailrace.vectors import WIDE
+
+SHORT = 256
+"""Tokens of a context up to which attention row by row is as fast as any."""
 
 
 class Rows:
@@ -39,6 +44,17 @@ class Rows:
         self.ids, self.logprobs = np.empty(num_rows, np.int64), np.empty(num_rows)
 
 
+class Place(NamedTuple):
+    """Where consecutive rows keep their keys and values."""
+
+    slots: kernels.Ints
+    """[T] of them."""
+    keys: kernels.Floats
+    """[L, S, K, D, C]"""
+    values: kernels.Floats
+    """[L, S, K, C, D]"""
+
+
 class CompiledDecoder:
     """A Decoder (decoder.py). The kernels use one thread, the matrix products as many as torch may."""
 
@@ -60,39 +76,69 @@ class CompiledDecoder:
         self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
         model, rows = self._model, self._rows(len(ids))
-        positions = np.array(lengths) - 1
-        caches = [(len(t.responses), t.keys.numpy(), t.values.numpy()) for t in tiers]
+        places = [
+            Place(np.arange(len(tier.responses)), tier.keys.numpy(), tier.values.numpy()) for tier in tiers
+        ]
+        self._forward(rows, ids, np.array(lengths) - 1, places)
+        kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
+        torch.mm(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
+        return self._draw(rows, uniforms)
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
+        """Short contexts as a decode step whose rows are their tokens: a tenth of the dispatch."""
+        lengths = [len(context) for context in contexts]
+        if max(lengths, default=0) > SHORT:
+            return prefill(self._model, contexts)
+        arch = self._model.architecture
+        shape = arch.num_layers, len(contexts), arch.num_kv_heads
+        capacity = (max(lengths, default=0) + 15) // 32 * 32 + 16
+        keys = torch.empty(*shape, arch.head_dim, capacity)
+        values = torch.empty(*shape, capacity, arch.head_dim)
+        if any(lengths):
+            place = Place(np.repeat(np.arange(len(contexts)), lengths), keys.numpy(), values.numpy())
+            positions = np.concatenate([np.arange(length) for length in lengths])
+            ids = [id for context in contexts for id in context]
+            self._forward(Rows(arch, len(ids)), ids, positions, [place])
+        return [
+            Block(
+                keys[:, number, :, :, :length].permute(0, 3, 1, 2),
+                values[:, number, :, :length].transpose(1, 2),
+            )
+            for number, length in enumerate(lengths)
+        ]
+
+    def _forward(
+        self, rows: Rows, ids: Sequence[int], positions: kernels.Ints, places: "Sequence[Place]"
+    ) -> None:
+        """The residual stream of the rows after the last block; their keys and values go to their places."""
         # Of a few ids, torch takes longer to make a tensor than to look them up.
         np.take(self._embedding, ids, 0, out=rows.x_array, mode="clip")
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(self._model.layers):
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
             _project(rows.h, layer.qkv, layer.qkv_bias, rows.qkv)
             first = 0
-            for num_slots, keys, values in caches:
+            for place in places:
                 kernels.attend(
                     index,
                     first,
-                    num_slots,
+                    place.slots,
                     rows.qkv_array,
                     self._gains[index],
                     self._head_epsilon,
                     self._turns,
                     positions,
-                    keys,
-                    values,
+                    place.keys,
+                    place.values,
                     self._scores,
                     rows.mixed_array,
                 )
-                first += num_slots
+                first += len(place.slots)
             rows.x.addmm_(rows.mixed, layer.out)
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
             torch.mm(rows.h, layer.gate, out=rows.gate)
             torch.mm(rows.h, layer.up, out=rows.up)
             kernels.silu_times(rows.gate_array, rows.up_array)
             rows.x.addmm_(rows.gate, layer.down)
-        kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
-        torch.mm(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
-        return self._draw(rows, uniforms)
 
     def _draw(self, rows: Rows, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
         chances = np.array(uniforms)

@@ -1,4 +1,5 @@
-"""One token for every running response: the one place that chooses between torch and compiled kernels."""
+"""One token for every running response, and the contexts before: the one place that chooses between torch and
+compiled kernels."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,13 +8,14 @@ import torch
 
 from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native.attention import DecodeAttention
-from tailrace.engine.native.cache import Tier
+from tailrace.engine.native.cache import Block, Tier
 from tailrace.engine.native.model import Model
+from tailrace.engine.native.prefill import prefill
 from tailrace.engine.native.sampler import draw
 
 
 class Decoder(Protocol):
-    """A decode step."""
+    """Decode steps and prefills."""
 
     def __call__(
         self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
@@ -29,6 +31,9 @@ class Decoder(Protocol):
         Returns:
             ids and log-probs.
         """
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
+        """Keys and values of whole contexts, in their order."""
 
 
 class TorchDecoder:
@@ -48,6 +53,9 @@ class TorchDecoder:
         chances = torch.tensor(uniforms, dtype=torch.float64, device=model.device)
         drawn, logprobs = draw(model.logits(x), chances, self._sampling)
         return drawn.tolist(), logprobs.tolist()
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
+        return prefill(self._model, contexts)
 
 
 def decoder_for(model: Model, sampling: SamplingSettings, *, max_tokens: int) -> Decoder:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
 from tailrace.engine.native.architecture import check_weights, read_architecture, read_weights
-from tailrace.engine.native.attention import PrefillAttention
 from tailrace.engine.native.cache import Block, Cache, Response
 from tailrace.engine.native.decoder import Decoder, decoder_for
 from tailrace.engine.native.model import Model
@@ -194,19 +193,8 @@ class NativeEngine:
                 cache.write(response, block)
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
-        """Keys and values of whole contexts, in their order."""
-        # Equal lengths side by side share a call of attention.
-        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index]))
-        lengths = [len(contexts[index]) for index in order]
-        model = self._model
-        attention = PrefillAttention(model.architecture, lengths, model.device, model.dtype)
-        if any(lengths):
-            ids = torch.tensor([id for index in order for id in contexts[index]], device=model.device)
-            positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
-            model.forward(ids, positions, attention)
-            self._num_prefilled += len(ids)
-        blocks = dict(zip(order, attention.blocks(), strict=True))
-        return [blocks[index] for index in range(len(contexts))]
+        self._num_prefilled += sum(map(len, contexts))
+        return self._decoder.prefill(contexts)
 
     def _recompute(self) -> None:
         """Fill the cache of every running request anew, in portions of a step's prefill budget."""

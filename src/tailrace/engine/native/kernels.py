@@ -112,13 +112,13 @@ def _offsets(rows: int, heads: Any, dim: int) -> Any:
 
 
 @kernel(
-    "(int64, int64, int64, float32[:, :, ::1], float32[:, ::1], float32, float32[:, :, ::1], int64[::1],"
+    "(int64, int64, int64[::1], float32[:, :, ::1], float32[:, ::1], float32, float32[:, :, ::1], int64[::1],"
     " float32[:, :, :, :, ::1], float32[:, :, :, :, ::1], float32[:, ::1], float32[:, :, ::1])"
 )
 def attend(
     layer: int,
     first_row: int,
-    num_slots: int,
+    slots: Ints,
     qkv: Floats,
     gains: Floats,
     epsilon: float,
@@ -129,10 +129,11 @@ def attend(
     scores: Floats,
     out: Floats,
 ) -> None:
-    """Attention of one layer for the responses of one tier; keeps their new keys and values.
+    """Attention of one layer for the rows of one tier, one after another; keeps their new keys and values.
 
     Args:
-        first_row: the row of the tier's slot 0; its slots are the next rows.
+        slots: of the rows from `first_row` on. A row sees what those before it kept: so consecutive rows of a
+            slot are a context.
         qkv: [T, H + 2 K, D], as projected; changed in place; D a multiple of WIDTH.
         gains: [H + K, D] of the norms of q and k, or empty.
         turns: [max_tokens, 2, D]: position p turns each number of a head by the cosine, the other of its
@@ -145,16 +146,18 @@ def attend(
     """
     num_heads, num_kv, dim, capacity = out.shape[1], keys.shape[2], keys.shape[3], keys.shape[4]
     num_group, one = num_heads // num_kv, float32(1.0)
-    for slot in range(num_slots):
-        row = first_row + slot
+    slot_size = num_kv * dim * capacity
+    for number in range(len(slots)):
+        row = first_row + number
         length = positions[row] + 1
-        slot_at = (layer * keys.shape[1] + slot) * num_kv * dim * capacity
+        slot_at = (layer * keys.shape[1] + slots[number]) * slot_size
         for head in range(num_heads + num_kv):
             q_at = (row * qkv.shape[1] + head) * dim
             _turn(qkv, q_at, gains, head, epsilon, turns, positions[row])
         _keep(qkv, row, keys, values, slot_at, positions[row])
-        if slot + 1 < num_slots:
-            _fetch_column(keys, slot_at + num_kv * dim * capacity + positions[row + 1])
+        if number + 1 < len(slots):
+            next_slot_at = (layer * keys.shape[1] + slots[number + 1]) * slot_size
+            _fetch_column(keys, next_slot_at + positions[row + 1])
         for kv in range(num_kv):
             at = slot_at + kv * dim * capacity
             next_at = at + dim * capacity
