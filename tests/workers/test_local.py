@@ -16,6 +16,7 @@ from worker_cases import is_running, make_samples, pids_of, until_gone, workers
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
+from tailrace.weights import shared
 from tailrace.weights.base import Weights
 from tailrace.workers.local import Workers, ended_by_death
 
@@ -54,7 +55,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
     assert stats.grad_norm > 0
     weights = await publish(opened, 1)
-    before, after = load_file(model / "model.safetensors"), load_file(weights.location)
+    before, after = load_file(model / "model.safetensors"), shared.read(weights)
     assert after.keys() == before.keys()
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)
@@ -86,6 +87,22 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
                 await asyncio.get_running_loop().create_future()
         await until_gone(*pids)
         assert not Path(weights.location).parent.exists()
+
+    drive(main())
+
+
+def test_a_trainer_is_lent_the_cpus_of_engines_that_nobody_uses(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        async with workers(model_path, tmp_path, lend=True) as opened:
+            assert opened.trainer.lent() == len(opened.engines)
+            rolling = asyncio.create_task(roll_out(opened, 1))
+            while opened.engines[0].idle:
+                await asyncio.sleep(0)
+            assert opened.trainer.lent() == len(opened.engines) - 1
+            assert (await train(opened, await rolling)).num_tokens > 0
+            assert opened.trainer.lent() == len(opened.engines)
 
     drive(main())
 

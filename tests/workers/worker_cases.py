@@ -68,6 +68,7 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
+    lend: bool = False,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -79,6 +80,7 @@ async def workers(
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),
         folder=folder,
+        lend=lend,
     ) as opened:
         yield opened
 

@@ -11,6 +11,7 @@ from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
+from tailrace.errors import ConfigError
 from tailrace.parts import Parts
 from tailrace.reward.functions import Scorer
 from tailrace.workers.base import left_to_the_trainer, plan_pins
@@ -29,6 +30,11 @@ def check_live(config: RunConfig) -> None:
     training_prompts(config, config.run.seed)
     Scorer.load(config.reward, config.data).close()
     plan_pins(config.host, config.engine.replicas)
+    if config.host.lend and (config.host.pin or config.trainer.threads > 1 or config.trainer.device != "cpu"):
+        problem = "only a trainer of one thread on a CPU, and on no fixed one, can use the engines' as well"
+        raise ConfigError(
+            "host.lend", True, problem, "switch it off, or host.pin, trainer.threads and trainer.device"
+        )
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:
@@ -73,6 +79,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         folder=folder,
         life=life,
         pins=pins,
+        lend=config.host.lend,
     )
     with left_to_the_trainer(pins):
         async with workers as opened:

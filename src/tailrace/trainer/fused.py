@@ -9,8 +9,7 @@ T tokens, H query and K key-value heads of D dimensions.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 from tailrace.trainer import causal, kernels
 from tailrace.trainer.kernels import Floats, Ints
 from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.threads import side_by_side
 from tailrace.vectors import WIDTH
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -75,10 +75,8 @@ class Place(NamedTuple):
 
     def share(self, attend: Callable[[int, int], None]) -> None:
         """Call it for the sequences of each thread, side by side."""
-        if len(self.shares) == 1:
-            attend(*self.shares[0])
-        else:
-            list(_threads(len(self.shares)).map(attend, *zip(*self.shares, strict=True)))
+        jobs = [partial(attend, *share) for share in self.shares]
+        list(side_by_side(jobs, len(jobs)))
 
 
 def shares(boundaries: Ints, num_threads: int) -> list[tuple[int, int]]:
@@ -87,11 +85,6 @@ def shares(boundaries: Ints, num_threads: int) -> list[tuple[int, int]]:
     middles = np.cumsum(costs) - costs / 2
     cuts = np.searchsorted(middles, costs.sum() * np.arange(1, num_threads) / num_threads)
     return list(pairwise(sorted({0, *cuts.tolist(), len(costs)})))
-
-
-@cache
-def _threads(num: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num, "attention")
 
 
 class _Decoder(torch.autograd.Function):

@@ -5,7 +5,7 @@ clipping it are one operation each, however many parameters there are.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tailrace.trainer.checkpoint import OptimizerState
 
 
 class Optimizer:
-    """Owns the gradients of the parameters: `backward` adds to them, `step` consumes them."""
+    """Owns the gradients of the parameters: `backward` or `add` adds to them, `step` consumes them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -37,6 +37,17 @@ class Optimizer:
         """Of the last step: lr * min(1, steps / warmup_steps)."""
         warmup = self._settings.warmup_steps
         return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+        """Of a loss, for `add`."""
+        return list(torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True))
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """To the sum."""
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+            if gradient is not None:
+                assert parameter.grad is not None
+                parameter.grad += gradient
 
     def step(self, count: int) -> float:
         """Step on gradient / count and begin a new sum. A gradient that is not finite moves nothing:

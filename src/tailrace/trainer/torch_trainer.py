@@ -14,6 +14,7 @@ treated alike.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,13 @@ from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
 from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.tally import Sums, Tally
+from tailrace.trainer.threads import side_by_side
 from tailrace.trainer.wire import TrainSample
+
+WORTH_SHARING = 512
+"""Tokens that are computed faster by two threads than by one."""
+
+Gradients = Sequence[Tensor | None]
 
 
 class TorchTrainer:
@@ -88,19 +95,20 @@ class TorchTrainer:
         critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
         return cls(policy, critic, settings, algorithm, max_tokens=max_tokens, source=path)
 
-    def accumulate(self, units: Sequence[Sequence[TrainSample]]) -> None:
+    def accumulate(self, units: Sequence[Sequence[TrainSample]], *, threads: int = 1) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
 
         Units wait until together they are worth a pass, at most until the step. That is a matter of their
-        order alone: the same units in the same order give the same bits, however many calls brought them.
+        order alone: the same units in the same order give the same bits, however many calls brought them,
+        where the same number of threads, each with a part of the samples, computed them.
         """
         for unit in units:
             self._tally.count(unit)
             for sample in unit:
                 (self._waiting if self._teaches(sample) else self._without_gradient).append(sample)
-            self._pass(self._settings.least_tokens)
+            self._pass(self._settings.least_tokens, threads)
 
-    def step(self) -> StepStats:
+    def step(self, *, threads: int = 1) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
         finite is left out.
 
@@ -110,7 +118,7 @@ class TorchTrainer:
         Raises:
             ScheduleError: nothing was accumulated since the last step.
         """
-        self._pass()
+        self._pass(threads=threads)
         started = time.perf_counter()
         tally, self._tally = self._tally, Tally(self._policy.device)
         if dist.is_initialized():
@@ -206,27 +214,43 @@ class TorchTrainer:
     def _teaches(self, sample: TrainSample) -> bool:
         return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
 
-    def _pass(self, least_tokens: int = 0) -> None:
+    def _pass(self, least_tokens: int = 0, threads: int = 1) -> None:
         """Forward and backward of what waits, where it has so many tokens."""
         started = time.perf_counter()
-        for batch in self._batches(self._waiting, least_tokens):
-            self._loss(batch).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for batch in self._batches(self._without_gradient, least_tokens):
-                self._loss(batch)
+        if self._critic or self._published:  # a critic adds its own gradients, an old policy takes turns
+            threads = 1
+        jobs = [partial(self._learn, batch) for batch in self._batches(self._waiting, least_tokens, threads)]
+        others = self._batches(self._without_gradient, least_tokens, threads)
+        jobs += [partial(self._measure, batch) for batch in others]
+        for gradients, sums in side_by_side(jobs, threads):
+            if gradients:
+                self._optimizer.add(gradients)
+            self._tally.add(sums)
         self._synchronize()
         self._tally.compute_s += time.perf_counter() - started
 
-    def _batches(self, waiting: list[TrainSample], least_tokens: int) -> list[MicroBatch]:
+    def _batches(self, waiting: list[TrainSample], least_tokens: int, threads: int) -> list[MicroBatch]:
         """What waits, which then waits no longer; none, if it has fewer tokens."""
-        if sum(map(fed_tokens, waiting)) < least_tokens:
+        num_tokens, budget = sum(map(fed_tokens, waiting)), self._settings.token_budget
+        if num_tokens < least_tokens:
             return []
-        bins = pack(waiting, self._settings.token_budget)
+        if num_tokens >= WORTH_SHARING:
+            budget = min(budget, math.ceil(num_tokens / threads))
+        bins = pack(waiting, budget)
         waiting.clear()
         return [MicroBatch.of(samples, self._policy.device) for samples in bins]
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        """Summed with its weights; its statistics are tallied."""
+    def _learn(self, batch: MicroBatch) -> tuple[Gradients, Sums[Tensor]]:
+        loss, sums = self._loss(batch)
+        return self._optimizer.gradients(loss), sums
+
+    @torch.no_grad()
+    def _measure(self, batch: MicroBatch) -> tuple[Gradients, Sums[Tensor]]:
+        """No gradients."""
+        return [], self._loss(batch)[1]
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Sums[Tensor]]:
+        """Summed with its weights, and its statistics."""
         left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
         counted = (~left_out).float()
         normalize = self._algorithm.normalize
@@ -250,8 +274,7 @@ class TorchTrainer:
             reference_kl=reference_kl,
             value_loss=critic_loss,
         )
-        self._tally.add(sums)
-        return loss
+        return loss, sums
 
     def _judge(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The advantage of each token, [C], and the critic's summed loss, its gradient being taken."""

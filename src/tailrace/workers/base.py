@@ -16,6 +16,10 @@ class HostSettings(Settings):
     """A CPU for each engine and one for the trainer alone; the controller and the scorers share the engines'.
     What the trainer computes then takes the same time whatever else goes on. One thread each only."""
 
+    lend: bool = False
+    """While no engine has a request, the trainer uses the engines' CPUs too: when a rollout has ended, all
+    devices share what remains (RollPacker 4.4). For a trainer of one thread on a CPU."""
+
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:
     """A CPU for each engine, then one for the trainer; empty: no pinning.

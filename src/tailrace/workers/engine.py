@@ -66,6 +66,11 @@ class RemoteEngine:
         """
         await self.process.answered(Ready, f"{self.name} to load the model")
 
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for it to generate anything."""
+        return not self._requests
+
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. When cancelled, it returns once the engine has given up the request, so
         that no token is lost; being cancelled again meanwhile changes nothing."""

@@ -59,6 +59,7 @@ async def open_local(
     folder: Path,
     life: int | None = None,
     pins: Sequence[int] = (),
+    lend: bool = False,
 ) -> AsyncIterator[Workers]:
     """Start all workers side by side, and end them with the block, however it ends.
 
@@ -70,6 +71,7 @@ async def open_local(
         folder: of the run; what workers print goes to its `logs/`.
         life: of the run, where its engines are to leave their counts in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
+        lend: the trainer uses the CPUs of idle engines.
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -98,6 +100,8 @@ async def open_local(
             for name, pin in zip(names, cpus, strict=False)
         ]
         remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
+        if lend:
+            remote_trainer.lent = lambda: engine.threads * sum(replica.idle for replica in engines)
         scorers = [
             await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
             for number in range(reward.workers)

@@ -151,6 +151,7 @@ class TrainerReady(msgspec.Struct, tag=True):
 
 class Accumulate(msgspec.Struct, tag=True):
     units: list[list[TrainSample]]
+    threads: int = 1
 
 
 class Ess(msgspec.Struct, tag=True):
@@ -167,6 +168,8 @@ class EssOf(msgspec.Struct, tag=True):
 
 class Step(msgspec.Struct, tag=True):
     """Answered by Stepped."""
+
+    threads: int = 1
 
 
 class Publish(msgspec.Struct, tag=True):

@@ -1,7 +1,7 @@
 """The trainer, as the controller sees it. Samples go there; weights never come here."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,8 @@ class RemoteTrainer:
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self._shared: str | None = None
+        self.lent: Callable[[], int] = lambda: 0
+        """CPUs of others that nobody uses now."""
         self._published = 0
         """The version of the last publication."""
 
@@ -61,7 +63,7 @@ class RemoteTrainer:
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate(self._train_samples(units)), Done)
+        await self.process.ask(Accumulate(self._train_samples(units), self._threads()), Done)
 
     async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
         """As Trainer.ess."""
@@ -73,7 +75,7 @@ class RemoteTrainer:
         Raises:
             ScheduleError: nothing was accumulated.
         """
-        return (await self.process.ask(Step(), Stepped)).stats
+        return (await self.process.ask(Step(self._threads()), Stepped)).stats
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
@@ -97,6 +99,10 @@ class RemoteTrainer:
         finally:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
+
+    def _threads(self) -> int:
+        """Of which each computes a part of the samples."""
+        return 1 + self.lent()
 
     def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
         return [[TrainSample.of(sample, published=self._published) for sample in unit] for unit in units]

@@ -33,12 +33,12 @@ from tailrace.workers.messages import (
 def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
     """Do what was asked, and say what came of it."""
     match message:
-        case Accumulate(units=units):
-            trainer.accumulate(units)
+        case Accumulate(units=units, threads=threads):
+            trainer.accumulate(units, threads=threads)
         case Ess(units=units):
             return EssOf(trainer.ess(units))
-        case Step():
-            return Stepped(trainer.step())
+        case Step(threads=threads):
+            return Stepped(trainer.step(threads=threads))
         case Publish(version=version):
             return Published(shared.write(trainer.publish(), version))
         case Save(folder=folder):
