@@ -106,7 +106,7 @@ class TorchTrainer:
             self._tally.count(unit)
             for sample in unit:
                 (self._waiting if self._teaches(sample) else self._without_gradient).append(sample)
-            self._pass(self._settings.least_tokens, threads)
+            self._pass(self._settings.least_tokens * threads, threads)
 
     def step(self, *, threads: int = 1) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
