@@ -139,25 +139,21 @@ def _loading(vector: Any) -> Any:
     return load
 
 
-def _loading_first(vector: Any) -> Any:
-    @_intrinsic
-    def load_first(typing: Any, array: Any, offset: Any, count: Any) -> Any:
-        """The same, but zero from lane `count` on, where nothing is read."""
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            (array, offset, count), lanes = values, vector.lanes
-            place = _address(context, builder, signature.args[0], _floats(lanes), array, offset)
-            zeros, mask = ir.Constant(_floats(lanes), [0.0] * lanes), _below(builder, count, lanes)
-            name = f"llvm.masked.load.v{lanes}f32.p0"
-            return _call(builder, name, _floats(lanes), place, _INT(_ALIGNMENT), mask, zeros)
-
-        return vector(array, types.intp, types.intp), generate
-
-    return load_first
-
-
 load, load_wide = _loading(VECTOR), _loading(WIDE_VECTOR)
-load_first, load_first_wide = _loading_first(VECTOR), _loading_first(WIDE_VECTOR)
+
+
+@_intrinsic
+def load_first_wide(typing: Any, array: Any, offset: Any, count: Any) -> Any:
+    """As `load_wide`, but zero from lane `count` on, where nothing is read."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        array, offset, count = values
+        place = _address(context, builder, signature.args[0], _floats(WIDE), array, offset)
+        zeros, mask = ir.Constant(_floats(WIDE), [0.0] * WIDE), _below(builder, count, WIDE)
+        name = f"llvm.masked.load.v{WIDE}f32.p0"
+        return _call(builder, name, _floats(WIDE), place, _INT(_ALIGNMENT), mask, zeros)
+
+    return WIDE_VECTOR(array, types.intp, types.intp), generate
 
 
 @_intrinsic

@@ -32,9 +32,7 @@ def check_live(config: RunConfig) -> None:
     plan_pins(config.host, config.engine.replicas)
     if config.host.lend and (config.host.pin or config.trainer.threads > 1 or config.trainer.device != "cpu"):
         problem = "only a trainer of one thread on a CPU, and on no fixed one, can use the engines' as well"
-        raise ConfigError(
-            "host.lend", True, problem, "switch it off, or host.pin, trainer.threads and trainer.device"
-        )
+        raise ConfigError("host.lend", True, problem, "switch it off, or change host.pin or [trainer]")
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:

@@ -18,7 +18,8 @@ class HostSettings(Settings):
 
     lend: bool = False
     """While no engine has a request, the trainer uses the engines' CPUs too: when a rollout has ended, all
-    devices share what remains (RollPacker 4.4). For a trainer of one thread on a CPU."""
+    devices share what remains (RollPacker 4.4). Gradients are then the same up to their rounding only. For a
+    trainer of one thread on a CPU."""
 
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:
