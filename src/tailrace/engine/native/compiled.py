@@ -85,7 +85,7 @@ class CompiledDecoder:
         return self._draw(rows, uniforms)
 
     def prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
-        """Short contexts as a decode step whose rows are their tokens: for one or two, a third of the time."""
+        """Short contexts as a decode step whose rows are their tokens: for one, a third of the time."""
         lengths = [len(context) for context in contexts]
         if max(lengths, default=0) > SHORT:
             return prefill(self._model, contexts)
