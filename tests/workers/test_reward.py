@@ -16,8 +16,8 @@ from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import RewardSettings
 from tailrace.types import Sample
-from tailrace.workers.messages import Failed, Scored, ScorerJob
-from tailrace.workers.reward import RemoteScorer, RewardPool
+from tailrace.workers.messages import Call, Failed, ScorerJob
+from tailrace.workers.reward import Outcomes, RemoteScorer, RewardPool
 
 Drive = Callable[[Any], Any]
 ROWS = RowsSettings(path=Path("rows.jsonl"))
@@ -51,11 +51,16 @@ async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
     return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
 
 
+def made(one: RemoteScorer, *words: str) -> Outcomes:
+    """Calls that travel together."""
+    return one.call([Call("", word, {}) for word in words])
+
+
 async def fork_of(one: RemoteScorer) -> int:
     """The process that makes its calls."""
-    scored = await one.call("", "pid", {})
-    assert isinstance(scored, Scored)
-    return int(scored.reward)
+    (pid,) = await made(one, "pid")
+    assert isinstance(pid, float)
+    return int(pid)
 
 
 def test_a_reward_sees_prompt_completion_and_row_and_the_sample_keeps_the_text(
@@ -109,6 +114,48 @@ def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Dr
                     await pool.score(make_samples(1, row={"answer": column})[0])
                 assert failed.value.reason == "row"
             assert await outcomes(pool, "fine") == [4.625]
+
+    drive(main())
+
+
+def test_calls_that_travel_together_are_answered_in_order(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            fine, raised, nan, fives = await made(one, "fine", "raise", "nan", "fives")
+            assert (fine, fives) == (4.0, 5.0)
+            assert raised == Failed("raised", "KeyError: 'no such answer'")
+            assert nan == Failed("nan", "")
+
+    drive(main())
+
+
+def test_quick_calls_come_to_travel_together(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        async with scorer(job(), tmp_path) as one:
+            pool, sizes, call = RewardPool([one], Letters()), [], one.call
+
+            def counted(calls: list[Call]) -> Outcomes:
+                sizes.append(len(calls))
+                return call(calls)
+
+            one.call = counted  # type: ignore[method-assign]
+            assert await outcomes(pool, *["fine"] * 63) == [4.625] * 63
+            assert sizes[0] == 1
+            assert len(sizes) < 63
+            assert sum(sizes) == 63
+
+    drive(main())
+
+
+def test_of_calls_that_travel_together_only_the_one_that_ends_the_process_fails(
+    tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        async with scorer(job(timeout_s=2.0), tmp_path) as one:
+            pool = RewardPool([one], Letters())
+            await outcomes(pool, *["fine"] * 30)
+            words = ("fine", "exit", "fives", "hang", "fine")
+            assert await outcomes(pool, *words) == [4.625, "died", 5.625, "timeout", 4.625]
 
     drive(main())
 
@@ -167,7 +214,7 @@ def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             fork = await fork_of(one)
-            call = one.call("", "lock", {})
+            call = made(one, "lock")
             await asyncio.sleep(0.1)
             one.process.kill()
             with pytest.raises(WorkerDied, match=r"scorer-0 .* signal SIGKILL"):
@@ -181,10 +228,10 @@ def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             fork = await fork_of(one)
-            call = one.call("", "lock", {})
+            call = made(one, "lock")
             await asyncio.sleep(0.1)
         await until_gone(fork, one.process.pid)
-        assert await call == Failed(2, "died", "the call ended its process: signal SIGKILL")
+        assert await call == Failed("died", "the call ended its process: signal SIGKILL")
 
     drive(main())
 
@@ -203,13 +250,13 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive:
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from test_reward import fork_of, job, scorer
+from test_reward import fork_of, job, made, scorer
 
 async def main():
     async with scorer(job(), Path(sys.argv[1])) as one:
         fork = await fork_of(one)
         print(one.process.pid, fork, flush=True)
-        await one.call("", "lock", {})
+        await made(one, "lock")
 
 asyncio.run(main())
 """

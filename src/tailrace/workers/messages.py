@@ -232,13 +232,20 @@ FromReference = Ready | BadConfig | Referred
 # -- scorer -----------------------------------------------------------------------------------------
 
 
-class Score(msgspec.Struct, tag=True):
-    """Answered by Scored or Failed of the same number, or by Serving where the call ended its process."""
+class Call(msgspec.Struct, array_like=True):
+    """What a reward function is called with."""
 
-    number: int
     prompt: str
     completion: str
     row: Mapping[str, object]
+
+
+class Score(msgspec.Struct, tag=True):
+    """Calls to be made in turn. Answered by Scored of the same number, or by Serving where one of them ended
+    the process."""
+
+    number: int
+    calls: list[Call]
 
 
 class Serving(msgspec.Struct, tag=True):
@@ -250,18 +257,18 @@ class Serving(msgspec.Struct, tag=True):
     """How the one before it ended; empty for the first."""
 
 
-class Scored(msgspec.Struct, tag=True):
-    number: int
-    reward: float
-
-
-class Failed(msgspec.Struct, tag=True):
+class Failed(msgspec.Struct, array_like=True):
     """A RewardFailed."""
 
-    number: int
     reason: str
     detail: str
 
 
+class Scored(msgspec.Struct, tag=True):
+    number: int
+    outcomes: list[float | Failed]
+    """Of each call."""
+
+
 ToScorer = Score
-FromScorer = Serving | BadConfig | Scored | Failed
+FromScorer = Serving | BadConfig | Scored

@@ -19,18 +19,22 @@ from tailrace.reward.functions import Scorer
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent
 from tailrace.workers.exits import exit_cause, kill_group
-from tailrace.workers.messages import Failed, Score, Scored, ScorerJob, Serving, ToScorer
+from tailrace.workers.messages import Call, Failed, Score, Scored, ScorerJob, Serving, ToScorer
 
 _NO_MORE_CALLS = b"."
 
 
 def serve(scorer: Scorer, channel: WorkerChannel[Score]) -> None:
     """Make one call after another until the controller says no more."""
-    for call in channel:
-        try:
-            channel.send(Scored(call.number, scorer(call.prompt, call.completion, call.row)))
-        except RewardFailed as failed:
-            channel.send(Failed(call.number, failed.reason, failed.detail))
+    for asked in channel:
+        channel.send(Scored(asked.number, [_outcome(scorer, call) for call in asked.calls]))
+
+
+def _outcome(scorer: Scorer, call: Call) -> float | Failed:
+    try:
+        return scorer(call.prompt, call.completion, call.row)
+    except RewardFailed as failed:
+        return Failed(failed.reason, failed.detail)
 
 
 def supervise(scorer: Scorer, end: socket.socket, channel: WorkerChannel[Score]) -> None:
