@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
+from tailrace.trainer.packing import WORTH_SHARING, MicroBatch, fed_tokens, pack, share
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
@@ -63,3 +63,18 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.recorded_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0]
     assert batch.advantages.tolist() == [0.5, 1.5]
     assert batch.num_tokens.tolist() == [3, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 200)), max_size=30), st.integers(1, 4))
+def test_what_is_shared_is_in_one_part_each_and_no_part_is_dearer_by_more_than_a_sample(
+    lengths: list[tuple[int, int]], num_parts: int
+) -> None:
+    unit = [sample(i, *pair) for i, pair in enumerate(lengths)]
+    parts = share(unit, num_parts, fed_tokens)
+    assert Counter(s.id for part in parts for s in part) == Counter(s.id for s in unit)
+    if sum(map(fed_tokens, unit)) < WORTH_SHARING:
+        assert len(parts) == 1
+    else:
+        costs = [sum(map(fed_tokens, part)) for part in parts]
+        assert len(parts) == num_parts
+        assert max(costs) - min(costs) <= max(map(fed_tokens, unit))

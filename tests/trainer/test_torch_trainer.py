@@ -105,27 +105,6 @@ def test_another_order_or_packing_changes_only_the_rounding(
     torch.testing.assert_close(gradient(packed, [joined], tmp_path / "c"), wanted, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae"}, {"old_policy": "recomputed"}])
-def test_threads_that_share_the_samples_change_only_the_rounding(
-    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, str]
-) -> None:
-    monkeypatch.setattr("tailrace.trainer.torch_trainer.WORTH_SHARING", 1)
-    units = make_units(9)
-    units[4] = [msgspec.structs.replace(sample, advantage=0.0) for sample in units[4]]
-    found = []
-    for threads in (1, 2):
-        trainer = make_trainer(**algorithm, **NO_MOMENTUM)
-        trainer.accumulate(units, threads=threads)
-        stats = trainer.step(threads=threads)
-        trainer.save(tmp_path / str(threads))
-        found.append((first_moments(tmp_path / str(threads)), stats))
-    (wanted, alone), (shared, together) = found
-    torch.testing.assert_close(shared, wanted, atol=1e-6, rtol=0)
-    assert together.samples == alone.samples and together.num_tokens == alone.num_tokens
-    assert together.loss == pytest.approx(alone.loss, abs=1e-6)
-    assert (together.num_micro_batches > alone.num_micro_batches) is (not algorithm)
-
-
 @pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
 def test_the_step_divides_by_what_it_trained_and_not_by_what_was_filtered(
     make_trainer: Make, tmp_path: Path, normalize: str

@@ -30,9 +30,18 @@ def check_live(config: RunConfig) -> None:
     training_prompts(config, config.run.seed)
     Scorer.load(config.reward, config.data).close()
     plan_pins(config.host, config.engine.replicas)
-    if config.host.lend and (config.host.pin or config.trainer.threads > 1 or config.trainer.device != "cpu"):
+    _check_lending(config)
+
+
+def _check_lending(config: RunConfig) -> None:
+    if not config.host.lend:
+        return
+    if config.host.pin or config.trainer.threads > 1 or config.trainer.device != "cpu":
         problem = "only a trainer of one thread on a CPU, and on no fixed one, can use the engines' as well"
         raise ConfigError("host.lend", True, problem, "switch it off, or change host.pin or [trainer]")
+    if config.algorithm.advantage == "gae" or config.algorithm.old_policy == "recomputed":
+        problem = "helpers have no critic and no old policy"
+        raise ConfigError("host.lend", True, problem, "switch it off, or change [algorithm]")
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:

@@ -1,11 +1,11 @@
 """AdamW with a linear warm-up and clipping by the global norm, on a sum of gradients.
 
-All gradients are views of one flat vector: reducing it over ranks, dividing, taking its norm and
+All gradients are views of one vector (flat.py): reducing it over ranks, dividing, taking its norm and
 clipping it are one operation each, however many parameters there are.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,20 +13,23 @@ from torch import Tensor
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checkpoint import OptimizerState
+from tailrace.trainer.flat import gather_gradients, num_elements
 
 
 class Optimizer:
-    """Owns the gradients of the parameters: `backward` or `add` adds to them, `step` consumes them."""
+    """Owns the gradients of the parameters: `backward` adds to them, `step` consumes them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._settings = settings
         self.num_steps = 0
         self._num_updates = 0
-        self.gradient = _flat_gradient(list(self._parameters.values()))
+        trained = list(self._parameters.values())
+        self.gradient = torch.zeros(num_elements(trained), device=trained[0].device)
         """[number of parameters]: the sum since the last step."""
+        gather_gradients(trained, self.gradient)
         self._adamw = torch.optim.AdamW(
-            _decayed_apart(list(self._parameters.values()), settings.weight_decay),
+            _decayed_apart(trained, settings.weight_decay),
             lr=settings.learning_rate,
             betas=settings.betas,
             fused=True,
@@ -37,17 +40,6 @@ class Optimizer:
         """Of the last step: lr * min(1, steps / warmup_steps)."""
         warmup = self._settings.warmup_steps
         return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
-
-    def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Of a loss, for `add`."""
-        return list(torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True))
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """To the sum."""
-        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
-            if gradient is not None:
-                assert parameter.grad is not None
-                parameter.grad += gradient
 
     def step(self, count: int) -> float:
         """Step on gradient / count and begin a new sum. A gradient that is not finite moves nothing:
@@ -94,14 +86,6 @@ class Optimizer:
                 "exp_avg": state.first_moments[name].to(parameter.device),
                 "exp_avg_sq": state.second_moments[name].to(parameter.device),
             }
-
-
-def _flat_gradient(parameters: list[Tensor]) -> Tensor:
-    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-    parts = torch.split(flat, [p.numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
 
 
 def _decayed_apart(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:

@@ -7,13 +7,16 @@ What must hold: every sample with a completion is in exactly one micro-batch; a 
 budget unless a single sample exceeds it; the result depends on the samples and their order alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tailrace.trainer.wire import TrainSample
+
+WORTH_SHARING = 400
+"""Cost, in tokens of a forward pass, of what two processes compute faster than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +104,19 @@ def pack(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]
         bins[place].append(sample)
         room[place] -= length
     return bins
+
+
+def share(
+    samples: Sequence[TrainSample], num_parts: int, cost: Callable[[TrainSample], int]
+) -> list[list[TrainSample]]:
+    """Cut samples into parts of like cost: the dearest first, each to the part that has least. One part where
+    that is faster."""
+    if num_parts == 1 or sum(map(cost, samples)) < WORTH_SHARING:
+        return [list(samples)]
+    parts: list[list[TrainSample]] = [[] for _ in range(num_parts)]
+    costs = [0] * num_parts
+    for sample in sorted(samples, key=cost, reverse=True):
+        least = costs.index(min(costs))
+        parts[least].append(sample)
+        costs[least] += cost(sample)
+    return parts

@@ -62,10 +62,19 @@ class Tally:
         self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
         self._totals[NUM_SUMS + 2] += 1
 
+    def include(self, figures: Sequence[float]) -> None:
+        """Add all that another process counted."""
+        self._totals += torch.tensor(figures, dtype=torch.float64, device=self._totals.device)
+
+    def figures(self) -> list[float]:
+        """All that was counted, for another to include."""
+        figures: list[float] = self._totals.tolist()
+        return figures
+
     def all_reduce(self) -> None:
         """Make the sums those of all ranks."""
         dist.all_reduce(self._totals)
 
     def totals(self) -> Totals:
-        totals = self._totals.tolist()
+        totals = self.figures()
         return Totals(Sums(*totals[:NUM_SUMS]), *map(int, totals[NUM_SUMS:]))

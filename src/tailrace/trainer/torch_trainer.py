@@ -1,8 +1,7 @@
 """The trainer of one rank: forward and backward as samples come, one optimizer step when asked.
 
-    accumulate:  pack -> (values ->) log-probs -> loss summed with its weights -> backward into the sum
-                 (forward only, where the advantage is zero and nothing else has a gradient)
-    step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
+    accumulate:  passes (passes.py) into the sum of gradients, helpers (helper.py) taking their part
+    step:        add the helpers' sums -> all-reduce the sums and their counts -> divide -> clip -> AdamW
 
 What is accumulated is a sum of gradients and a count in the loss's own unit (samples or tokens). The
 division happens once, at `step`, by the count of the whole step: with several ranks by the sum of
@@ -14,7 +13,6 @@ treated alike.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,49 +21,31 @@ from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.ess import effective_sample_size, weight_sums
-from tailrace.algo.kl import kl
-from tailrace.algo.losses import token_weights, value_loss
-from tailrace.algo.segments import spread
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.checkpoint import TrainerState
-from tailrace.trainer.critic import Critic, token_advantages
-from tailrace.trainer.objective import objective
-from tailrace.trainer.old_policy import PublishedPolicy
+from tailrace.trainer.flat import move, num_elements
+from tailrace.trainer.helper import Helper
 from tailrace.trainer.optimizer import Optimizer
-from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
-from tailrace.trainer.policy import DTYPES, Policy
-from tailrace.trainer.tally import Sums, Tally
-from tailrace.trainer.threads import side_by_side
+from tailrace.trainer.packing import MicroBatch, fed_tokens, pack, share
+from tailrace.trainer.passes import Passes
+from tailrace.trainer.tally import Tally
 from tailrace.trainer.wire import TrainSample
-
-WORTH_SHARING = 512
-"""Tokens that are computed faster by two threads than by one."""
-
-Gradients = Sequence[Tensor | None]
 
 
 class TorchTrainer:
     """One rank. Where torch.distributed is initialised, every rank calls `step` together."""
 
     def __init__(
-        self,
-        policy: Policy,
-        critic: Critic | None,
-        settings: TrainerSettings,
-        algorithm: AlgorithmSettings,
-        *,
-        max_tokens: int,
-        source: Path,
+        self, passes: Passes, settings: TrainerSettings, algorithm: AlgorithmSettings, *, source: Path
     ) -> None:
-        self._policy, self._critic = policy, critic
+        self._passes, self._policy, self._critic = passes, passes.policy, passes.critic
         self._settings, self._algorithm = settings, algorithm
-        self._max_tokens = max_tokens
         self._source = source
-        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
-        self._optimizer = Optimizer(policy.parameters(), settings)
-        self._tally = Tally(policy.device)
+        self._optimizer = Optimizer(self._policy.parameters(), settings)
+        self._tally = Tally(self._policy.device)
+        self._helpers: Sequence[Helper] = ()
         self._waiting: list[TrainSample] = []
         """Accumulated and not computed yet."""
         self._without_gradient: list[TrainSample] = []
@@ -90,25 +70,34 @@ class TorchTrainer:
         Raises:
             ConfigError: the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = Policy.load(path, temperature=temperature, device=device, dtype=dtype)
-        critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
-        return cls(policy, critic, settings, algorithm, max_tokens=max_tokens, source=path)
+        passes = Passes.load(path, settings, algorithm, temperature=temperature, max_tokens=max_tokens)
+        return cls(passes, settings, algorithm, source=path)
 
-    def accumulate(self, units: Sequence[Sequence[TrainSample]], *, threads: int = 1) -> None:
+    @property
+    def num_parameters(self) -> int:
+        """Of the policy."""
+        return num_elements(list(self._policy.parameters().values()))
+
+    def be_helped(self, helpers: Sequence[Helper], weights: Tensor) -> None:
+        """From now on each helper takes its part of the samples when it may, and finds the weights in a
+        vector, [num_parameters]. Not with a critic or recomputed old policies, which helpers lack."""
+        self._helpers = helpers
+        move(list(self._policy.parameters().values()), weights)
+
+    def accumulate(self, units: Sequence[Sequence[TrainSample]], *, num_helpers: int = 0) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
 
         Units wait until together they are worth a pass, at most until the step. That is a matter of their
         order alone: the same units in the same order give the same bits, however many calls brought them,
-        where the same number of threads, each with a part of the samples, computed them.
+        where the same number of helpers took part.
         """
         for unit in units:
             self._tally.count(unit)
             for sample in unit:
-                (self._waiting if self._teaches(sample) else self._without_gradient).append(sample)
-            self._pass(self._settings.least_tokens * threads, threads)
+                (self._waiting if self._passes.teaches(sample) else self._without_gradient).append(sample)
+            self._pass(self._settings.least_tokens * (1 + num_helpers), num_helpers)
 
-    def step(self, *, threads: int = 1) -> StepStats:
+    def step(self, *, num_helpers: int = 0) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
         finite is left out.
 
@@ -118,8 +107,9 @@ class TorchTrainer:
         Raises:
             ScheduleError: nothing was accumulated since the last step.
         """
-        self._pass(threads=threads)
+        self._pass(num_helpers=num_helpers)
         started = time.perf_counter()
+        self._collect()
         tally, self._tally = self._tally, Tally(self._policy.device)
         if dist.is_initialized():
             for optimizer in self._optimizers():
@@ -130,8 +120,8 @@ class TorchTrainer:
             raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
         by_token = self._algorithm.normalize == "token_mean"
         count = max(1, int(totals.sums.counted) if by_token else totals.num_samples)
-        if self._published:
-            self._published.keep()
+        if self._passes.published:
+            self._passes.published.keep()
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
         self._synchronize()
         num_tokens = max(1, totals.num_tokens)
@@ -177,9 +167,9 @@ class TorchTrainer:
 
     def publish(self) -> Mapping[str, Tensor]:
         """The current weights as `state`, which are from now on the published ones."""
-        if self._published:
+        if self._passes.published:
             self._pass()  # what was accumulated before has the old policy of then
-            self._published.publish()
+            self._passes.published.publish()
         return self.state()
 
     def save(self, folder: Path) -> None:
@@ -197,13 +187,14 @@ class TorchTrainer:
         Raises:
             CheckpointError: torn, or of another model.
         """
+        self._collect()
         critic = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy.model, critic=critic)
         self._optimizer.restore(state.optimizer)
         if self._critic and state.critic:
             self._critic.optimizer.restore(state.critic.optimizer)
-        if self._published:
-            self._published.publish()
+        if self._passes.published:
+            self._passes.published.publish()
         self._tally = Tally(self._policy.device)
         self._waiting.clear()
         self._without_gradient.clear()
@@ -211,80 +202,25 @@ class TorchTrainer:
         if "cuda" in state.random_states and self._policy.device.type == "cuda":
             torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
 
-    def _teaches(self, sample: TrainSample) -> bool:
-        return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
-
-    def _pass(self, least_tokens: int = 0, threads: int = 1) -> None:
-        """Forward and backward of what waits, where it has so many tokens."""
+    def _pass(self, least_tokens: int = 0, num_helpers: int = 0) -> None:
+        """Compute what waits, where it has so many tokens."""
         started = time.perf_counter()
-        if self._critic or self._published:  # a critic adds its own gradients, an old policy takes turns
-            threads = 1
-        jobs = [partial(self._learn, batch) for batch in self._batches(self._waiting, least_tokens, threads)]
-        others = self._batches(self._without_gradient, least_tokens, threads)
-        jobs += [partial(self._measure, batch) for batch in others]
-        for gradients, sums in side_by_side(jobs, threads):
-            if gradients:
-                self._optimizer.add(gradients)
+        due = [*_take(self._waiting, least_tokens), *_take(self._without_gradient, least_tokens)]
+        mine, *others = share(due, 1 + min(num_helpers, len(self._helpers)), self._passes.cost)
+        for helper, part in zip(self._helpers, others, strict=False):
+            helper.begin(part)
+        for sums in self._passes.run(mine):
             self._tally.add(sums)
         self._synchronize()
         self._tally.compute_s += time.perf_counter() - started
 
-    def _batches(self, waiting: list[TrainSample], least_tokens: int, threads: int) -> list[MicroBatch]:
-        """What waits, which then waits no longer; none, if it has fewer tokens."""
-        num_tokens, budget = sum(map(fed_tokens, waiting)), self._settings.token_budget
-        if num_tokens < least_tokens:
-            return []
-        if num_tokens >= WORTH_SHARING:
-            budget = min(budget, math.ceil(num_tokens / threads))
-        bins = pack(waiting, budget)
-        waiting.clear()
-        return [MicroBatch.of(samples, self._policy.device) for samples in bins]
-
-    def _learn(self, batch: MicroBatch) -> tuple[Gradients, Sums[Tensor]]:
-        loss, sums = self._loss(batch)
-        return self._optimizer.gradients(loss), sums
-
-    @torch.no_grad()
-    def _measure(self, batch: MicroBatch) -> tuple[Gradients, Sums[Tensor]]:
-        """No gradients."""
-        return [], self._loss(batch)[1]
-
-    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Sums[Tensor]]:
-        """Summed with its weights, and its statistics."""
-        left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
-        counted = (~left_out).float()
-        normalize = self._algorithm.normalize
-        weights = token_weights(counted, batch.num_tokens, normalize, max_tokens=self._max_tokens)
-        advantages, critic_loss = self._judge(batch, weights)
-        old_logprobs = self._published.logprobs(batch) if self._published else batch.recorded_logprobs
-        logprobs, entropy = self._policy.logprobs(batch)
-        current = logprobs.detach()
-        if old_logprobs is None:  # the current weights are the published ones
-            old_logprobs = current
-        loss, clipped, reference_kl = objective(
-            self._algorithm, batch, logprobs, old_logprobs, advantages, weights
-        )
-        sums = Sums(
-            loss=loss.detach(),
-            entropy=entropy.sum(),
-            clipped=clipped.sum(),
-            kl=kl(batch.recorded_logprobs, current, "k3").sum(),
-            **weight_sums(current, batch.recorded_logprobs)._asdict(),
-            counted=counted.sum(),
-            reference_kl=reference_kl,
-            value_loss=critic_loss,
-        )
-        return loss, sums
-
-    def _judge(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The advantage of each token, [C], and the critic's summed loss, its gradient being taken."""
-        if self._critic is None:
-            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self._policy.device)
-        values = self._critic.values(batch)
-        advantages = token_advantages(values, batch, self._algorithm)
-        loss = (value_loss(values, advantages + values.detach()) * weights).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return advantages, loss.detach()
+    def _collect(self) -> None:
+        """Add what helpers computed."""
+        for helper in self._helpers:
+            if figures := helper.finish():
+                self._tally.include(figures)
+                self._optimizer.gradient += helper.gradient
+                helper.gradient.zero_()
 
     def _optimizers(self) -> list[Optimizer]:
         """The policy's first."""
@@ -294,3 +230,12 @@ class TorchTrainer:
         """Kernels run behind the host: a time taken before they end would be too short."""
         if self._policy.device.type == "cuda":
             torch.cuda.synchronize(self._policy.device)
+
+
+def _take(waiting: list[TrainSample], least_tokens: int) -> list[TrainSample]:
+    """What waits, which then waits no longer; nothing, if it has fewer tokens."""
+    if sum(map(fed_tokens, waiting)) < least_tokens:
+        return []
+    taken = list(waiting)
+    waiting.clear()
+    return taken

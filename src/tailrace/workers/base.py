@@ -17,9 +17,9 @@ class HostSettings(Settings):
     What the trainer computes then takes the same time whatever else goes on. One thread each only."""
 
     lend: bool = False
-    """While no engine has a request, the trainer uses the engines' CPUs too: when a rollout has ended, all
-    devices share what remains (RollPacker 4.4). Gradients are then the same up to their rounding only. For a
-    trainer of one thread on a CPU."""
+    """While an engine has no request, a helper of the trainer computes on its CPU: when a rollout has ended,
+    all devices share what remains (RollPacker 4.4). Gradients are then the same up to their rounding only.
+    For a trainer of one thread on a CPU."""
 
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:

@@ -149,6 +149,9 @@ class WorkerChannel(Generic[In]):
             messages = list(self._reassembly.feed(data))
         return messages
 
+    def close(self) -> None:
+        self._socket.close()
+
     def __iter__(self) -> Iterator[In]:
         """Each message as it comes, until there will be no more."""
         while (messages := self.receive(wait=True)) is not None:

@@ -79,7 +79,10 @@ async def open_local(
     """
     logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
-    trainer_job = TrainerJob(model=model, trainer=trainer, algorithm=algorithm, sampling=sampling)
+    helpers = engine.replicas * engine.threads if lend else 0
+    trainer_job = TrainerJob(
+        model=model, trainer=trainer, algorithm=algorithm, sampling=sampling, helpers=helpers
+    )
     reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
     scorer_job = ScorerJob(reward=reward, data=data)
     names = [f"engine-{number}" for number in range(engine.replicas)]

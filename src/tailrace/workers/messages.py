@@ -43,6 +43,18 @@ class TrainerJob(Settings):
     trainer: TrainerSettings
     algorithm: AlgorithmSettings
     sampling: SamplingSettings
+    helpers: int = 0
+    """Processes that compute with it when it is told that they may."""
+
+
+class HelperJob(Settings):
+    """Help to train a model."""
+
+    trainer: TrainerJob
+    weights: Path
+    """A file of the trainer's weights: float32, one after another."""
+    gradient: Path
+    """A file for the sum of gradients: the same, and this helper's own."""
 
 
 class ReferenceJob(Settings):
@@ -151,7 +163,8 @@ class TrainerReady(msgspec.Struct, tag=True):
 
 class Accumulate(msgspec.Struct, tag=True):
     units: list[list[TrainSample]]
-    threads: int = 1
+    num_helpers: int = 0
+    """That may take part, now."""
 
 
 class Ess(msgspec.Struct, tag=True):
@@ -169,7 +182,7 @@ class EssOf(msgspec.Struct, tag=True):
 class Step(msgspec.Struct, tag=True):
     """Answered by Stepped."""
 
-    threads: int = 1
+    num_helpers: int = 0
 
 
 class Publish(msgspec.Struct, tag=True):
@@ -210,6 +223,23 @@ class Refused(msgspec.Struct, tag=True):
 
 ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
 FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
+
+
+# -- helper -------------------------------------------------------------------------------------------
+
+
+class Compute(msgspec.Struct, tag=True):
+    """Answered by Computed."""
+
+    samples: list[TrainSample]
+
+
+class Computed(msgspec.Struct, tag=True):
+    figures: list[float]
+    """Of a Tally."""
+
+
+FromHelper = Ready | BadConfig | Computed
 
 
 # -- reference ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class RemoteTrainer:
         self.process = process
         self._shared: str | None = None
         self.lent: Callable[[], int] = lambda: 0
-        """CPUs of others that nobody uses now."""
+        """CPUs of others that nobody uses now: so many helpers may take part."""
         self._published = 0
         """The version of the last publication."""
 
@@ -63,7 +63,7 @@ class RemoteTrainer:
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate(self._train_samples(units), self._threads()), Done)
+        await self.process.ask(Accumulate(self._train_samples(units), self.lent()), Done)
 
     async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
         """As Trainer.ess."""
@@ -75,7 +75,7 @@ class RemoteTrainer:
         Raises:
             ScheduleError: nothing was accumulated.
         """
-        return (await self.process.ask(Step(self._threads()), Stepped)).stats
+        return (await self.process.ask(Step(self.lent()), Stepped)).stats
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
@@ -99,10 +99,6 @@ class RemoteTrainer:
         finally:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
-
-    def _threads(self) -> int:
-        """Of which each computes a part of the samples."""
-        return 1 + self.lent()
 
     def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
         return [[TrainSample.of(sample, published=self._published) for sample in unit] for unit in units]

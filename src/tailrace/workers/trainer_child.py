@@ -11,6 +11,7 @@ from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.weights.shared import SharedWeights, shared_memory
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.helper import spawn_helpers
 from tailrace.workers.messages import (
     Accumulate,
     Done,
@@ -33,12 +34,12 @@ from tailrace.workers.messages import (
 def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
     """Do what was asked, and say what came of it."""
     match message:
-        case Accumulate(units=units, threads=threads):
-            trainer.accumulate(units, threads=threads)
+        case Accumulate(units=units, num_helpers=num_helpers):
+            trainer.accumulate(units, num_helpers=num_helpers)
         case Ess(units=units):
             return EssOf(trainer.ess(units))
-        case Step(threads=threads):
-            return Stepped(trainer.step(threads=threads))
+        case Step(num_helpers=num_helpers):
+            return Stepped(trainer.step(num_helpers=num_helpers))
         case Publish(version=version):
             return Published(shared.write(trainer.publish(), version))
         case Save(folder=folder):
@@ -55,6 +56,7 @@ def main() -> None:
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
     shared = SharedWeights(folder)
     try:
+        helpers = spawn_helpers(job, folder)
         with config_errors_sent(channel):
             trainer = TorchTrainer.from_pretrained(
                 job.model,
@@ -63,6 +65,9 @@ def main() -> None:
                 temperature=job.sampling.temperature,
                 max_tokens=job.sampling.max_completion_tokens,
             )
+            if helpers:
+                weights = [helper.ready(trainer.num_parameters) for helper in helpers]
+                trainer.be_helped(helpers, weights[0])
         channel.send(TrainerReady(str(folder)))
         for message in channel:
             try:

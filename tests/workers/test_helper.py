@@ -1,0 +1,117 @@
+"""A helper process beside a trainer: the same step, computed in two places."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from worker_cases import is_running
+
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.base import SamplingSettings
+from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
+from tailrace.workers.helper import LocalHelper, spawn_helpers
+from tailrace.workers.messages import TrainerJob
+
+
+def job_of(model: Path, helpers: int) -> TrainerJob:
+    return TrainerJob(
+        model=model,
+        trainer=TrainerSettings(learning_rate=1e-2, least_tokens=100),
+        algorithm=AlgorithmSettings(),
+        sampling=SamplingSettings(max_completion_tokens=60),
+        helpers=helpers,
+    )
+
+
+@contextmanager
+def trainer_of(model: Path, folder: Path, helpers: int) -> Iterator[tuple[TorchTrainer, list[LocalHelper]]]:
+    job = job_of(model, helpers)
+    folder.mkdir()
+    spawned = spawn_helpers(job, folder)
+    trainer = TorchTrainer.from_pretrained(model, job.trainer, job.algorithm, temperature=1.0, max_tokens=60)
+    if spawned:
+        weights = [helper.ready(trainer.num_parameters) for helper in spawned]
+        trainer.be_helped(spawned, weights[0])
+    try:
+        yield trainer, spawned
+    finally:
+        for helper in spawned:
+            helper.close()
+
+
+def units(number: int) -> list[list[TrainSample]]:
+    """Of twelve prompts; every fifth sample has no advantage."""
+    return [
+        [
+            TrainSample(
+                SampleId(prompt, number, index),
+                [2 + prompt, 3, 4],
+                [2 + (prompt * token + index) % 29 for token in range(5 + 4 * index)],
+                [-3.0] * (5 + 4 * index),
+                0.0 if (prompt + index) % 5 == 0 else 0.5 - index / 4,
+            )
+            for index in range(4)
+        ]
+        for prompt in range(12)
+    ]
+
+
+def two_steps(trainer: TorchTrainer, helpers: int) -> list[StepStats]:
+    stats = []
+    for number in range(2):
+        trainer.accumulate(units(number), num_helpers=helpers)
+        stats.append(trainer.step(num_helpers=helpers))
+    return stats
+
+
+def weights_of(trainer: TorchTrainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in trainer.state().values()]).clone()
+
+
+def test_a_step_with_helpers_is_the_same_but_for_rounding(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    begin, given = LocalHelper.begin, []
+    monkeypatch.setattr(LocalHelper, "begin", lambda self, part: (given.append(len(part)), begin(self, part)))
+    with trainer_of(model_path, tmp_path / "a", 0) as (trainer, _):
+        wanted, alone = two_steps(trainer, 0), weights_of(trainer)
+    with trainer_of(model_path, tmp_path / "b", 2) as (trainer, helpers):
+        found, helped = two_steps(trainer, 2), weights_of(trainer)
+        assert not any(helper.gradient.any() for helper in helpers)
+    assert len(given) == 2 * 2 and min(given) > 5
+    torch.testing.assert_close(helped, alone, atol=1e-4, rtol=0)
+    for one, other in zip(wanted, found, strict=True):
+        assert (other.samples, other.num_tokens) == (one.samples, one.num_tokens)
+        for name in ("loss", "grad_norm", "entropy", "kl", "ess"):
+            assert getattr(other, name) == pytest.approx(getattr(one, name), abs=1e-4)
+
+
+def test_what_helpers_computed_before_a_restore_is_forgotten(model_path: Path, tmp_path: Path) -> None:
+    with trainer_of(model_path, tmp_path / "a", 1) as (trainer, _):
+        trainer.save(tmp_path / "saved")
+        wanted, first = two_steps(trainer, 1), weights_of(trainer)
+        trainer.accumulate(units(3), num_helpers=1)
+        trainer.restore(tmp_path / "saved")
+        assert two_steps(trainer, 1)[-1].samples == wanted[-1].samples
+        torch.testing.assert_close(weights_of(trainer), first, atol=1e-4, rtol=0)
+
+
+def test_the_end_of_a_helper_ends_the_step_with_its_cause(model_path: Path, tmp_path: Path) -> None:
+    with trainer_of(model_path, tmp_path / "a", 1) as (trainer, [helper]):
+        os.kill(helper.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="a helper of the trainer ended: signal SIGKILL"):
+            two_steps(trainer, 1)
+
+
+def test_a_helper_ends_with_its_trainer(model_path: Path, tmp_path: Path) -> None:
+    with trainer_of(model_path, tmp_path / "a", 1) as (_, [helper]):
+        assert is_running(helper.pid)
+    assert not is_running(helper.pid)
