@@ -1,7 +1,6 @@
 """How much better a sample, or a token of it, did than was to be expected."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -31,7 +30,7 @@ def group_advantages(rewards: Sequence[float], *, scale: Literal["group", "none"
         return [reward - mean for reward in rewards]
     if scale == "rloo":
         return [(reward - mean) * size / (size - 1) for reward in rewards]
-    divisor = statistics.stdev(rewards) + EPSILON
+    divisor = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (size - 1)) + EPSILON
     return [(reward - mean) / divisor for reward in rewards]
 
 

@@ -1,7 +1,8 @@
 """The engine's process: a loop that listens, decodes one step, and reports.
 
-Requests that end are reported at once; running ones every `report_every_s`, before a load, and when
-they are aborted. With nothing to do it sleeps in the socket.
+Requests that end are reported as soon as they are an eighth of what runs, or have waited for a few
+milliseconds: each report wakes the controller. Running ones are reported every `report_every_s`, before
+a load, and when they are aborted. With nothing to do it sleeps in the socket.
 """
 
 import time
@@ -28,6 +29,11 @@ from tailrace.workers.messages import (
     ToEngine,
 )
 
+ENOUGH = 1 / 8
+"""Of what runs: so many that ended are worth a report."""
+HELD_BACK_S = 0.01
+"""The longest that one that ended waits for others."""
+
 
 class EngineLoop:
     """Drives one engine from one channel."""
@@ -42,6 +48,8 @@ class EngineLoop:
         self._engine, self._channel, self._counter = engine, channel, counter
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
+        self._held_back_s: float | None = None
+        """Since when what ended waits for a report."""
         self._gained: list[Gained] = []
         self._aborted: list[str] = []
 
@@ -57,8 +65,16 @@ class EngineLoop:
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._gain(self._engine.report())
                 self._reported_s = time.monotonic()
-            if self._gained or self._aborted:
+            if self._is_due():
                 self._report()
+
+    def _is_due(self) -> bool:
+        if self._aborted or not self._gained:
+            return bool(self._aborted)
+        now_s = time.monotonic()
+        self._held_back_s = self._held_back_s or now_s
+        enough = len(self._gained) >= ENOUGH * self._engine.num_running
+        return enough or now_s - self._held_back_s >= HELD_BACK_S
 
     def _obey(self, message: ToEngine) -> None:
         match message:
@@ -84,7 +100,7 @@ class EngineLoop:
 
     def _report(self) -> None:
         self._channel.send(Report(self._gained, self._aborted, self._engine.usage()))
-        self._gained, self._aborted = [], []
+        self._gained, self._aborted, self._held_back_s = [], [], None
 
     def _answer(self) -> None:
         self._report()

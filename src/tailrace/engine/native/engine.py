@@ -102,6 +102,10 @@ class NativeEngine:
         """Nothing running, waiting, or ended and not yet told."""
         return not (self._scheduler.running or self._scheduler.waiting or self._ended)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
     def submit(self, request: Request) -> None:
         """Queue it. One without a prompt, or already at its limit, ends at the next step with "length".
 
