@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from tailrace.weights.base import Weights
-from tailrace.weights.shared import SharedWeights, read, shared_memory
+from tailrace.weights.shared import SharedWeights, open_folder, read, shared_memory
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -52,3 +52,18 @@ def test_tensors_outlive_their_file(tmp_path: Path) -> None:
 def test_shared_memory_is_a_folder_one_can_write_to() -> None:
     assert shared_memory().is_dir()
     assert os.access(shared_memory(), os.W_OK)
+
+
+def test_what_a_killed_run_left_is_removed_and_what_lives_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.weights.shared.shared_memory", lambda: tmp_path)
+    (tmp_path / "of-others").mkdir()
+    living, held = open_folder()
+    killed, left = open_folder()
+    (killed / "1.safetensors").write_bytes(b"weights")
+    left.close()  # as the system does for a process that is killed
+    mine, also_held = open_folder()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["of-others", living.name, mine.name])
+    held.close()
+    also_held.close()

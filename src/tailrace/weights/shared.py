@@ -7,14 +7,17 @@ All tensors of a type lie in the file as one, because each tensor of a file cost
 trainer waits while a small model is written, and the engine while it is read.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -24,6 +27,7 @@ from torch import Tensor
 from tailrace.weights.base import Weights
 
 KEPT_VERSIONS = 2
+_PREFIX, _LOCK = "tailrace-", "lock"
 _LAYOUT = "layout"
 """Of the file's metadata: name, type and shape of each tensor, in their order."""
 
@@ -32,6 +36,20 @@ def shared_memory() -> Path:
     """Where files live in memory: /dev/shm if the host has it, else the folder for temporary files."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def open_folder() -> tuple[Path, BinaryIO]:
+    """A new folder in shared memory, ours until the file beside it is closed; what killed runs left there is
+    removed. Nothing else would: a run that is killed whole leaves its weights in memory."""
+    memory = shared_memory()
+    for lock in memory.glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError), lock.open("rb") as file:  # OSError: its owner lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    unlocked = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=memory))
+    held = (unlocked / _LOCK).open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return unlocked.rename(memory / unlocked.name.removeprefix("new-")), held
 
 
 class SharedWeights:

@@ -1,14 +1,13 @@
 """The trainer's process: does one thing after another, and sleeps in the socket in between."""
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import msgspec
 
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.weights.shared import SharedWeights, shared_memory
+from tailrace.weights.shared import SharedWeights, open_folder
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.helper import spawn_helpers
@@ -51,7 +50,7 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
 
 def main() -> None:
     end, job = begin(TrainerJob)
-    folder = Path(tempfile.mkdtemp(prefix="tailrace-", dir=shared_memory()))
+    folder, _held = open_folder()
     end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
     shared = SharedWeights(folder)
