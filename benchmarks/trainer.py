@@ -32,6 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
@@ -113,9 +114,8 @@ class Ours:
         torch.set_num_threads(1)
         settings = TrainerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
         algorithm = AlgorithmSettings(clip_low=CLIP, clip_high=CLIP)
-        self._trainer = TorchTrainer.from_pretrained(
-            model, settings, algorithm, temperature=1.0, max_tokens=512
-        )
+        passes = Passes.load(model, settings, algorithm, temperature=1.0, max_tokens=512)
+        self._trainer = TorchTrainer(passes)
         self._units = [samples[i : i + GROUP_SIZE] for i in range(0, len(samples), GROUP_SIZE)]
 
     def step(self) -> Timing:

@@ -21,6 +21,7 @@ from trl_reference import (
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
@@ -35,13 +36,14 @@ def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, name: str, toke
     settings = TrainerSettings(betas=(0.0, 0.9), max_grad_norm=1e9, token_budget=token_budget)
     algorithm = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "correction_cap": CAP, **case.ours}
     algorithm["old_policy"] = "recomputed" if case.vllm else "recorded"
-    trainer = TorchTrainer.from_pretrained(
+    passes = Passes.load(
         tmp_path / "model",
         settings,
         AlgorithmSettings.model_validate(algorithm),
         temperature=TEMPERATURE,
         max_tokens=MAX_TOKENS,
     )
+    trainer = TorchTrainer(passes)
     samples = [TrainSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
     trainer.accumulate([samples[:3], samples[3:]])
     stats = trainer.step()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
@@ -42,13 +43,14 @@ def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: obj
     """Of a model on disk; each setting goes to the section that has it."""
     own = {key: value for key, value in settings.items() if key in AlgorithmSettings.model_fields}
     rest = {key: value for key, value in settings.items() if key not in own}
-    return TorchTrainer.from_pretrained(
+    passes = Passes.load(
         model,
         TrainerSettings.model_validate(rest),
         AlgorithmSettings.model_validate(own),
         temperature=temperature,
         max_tokens=MAX_TOKENS,
     )
+    return TorchTrainer(passes)
 
 
 def first_moments(folder: Path) -> Tensor:

@@ -1,4 +1,7 @@
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tailrace.weights.base import Weights
-from tailrace.weights.shared import SharedWeights, open_folder, read, shared_memory
+from tailrace.weights.shared import SharedWeights, own_folder, read, shared_memory
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -44,7 +47,7 @@ def test_a_version_written_again_replaces_itself(tmp_path: Path) -> None:
 def test_tensors_outlive_their_file(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path / "weights")
     got = read(shared.write({"a": torch.arange(5)}, 0))
-    shared.close()
+    shutil.rmtree(tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
     assert got["a"].tolist() == [0, 1, 2, 3, 4]
 
@@ -54,16 +57,28 @@ def test_shared_memory_is_a_folder_one_can_write_to() -> None:
     assert os.access(shared_memory(), os.W_OK)
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tailrace.weights import shared
+
+shared.shared_memory = lambda: Path(sys.argv[1])
+with shared.own_folder() as folder:
+    (folder / "1.safetensors").write_bytes(b"weights")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_what_a_killed_run_left_is_removed_and_what_lives_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tailrace.weights.shared.shared_memory", lambda: tmp_path)
     (tmp_path / "of-others").mkdir()
-    living, held = open_folder()
-    killed, left = open_folder()
-    (killed / "1.safetensors").write_bytes(b"weights")
-    left.close()  # as the system does for a process that is killed
-    mine, also_held = open_folder()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["of-others", living.name, mine.name])
-    held.close()
-    also_held.close()
+    with own_folder() as living:
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+        assert len(list(tmp_path.glob("*/1.safetensors"))) == 1
+        with own_folder() as mine:
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+                ["of-others", living.name, mine.name]
+            )
+    assert [path.name for path in tmp_path.iterdir()] == ["of-others"]

@@ -75,8 +75,7 @@ class Place(NamedTuple):
 
     def share(self, attend: Callable[[int, int], None]) -> None:
         """Call it for the sequences of each thread, side by side."""
-        jobs = [partial(attend, *share) for share in self.shares]
-        list(side_by_side(jobs, len(jobs)))
+        side_by_side([partial(attend, *share) for share in self.shares])
 
 
 def shares(boundaries: Ints, num_threads: int) -> list[tuple[int, int]]:

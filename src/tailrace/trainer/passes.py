@@ -35,15 +35,18 @@ class Passes:
         self,
         policy: Policy,
         critic: Critic | None,
+        settings: TrainerSettings,
         algorithm: AlgorithmSettings,
         *,
-        token_budget: int,
         max_tokens: int,
+        source: Path,
     ) -> None:
         self.policy, self.critic = policy, critic
+        self.settings, self.algorithm = settings, algorithm
+        self.source = source
+        """The folder that the model was loaded from."""
         self.published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
-        self._algorithm = algorithm
-        self._token_budget, self._max_tokens = token_budget, max_tokens
+        self._max_tokens = max_tokens
 
     @classmethod
     def load(
@@ -55,15 +58,23 @@ class Passes:
         temperature: float,
         max_tokens: int,
     ) -> "Passes":
-        """As TorchTrainer.from_pretrained."""
+        """The model in a Hugging Face folder, and the critic that the algorithm may want.
+
+        Args:
+            temperature: of sampling: log-probs are of the distribution the tokens were drawn from.
+            max_tokens: the limit of a completion.
+
+        Raises:
+            ConfigError: the architecture cannot run packed.
+        """
         device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
         policy = Policy.load(path, temperature=temperature, device=device, dtype=dtype)
         critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
-        return cls(policy, critic, algorithm, token_budget=settings.token_budget, max_tokens=max_tokens)
+        return cls(policy, critic, settings, algorithm, max_tokens=max_tokens, source=path)
 
     def teaches(self, sample: TrainSample) -> bool:
         """Whether it has a gradient; of all others the statistics are all that is computed."""
-        return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
+        return sample.advantage != 0.0 or self.algorithm.learns_without_advantage
 
     def cost(self, sample: TrainSample) -> int:
         """In tokens of a forward pass."""
@@ -77,7 +88,7 @@ class Passes:
         return [*learned, *(self._measure(batch) for batch in self._batches(others))]
 
     def _batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        return [MicroBatch.of(bin, self.policy.device) for bin in pack(samples, self._token_budget)]
+        return [MicroBatch.of(bin, self.policy.device) for bin in pack(samples, self.settings.token_budget)]
 
     def _learn(self, batch: MicroBatch) -> Sums[Tensor]:
         loss, sums = self._loss(batch)
@@ -90,9 +101,9 @@ class Passes:
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Sums[Tensor]]:
         """Summed with its weights, and its statistics."""
-        left_out = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
+        left_out = batch.carried if self.algorithm.mask_carried else torch.zeros_like(batch.carried)
         counted = (~left_out).float()
-        normalize = self._algorithm.normalize
+        normalize = self.algorithm.normalize
         weights = token_weights(counted, batch.num_tokens, normalize, max_tokens=self._max_tokens)
         advantages, critic_loss = self._judge(batch, weights)
         old_logprobs = self.published.logprobs(batch) if self.published else batch.recorded_logprobs
@@ -101,7 +112,7 @@ class Passes:
         if old_logprobs is None:  # the current weights are the published ones
             old_logprobs = current
         loss, clipped, reference_kl = objective(
-            self._algorithm, batch, logprobs, old_logprobs, advantages, weights
+            self.algorithm, batch, logprobs, old_logprobs, advantages, weights
         )
         sums = Sums(
             loss=loss.detach(),
@@ -120,7 +131,7 @@ class Passes:
         if self.critic is None:
             return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self.policy.device)
         values = self.critic.values(batch)
-        advantages = token_advantages(values, batch, self._algorithm)
+        advantages = token_advantages(values, batch, self.algorithm)
         loss = (value_loss(values, advantages + values.detach()) * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return advantages, loss.detach()

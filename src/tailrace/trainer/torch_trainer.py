@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.ess import effective_sample_size, weight_sums
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
-from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.base import StepStats
 from tailrace.trainer.checkpoint import TrainerState
 from tailrace.trainer.flat import move, num_elements
 from tailrace.trainer.helper import Helper
@@ -37,41 +36,16 @@ from tailrace.trainer.wire import TrainSample
 class TorchTrainer:
     """One rank. Where torch.distributed is initialised, every rank calls `step` together."""
 
-    def __init__(
-        self, passes: Passes, settings: TrainerSettings, algorithm: AlgorithmSettings, *, source: Path
-    ) -> None:
+    def __init__(self, passes: Passes) -> None:
         self._passes, self._policy, self._critic = passes, passes.policy, passes.critic
-        self._settings, self._algorithm = settings, algorithm
-        self._source = source
-        self._optimizer = Optimizer(self._policy.parameters(), settings)
+        self._settings, self._algorithm = passes.settings, passes.algorithm
+        self._optimizer = Optimizer(self._policy.parameters(), passes.settings)
         self._tally = Tally(self._policy.device)
         self._helpers: Sequence[Helper] = ()
         self._waiting: list[TrainSample] = []
         """Accumulated and not computed yet."""
         self._without_gradient: list[TrainSample] = []
         """The same; of these the statistics are all that is computed."""
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: Path,
-        settings: TrainerSettings,
-        algorithm: AlgorithmSettings,
-        *,
-        temperature: float,
-        max_tokens: int,
-    ) -> "TorchTrainer":
-        """Train the model in a Hugging Face folder, and the critic that the algorithm may want.
-
-        Args:
-            temperature: of sampling: log-probs are of the distribution the tokens were drawn from.
-            max_tokens: the limit of a completion.
-
-        Raises:
-            ConfigError: the architecture cannot run packed.
-        """
-        passes = Passes.load(path, settings, algorithm, temperature=temperature, max_tokens=max_tokens)
-        return cls(passes, settings, algorithm, source=path)
 
     @property
     def num_parameters(self) -> int:
@@ -179,7 +153,7 @@ class TorchTrainer:
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.state() if self._critic else None
         state = TrainerState(self._optimizer.state(), states, critic)
-        checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._source)
+        checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._passes.source)
 
     def restore(self, folder: Path) -> None:
         """Go on from `save`, as if just published. What is accumulated and not stepped is forgotten.

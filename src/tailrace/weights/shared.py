@@ -1,25 +1,25 @@
 """Weights from the trainer to the engines of one host: safetensors files in shared memory.
 
 A version is one file, written under another name and renamed, so a reader sees all of it or nothing.
-The last two versions are kept: an engine may still be reading the one before the newest.
+The last two versions are kept: an engine may still be reading the one before the newest. Tensors that were
+read stay valid when their file is removed.
 
 All tensors of a type lie in the file as one, because each tensor of a file costs more than its bytes: the
 trainer waits while a small model is written, and the engine while it is read.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,22 +38,25 @@ def shared_memory() -> Path:
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def open_folder() -> tuple[Path, BinaryIO]:
-    """A new folder in shared memory, ours until the file beside it is closed; what killed runs left there is
-    removed. Nothing else would: a run that is killed whole leaves its weights in memory."""
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new folder in shared memory, removed with the block. A run that is killed whole leaves its own,
+    weights and all: what such runs left is removed first."""
     memory = shared_memory()
     for lock in memory.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), lock.open("rb") as file:  # OSError: its owner lives
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(Timeout), FileLock(lock).acquire(timeout=0):  # Timeout: its owner lives
             shutil.rmtree(lock.parent, ignore_errors=True)
     unlocked = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=memory))
-    held = (unlocked / _LOCK).open("wb")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    return unlocked.rename(memory / unlocked.name.removeprefix("new-")), held
+    with FileLock(unlocked / _LOCK):
+        folder = unlocked.rename(memory / unlocked.name.removeprefix("new-"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class SharedWeights:
-    """The published versions of one run, in a folder that it makes and removes."""
+    """The published versions of one run, in a folder that it makes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -80,10 +83,6 @@ class SharedWeights:
         while len(self._files) > KEPT_VERSIONS:
             self._files.pop(0).unlink()
         return Weights(version, str(file))
-
-    def close(self) -> None:
-        """Remove the folder. Tensors already read stay valid."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def read(weights: Weights) -> dict[str, Tensor]:

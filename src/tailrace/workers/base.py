@@ -19,7 +19,7 @@ class HostSettings(Settings):
     lend: bool = False
     """While an engine has no request, a helper of the trainer computes on its CPU: when a rollout has ended,
     all devices share what remains (RollPacker 4.4). Gradients are then the same up to their rounding only.
-    For a trainer of one thread on a CPU."""
+    For a trainer of one thread on a CPU, without a critic and recomputed old policies."""
 
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:

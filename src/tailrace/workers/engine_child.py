@@ -48,8 +48,8 @@ class EngineLoop:
         self._engine, self._channel, self._counter = engine, channel, counter
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
-        self._held_back_s: float | None = None
-        """Since when what ended waits for a report."""
+        self._gained_s = 0.0
+        """Since when what was gained waits for a report."""
         self._gained: list[Gained] = []
         self._aborted: list[str] = []
 
@@ -71,10 +71,8 @@ class EngineLoop:
     def _is_due(self) -> bool:
         if self._aborted or not self._gained:
             return bool(self._aborted)
-        now_s = time.monotonic()
-        self._held_back_s = self._held_back_s or now_s
         enough = len(self._gained) >= ENOUGH * self._engine.num_running
-        return enough or now_s - self._held_back_s >= HELD_BACK_S
+        return enough or time.monotonic() - self._gained_s >= HELD_BACK_S
 
     def _obey(self, message: ToEngine) -> None:
         match message:
@@ -96,11 +94,13 @@ class EngineLoop:
                 self._answer()
 
     def _gain(self, deltas: Sequence[Delta]) -> None:
+        if deltas and not self._gained:
+            self._gained_s = time.monotonic()
         self._gained += (Gained(d.id, d.ids, d.logprobs, d.version, d.finish_reason) for d in deltas)
 
     def _report(self) -> None:
         self._channel.send(Report(self._gained, self._aborted, self._engine.usage()))
-        self._gained, self._aborted, self._held_back_s = [], [], None
+        self._gained, self._aborted = [], []
 
     def _answer(self) -> None:
         self._report()

@@ -8,28 +8,64 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
+from tailrace.trainer.passes import Passes
+from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.exits import exit_cause
 from tailrace.workers.messages import BadConfig, Compute, Computed, FromHelper, HelperJob, TrainerJob
 
 ELEMENT_BYTES = 4
+_WEIGHTS_FILE = "weights.helped"
 
 
-def spawn_helpers(job: TrainerJob, folder: Path) -> list["LocalHelper"]:
-    """Start the helpers of a trainer whose folder in shared memory this is."""
-    weights = folder / "weights.helped"
-    jobs = [
-        HelperJob(trainer=job, weights=weights, gradient=folder / f"gradient.{n}") for n in range(job.helpers)
+def passes_of(job: TrainerJob) -> Passes:
+    """What a trainer and its helpers compute with.
+
+    Raises:
+        ConfigError: the architecture cannot run packed.
+    """
+    return Passes.load(
+        job.model,
+        job.trainer,
+        job.algorithm,
+        temperature=job.sampling.temperature,
+        max_tokens=job.sampling.max_completion_tokens,
+    )
+
+
+@contextmanager
+def helpers_of(job: TrainerJob, folder: Path) -> Iterator[list["LocalHelper"]]:
+    """Start a trainer's helpers, and end them with the block. folder: the trainer's, in shared memory."""
+    weights = folder / _WEIGHTS_FILE
+    helpers = [
+        LocalHelper(HelperJob(trainer=job, weights=weights, gradient=folder / f"gradient.{number}"))
+        for number in range(job.helpers)
     ]
-    return [LocalHelper(job) for job in jobs]
+    try:
+        yield helpers
+    finally:
+        for helper in helpers:
+            helper.close()
+
+
+def make_helped(trainer: TorchTrainer, helpers: Sequence["LocalHelper"], folder: Path) -> None:
+    """Wait until the helpers of the folder have loaded the model, and let the trainer use them.
+
+    Raises:
+        ConfigError: one cannot load it.
+    """
+    if helpers:
+        for helper in helpers:
+            helper.ready(trainer.num_parameters)
+        trainer.be_helped(helpers, mapped(folder / _WEIGHTS_FILE, trainer.num_parameters))
 
 
 def mapped(file: Path, num_elements: int) -> Tensor:
@@ -61,8 +97,8 @@ class LocalHelper:
         self._channel = WorkerChannel(mine, msgspec.msgpack.Decoder(FromHelper))
         self._answers: Iterator[FromHelper] = iter(self._channel)
 
-    def ready(self, num_parameters: int) -> Tensor:
-        """Wait until it has loaded the model. Returns [num_parameters]: where it finds the weights.
+    def ready(self, num_parameters: int) -> None:
+        """Wait until it has loaded the model.
 
         Raises:
             ConfigError: it cannot.
@@ -71,7 +107,6 @@ class LocalHelper:
         if isinstance(first, BadConfig):
             raise first.error()
         self.gradient = mapped(self._job.gradient, num_parameters)
-        return mapped(self._job.weights, num_parameters)
 
     def begin(self, samples: Sequence[TrainSample]) -> None:
         """As Helper.begin."""

@@ -3,26 +3,18 @@
 import msgspec
 
 from tailrace.trainer.flat import follow, gather_gradients, num_elements
-from tailrace.trainer.passes import Passes
 from tailrace.trainer.tally import Tally
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent
-from tailrace.workers.helper import mapped
+from tailrace.workers.helper import mapped, passes_of
 from tailrace.workers.messages import Compute, Computed, HelperJob, Ready
 
 
 def main() -> None:
     end, job = begin(HelperJob)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(Compute))
-    of = job.trainer
     with config_errors_sent(channel):
-        passes = Passes.load(
-            of.model,
-            of.trainer,
-            of.algorithm,
-            temperature=of.sampling.temperature,
-            max_tokens=of.sampling.max_completion_tokens,
-        )
+        passes = passes_of(job.trainer)
     parameters = list(passes.policy.parameters().values())
     follow(parameters, mapped(job.weights, num_elements(parameters)))
     gather_gradients(parameters, mapped(job.gradient, num_elements(parameters)))

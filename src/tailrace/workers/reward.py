@@ -139,13 +139,16 @@ class _Wanted:
     alone: bool = False
     """It travelled with one that hung or ended its process, or is that one."""
 
-    def settle(self, outcome: float | Failed) -> None:
+    def settle(self, outcome: float | Failed | BaseException) -> None:
         if self.reward.done():  # nobody waits for it any more
             return
-        if isinstance(outcome, Failed):
-            self.reward.set_exception(RewardFailed(outcome.reason, outcome.detail))
-        else:
-            self.reward.set_result(outcome)
+        match outcome:
+            case Failed(reason=reason, detail=detail):
+                self.reward.set_exception(RewardFailed(reason, detail))
+            case BaseException():
+                self.reward.set_exception(outcome)
+            case _:
+                self.reward.set_result(outcome)
 
 
 class RewardPool:
@@ -181,12 +184,12 @@ class RewardPool:
     def _next(self, most: int) -> list[_Wanted]:
         """The first of the line that somebody still waits for, at most so many."""
         wanted: list[_Wanted] = []
-        while self._line and len(wanted) < min(most, self._most) and not (wanted and self._line[0].alone):
+        while self._line and len(wanted) < min(most, self._most):
+            if wanted and (wanted[-1].alone or self._line[0].alone):
+                break
             first = self._line.popleft()
             if not first.reward.done():
                 wanted.append(first)
-                if first.alone:
-                    break
         return wanted
 
     def _take_back(
@@ -197,8 +200,7 @@ class RewardPool:
         self._most = min(2 * self._most, MOST_TOGETHER) if quick else max(1, self._most // 2)
         if died := outcomes.exception():
             for each in wanted:
-                if not each.reward.done():
-                    each.reward.set_exception(died)
+                each.settle(died)
         elif isinstance(judged := outcomes.result(), list):
             for each, outcome in zip(wanted, judged, strict=True):
                 each.settle(outcome)

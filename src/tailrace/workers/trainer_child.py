@@ -7,10 +7,10 @@ import msgspec
 
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.weights.shared import SharedWeights, open_folder
+from tailrace.weights.shared import SharedWeights, own_folder
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.helper import spawn_helpers
+from tailrace.workers.helper import helpers_of, make_helped, passes_of
 from tailrace.workers.messages import (
     Accumulate,
     Done,
@@ -48,33 +48,26 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
     return Done()
 
 
-def main() -> None:
-    end, job = begin(TrainerJob)
-    folder, _held = open_folder()
-    end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
-    channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
-    shared = SharedWeights(folder)
-    try:
-        helpers = spawn_helpers(job, folder)
+def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> None:
+    """Do what is asked until the controller says no more. folder: in shared memory."""
+    with helpers_of(job, folder) as helpers:
         with config_errors_sent(channel):
-            trainer = TorchTrainer.from_pretrained(
-                job.model,
-                job.trainer,
-                job.algorithm,
-                temperature=job.sampling.temperature,
-                max_tokens=job.sampling.max_completion_tokens,
-            )
-            if helpers:
-                weights = [helper.ready(trainer.num_parameters) for helper in helpers]
-                trainer.be_helped(helpers, weights[0])
+            trainer = TorchTrainer(passes_of(job))
+            make_helped(trainer, helpers, folder)
+        shared = SharedWeights(folder)
         channel.send(TrainerReady(str(folder)))
         for message in channel:
             try:
                 channel.send(obey(message, trainer, shared))
             except (CheckpointError, ScheduleError) as error:
                 channel.send(Refused.of(error))
-    finally:
-        shared.close()
+
+
+def main() -> None:
+    end, job = begin(TrainerJob)
+    with own_folder() as folder:
+        end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
+        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), folder)
 
 
 if __name__ == "__main__":

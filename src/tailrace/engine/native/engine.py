@@ -104,6 +104,7 @@ class NativeEngine:
 
     @property
     def num_running(self) -> int:
+        """Requests that the next step decodes."""
         return len(self._scheduler.running)
 
     def submit(self, request: Request) -> None:
@@ -166,7 +167,7 @@ class NativeEngine:
 
     def usage(self) -> Usage:
         return Usage(
-            num_running=len(self._scheduler.running),
+            num_running=self.num_running,
             num_waiting=len(self._scheduler.waiting),
             kv_tokens=self._scheduler.cache.num_reserved,
             num_generated=self.num_generated,
