@@ -3,9 +3,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tailrace.weights.base import Weights
@@ -42,6 +44,45 @@ def test_a_version_written_again_replaces_itself(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0):
         weights = shared.write({"a": torch.tensor([value])}, 0)
     assert read(weights)["a"].tolist() == [3.0]
+
+
+def test_what_was_read_stays_when_its_file_is_written_over(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    first = shared.write({"a": torch.zeros(4)}, 0)
+    got, file = read(first), os.stat(first.location).st_ino
+    shared.write({"a": torch.ones(4)}, 1)
+    third = shared.write({"a": torch.full((4,), 2.0)}, 2)
+    assert os.stat(third.location).st_ino == file  # the memory of the first
+    assert got["a"].tolist() == [0.0] * 4
+
+
+def test_a_version_that_is_written_over_while_it_is_read_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = SharedWeights(tmp_path)
+    first = shared.write({"a": torch.zeros(4)}, 0)
+
+    class Slow:
+        def __init__(self, *arguments: str) -> None:
+            self._file = safe_open(*arguments)
+
+        def __enter__(self) -> Any:
+            return self._file.__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            for version in (1, 2):
+                shared.write({"a": torch.ones(4)}, version)
+
+    monkeypatch.setattr("tailrace.weights.shared.safe_open", Slow)
+    with pytest.raises(FileNotFoundError):
+        read(first)
+
+
+def test_tensors_of_other_shapes_and_names_get_files_of_their_own(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    for version, tensors in enumerate(({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"b": torch.ones(3)})):
+        weights = shared.write(tensors, version)
+    assert {name: tensor.tolist() for name, tensor in read(weights).items()} == {"b": [1.0, 1.0, 1.0]}
 
 
 def test_tensors_outlive_their_file(tmp_path: Path) -> None:

@@ -2,18 +2,19 @@
 
 A version is one file, written under another name and renamed, so a reader sees all of it or nothing.
 The last two versions are kept: an engine may still be reading the one before the newest. Tensors that were
-read stay valid when their file is removed.
+read are the reader's own.
 
-All tensors of a type lie in the file as one, because each tensor of a file costs more than its bytes: the
-trainer waits while a small model is written, and the engine while it is read.
+The trainer waits while a small model is written, and the engine while it is read. So all tensors of a type
+lie in the file as one, because each tensor of a file costs more than its bytes; and a version is written
+over the oldest one, because memory that a file has costs much less than memory that it must be given.
 """
 
 import json
 import os
 import shutil
+import struct
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -30,6 +31,8 @@ KEPT_VERSIONS = 2
 _PREFIX, _LOCK = "tailrace-", "lock"
 _LAYOUT = "layout"
 """Of the file's metadata: name, type and shape of each tensor, in their order."""
+_LENGTH = struct.Struct("<Q")
+"""Of the header that a safetensors file begins with."""
 
 
 def shared_memory() -> Path:
@@ -60,28 +63,30 @@ class SharedWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: list[Path] = []
+        self._kept: dict[Path, dict[str, Tensor]] = {}
+        """The tensors of each version as they lie in its file, the oldest version first."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """Put a version where `read` finds it, and forget the oldest one kept.
+        """Put a version where `read` finds it, over the oldest one kept.
 
         Args:
             tensors: by name, no two sharing memory.
         """
         file = self._folder / f"{version}.safetensors"
         partial = file.with_suffix(".partial")
-        flat: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for tensor in tensors.values():
-            flat[str(tensor.dtype)].append(tensor.reshape(-1))
-        layout = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-        joined = {dtype: torch.cat(parts) for dtype, parts in flat.items()}
-        save_file(joined, partial, {_LAYOUT: json.dumps(layout)})
-        partial.replace(file)
-        if file not in self._files:
-            self._files.append(file)
-        while len(self._files) > KEPT_VERSIONS:
-            self._files.pop(0).unlink()
+        places: dict[str, Tensor] = {}
+        if len(self._kept) == KEPT_VERSIONS:
+            oldest = next(iter(self._kept))
+            places = self._kept.pop(oldest)
+            oldest.rename(partial)
+        if _layout(places) != _layout(tensors):
+            places = _places(partial, tensors)
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+        partial.rename(file)
+        self._kept.pop(file, None)  # the same version, written again
+        self._kept[file] = places
         return Weights(version, str(file))
 
 
@@ -96,11 +101,42 @@ def read(weights: Weights) -> dict[str, Tensor]:
         if _LAYOUT not in metadata:
             plain: dict[str, Tensor] = load_file(weights.location)
             return plain
-        layout = json.loads(metadata[_LAYOUT])
-        joined = {dtype: file.get_tensor(dtype) for dtype in {dtype for _, dtype, _ in layout}}
-    places = dict.fromkeys(joined, 0)
+        joined = {dtype: file.get_tensor(dtype).clone() for dtype in file.keys()}  # noqa: SIM118
+    os.stat(weights.location)  # it is there still: no newer version was written over it meanwhile
+    return _parts(joined, json.loads(metadata[_LAYOUT]))
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+    return [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def _places(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make a file for such tensors. Returns theirs: what is copied there is in the file."""
+    joined = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
+    sizes = {
+        dtype: sum(tensor.numel() for tensor in tensors.values() if tensor.dtype == dtype)
+        for dtype in joined.values()
+    }
+    file.unlink(missing_ok=True)
+    zeros = {name: torch.zeros(sizes[dtype], dtype=dtype) for name, dtype in joined.items()}
+    save_file(zeros, file, {_LAYOUT: json.dumps(_layout(tensors))})
+    whole = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+    body = _LENGTH.size + _LENGTH.unpack(whole[: _LENGTH.size].numpy().tobytes())[0]
+    header = json.loads(whole[_LENGTH.size : body].numpy().tobytes())
+    for name, dtype in joined.items():
+        start, end = header[name]["data_offsets"]
+        zeros[name] = whole[body + start : body + end].view(dtype)
+    return _parts(zeros, _layout(tensors))
+
+
+def _parts(
+    joined: Mapping[str, Tensor], layout: Sequence[tuple[str, str, Sequence[int]]]
+) -> dict[str, Tensor]:
+    """Each tensor of a layout, of those of its type that lie joined."""
     tensors: dict[str, Tensor] = {}
-    for name, dtype, shape in layout:
-        start, places[dtype] = places[dtype], places[dtype] + prod(shape)
-        tensors[name] = joined[dtype][start : places[dtype]].view(shape)
+    for dtype, whole in joined.items():
+        shapes = {name: shape for name, its_dtype, shape in layout if its_dtype == dtype}
+        parts = whole.split_with_sizes([prod(shape) for shape in shapes.values()])
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            tensors[name] = part.view(*shape)
     return tensors
