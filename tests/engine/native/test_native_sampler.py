@@ -1,14 +1,12 @@
 """How tokens are drawn: exact noise, exact distributions, and log-probs of the whole vocabulary."""
 
-from itertools import islice
-
 import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native.engine import Request
-from tailrace.engine.native.sampler import draw, noise
+from tailrace.engine.native.sampler import draw, noise, stream
 
 MASK = 2**64 - 1
 
@@ -30,14 +28,19 @@ def test_noise_is_splitmix64_of_seed_and_place(seed):
         (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
         for place in range(200)
     ]
-    assert list(islice(noise(seed, 0), 200)) == expected
-    assert list(islice(noise(seed, 77), 123)) == expected[77:]
+    assert noise([stream(seed)] * 200, range(200)).tolist() == expected
+
+
+def test_each_completion_has_the_noise_of_its_own_seed_and_place():
+    streams = [stream(seed) for seed in (3, 4)]
+    alone = [noise([streams[0]], [7])[0], noise([streams[1]], [0])[0]]
+    assert noise(streams, [7, 0]).tolist() == alone
 
 
 def test_drawn_frequencies_are_the_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 40_000
-    uniforms = torch.tensor(list(islice(noise(3, 0), num)), dtype=torch.float64)
+    uniforms = torch.from_numpy(noise([stream(3)] * num, range(num)))
     ids, logprobs = draw(logits.expand(num, -1), uniforms, plain())
     frequencies = torch.bincount(ids, minlength=5) / num
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)

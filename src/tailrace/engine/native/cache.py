@@ -12,7 +12,6 @@ weighs it with zero.
 Suffixes: _L layers, _S slots, _K key-value heads, _D head dimension, _C capacity, _N positions.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -33,8 +32,8 @@ class Response:
     tokens: list[int]
     """Prompt and completion."""
     num_prompt: int
-    noise: Iterator[float]
-    """What its next tokens are drawn with (sampler.py)."""
+    stream: int
+    """Of the noise that its tokens are drawn with (sampler.py)."""
     logprobs: list[float] = field(default_factory=list)
     """Of the last tokens: those not yet reported."""
     tier: "Tier | None" = None

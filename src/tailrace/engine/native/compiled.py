@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.engine.base import SamplingSettings
@@ -73,7 +74,7 @@ class CompiledDecoder:
         self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
 
     def __call__(
-        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         model, rows = self._model, self._rows(len(ids))
         places = [
@@ -140,12 +141,11 @@ class CompiledDecoder:
             kernels.silu_times(rows.gate_array, rows.up_array)
             rows.x.addmm_(rows.gate, layer.down)
 
-    def _draw(self, rows: Rows, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-        chances = np.array(uniforms)
+    def _draw(self, rows: Rows, uniforms: NDArray[np.float64]) -> tuple[list[int], list[float]]:
         if self._truncated:
-            ids, logprobs = draw(rows.logits, torch.from_numpy(chances), self._sampling)
+            ids, logprobs = draw(rows.logits, torch.from_numpy(uniforms), self._sampling)
             return ids.tolist(), logprobs.tolist()
-        kernels.draw(rows.logits_array, chances, rows.ids, rows.logprobs)
+        kernels.draw(rows.logits_array, uniforms, rows.ids, rows.logprobs)
         return rows.ids.tolist(), rows.logprobs.tolist()
 
 

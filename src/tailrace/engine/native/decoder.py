@@ -4,7 +4,9 @@ compiled kernels."""
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native.attention import DecodeAttention
@@ -18,7 +20,7 @@ class Decoder(Protocol):
     """Decode steps and prefills."""
 
     def __call__(
-        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         """Draw a token for each response and keep the keys and values of the one before it.
 
@@ -26,7 +28,7 @@ class Decoder(Protocol):
             tiers: those with responses.
             ids: the newest token of each response, in the order of the rows: tier by tier, slot by slot.
             lengths: tokens of each response.
-            uniforms: in [0, 1), what each token is drawn with.
+            uniforms: [T], float64, in [0, 1): what each token is drawn with.
 
         Returns:
             ids and log-probs.
@@ -44,13 +46,13 @@ class TorchDecoder:
         self._sampling = sampling
 
     def __call__(
-        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: Sequence[float]
+        self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         model = self._model
         positions = torch.tensor(lengths, device=model.device) - 1
         attention = DecodeAttention(tiers, lengths, positions)
         x = model.forward(torch.tensor(ids, device=model.device), positions, attention)
-        chances = torch.tensor(uniforms, dtype=torch.float64, device=model.device)
+        chances = torch.from_numpy(uniforms).to(model.device)
         drawn, logprobs = draw(model.logits(x), chances, self._sampling)
         return drawn.tolist(), logprobs.tolist()
 

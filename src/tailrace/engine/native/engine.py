@@ -23,7 +23,7 @@ from tailrace.engine.native.architecture import check_weights, read_architecture
 from tailrace.engine.native.cache import Block, Cache, Response
 from tailrace.engine.native.decoder import Decoder, decoder_for
 from tailrace.engine.native.model import Model
-from tailrace.engine.native.sampler import noise
+from tailrace.engine.native.sampler import noise, stream
 from tailrace.engine.native.scheduler import Admission, Scheduler
 from tailrace.engine.native.stops import Stops
 from tailrace.types import KV, FinishReason
@@ -114,8 +114,7 @@ class NativeEngine:
             ValueError: a request with its id is being served.
         """
         tokens = [*request.prompt_ids, *request.completion_ids]
-        uniforms = noise(request.seed, place=len(request.completion_ids))
-        response = Response(request.id, tokens, len(request.prompt_ids), uniforms)
+        response = Response(request.id, tokens, len(request.prompt_ids), stream(request.seed))
         if not tokens or self._stops.exhausted(response):
             self._ended.append(self._delta(response, "length"))
         else:
@@ -227,7 +226,10 @@ class NativeEngine:
             [tier for tier in cache.tiers if tier.responses],
             [response.tokens[-1] for response in responses],
             [len(response.tokens) for response in responses],
-            [next(response.noise) for response in responses],
+            noise(
+                [response.stream for response in responses],
+                [response.num_completion for response in responses],
+            ),
         )
         for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)

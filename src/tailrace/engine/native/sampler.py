@@ -6,7 +6,8 @@ cumulative distribution. So the tokens of a request depend neither on who shares
 replica, nor on how often it was resumed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,29 +16,33 @@ from torch import Tensor
 
 from tailrace.engine.base import SamplingSettings
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_BLOCK = 64
+_64_BITS = 2**64 - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64."""
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+def _mix(z: Any) -> Any:
+    """The finaliser of SplitMix64, of a number or of an array of np.uint64."""
+    z = (z ^ (z >> 30)) * _MIX_1 & _64_BITS
+    z = (z ^ (z >> 27)) * _MIX_2 & _64_BITS
+    return z ^ (z >> 31)
 
 
-def noise(seed: int, place: int) -> Iterator[float]:
-    """Uniform numbers in [0, 1): those of token `place` of a completion, of the next token, and so on.
+def stream(seed: int) -> int:
+    """Where the noise of a seed begins: the seed mixed, so that neighbours have unrelated numbers."""
+    mixed: int = _mix(seed & _64_BITS)
+    return mixed
 
-    The seed is mixed first, so that neighbouring seeds have unrelated numbers.
+
+def noise(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), [T]: each of one token of a completion.
+
+    Args:
+        streams: [T]: of the completions' seeds.
+        places: [T]: of the tokens in their completions, from 0.
     """
-    stream = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    while True:
-        counters = stream + np.arange(place + 1, place + 1 + _BLOCK, dtype=np.uint64) * _GOLDEN
-        yield from ((_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
-        place += _BLOCK
+    counters = np.array(streams, np.uint64) + (np.array(places, np.uint64) + 1) * _GOLDEN
+    uniforms: NDArray[np.float64] = (_mix(counters) >> 11) * 2.0**-53
+    return uniforms
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
