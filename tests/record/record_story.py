@@ -62,7 +62,7 @@ class Story:
     ) -> None:
         self.tell(
             RequestStarted(start_s, sample.id, engine, 0),
-            RequestEnded(end_s, sample.id, engine, sample.num_tokens, outcome),
+            RequestEnded(end_s, sample.id, engine, sample.num_tokens, sample.num_tokens, outcome),
         )
         if outcome in ("stop", "length"):
             self.tell(SampleScored(end_s, sample.id, sample.reward, None, sample.num_tokens))

@@ -67,7 +67,7 @@ def test_a_request_of_an_earlier_round_gives_tokens_but_does_not_lengthen_the_ro
     story = pipelined_round()
     carried = make_group(9, [7], [0.0]).samples[0]
     story.tell(
-        RequestStarted(5, carried.id, "engine0", 3), RequestEnded(23, carried.id, "engine0", 7, "stop")
+        RequestStarted(5, carried.id, "engine0", 3), RequestEnded(23, carried.id, "engine0", 7, 4, "stop")
     )
     report = _only_report(story)
     assert report.rollout_time_s == 10.0

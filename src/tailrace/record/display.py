@@ -16,6 +16,7 @@ from rich.text import Text
 from tailrace.record.events import (
     Evaluated,
     Event,
+    RequestEnded,
     RoundStarted,
     SampleScored,
     Sink,
@@ -23,7 +24,6 @@ from tailrace.record.events import (
     Waiting,
     time_of,
 )
-from tailrace.record.gains import Gains
 from tailrace.record.steps import Row, StepMeter
 
 REFRESH_PER_S = 10
@@ -53,7 +53,6 @@ class Progress:
         """In this round so far, by the requests that ended."""
         self.rewards: list[float] = []
         self._steps = StepMeter(lambda row: None)
-        self._gains = Gains()
         self._generated = 0
         self._first_s: float | None = None
         self._round_start_s = 0.0
@@ -73,8 +72,9 @@ class Progress:
     def on(self, event: Event) -> None:
         self._steps.on(event)
         self._tick(time_of(event))
-        self._generated += self._gains.of(event)
         match event:
+            case RequestEnded() if event.sample.prompt >= 0:
+                self._generated += event.num_gained
             case RoundStarted():
                 self.round, self._round_start_s, self._generated = event.round, event.time_s, 0
             case Stepped():

@@ -38,6 +38,8 @@ class RequestEnded:
     sample: SampleId
     engine: str
     num_tokens: int
+    num_gained: int
+    """Of these, what the engine added since the request started."""
     outcome: str
     """'stop', 'length', 'cancelled' or 'evicted'."""
 

@@ -19,7 +19,6 @@ from tailrace.record.events import (
     RoundStarted,
     Stepped,
 )
-from tailrace.record.gains import Gains
 from tailrace.record.lengths import LengthStats
 from tailrace.types import SampleId
 
@@ -92,9 +91,12 @@ class _OpenRound:
         match event:
             case RequestStarted():
                 self.running.add(event.sample)
-            case RequestEnded() if event.sample in self.running:
-                self.running.remove(event.sample)
-                self.rollout_end_s = event.time_s
+            case RequestEnded():
+                if event.sample.prompt >= 0:
+                    self.num_generated += event.num_gained
+                if event.sample in self.running:
+                    self.running.remove(event.sample)
+                    self.rollout_end_s = event.time_s
             case Accumulated():
                 self.dispatch(event.start_s)
             case Stepped():
@@ -147,10 +149,8 @@ class RoundMeter:
     def __init__(self) -> None:
         self.reports: list[RoundReport] = []
         self._open: _OpenRound | None = None
-        self._gains = Gains()
 
     def on(self, event: Event) -> None:
-        gained = self._gains.of(event)
         match event:
             case RoundStarted():
                 self._open = _OpenRound(event)
@@ -159,7 +159,6 @@ class RoundMeter:
                     self.reports.append(self._open.report(event.time_s))
                 self._open = None
             case _ if self._open:
-                self._open.num_generated += gained
                 self._open.measure(event)
 
     def close(self) -> None:

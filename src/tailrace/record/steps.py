@@ -46,6 +46,7 @@ from tailrace.record.events import (
     Event,
     GroupEnded,
     Published,
+    RequestEnded,
     RoundEnded,
     RoundStarted,
     RowSkipped,
@@ -53,7 +54,6 @@ from tailrace.record.events import (
     Stepped,
     TokensWasted,
 )
-from tailrace.record.gains import Gains
 from tailrace.record.lags import mean_of
 from tailrace.record.lengths import LengthStats
 from tailrace.record.rounds import RoundMeter, RoundReport
@@ -78,7 +78,6 @@ class StepMeter:
         self._last_end_s = 0.0
         self._guarded: list[float] = []
         self._counts: Counter[str] = Counter()
-        self._gains = Gains()
         self._rounds = RoundMeter()
 
     @property
@@ -88,8 +87,6 @@ class StepMeter:
 
     def on(self, event: Event) -> None:
         self._rounds.on(event)
-        if gained := self._gains.of(event):
-            self._counts["tokens/generated"] += gained
         match event:
             case RoundStarted():
                 self._round, self._version, self._last_end_s = event.round, event.version, event.time_s
@@ -120,6 +117,8 @@ class StepMeter:
 
     def _count(self, event: Event) -> None:
         match event:
+            case RequestEnded() if event.sample.prompt >= 0 and event.num_gained:
+                self._counts["tokens/generated"] += event.num_gained
             case SampleScored(failure=str(reason)):
                 self._counts[f"completions/failed/{_slug(reason)}"] += 1
             case TokensWasted():

@@ -35,7 +35,8 @@ class Fleet:
             engine = await self._pick(sample)
             sample.engine = engine.name
             self._load[engine.name] += 1
-            self._recorder.emit(RequestStarted(now(), sample.id, engine.name, sample.num_tokens))
+            had = sample.num_tokens
+            self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
             outcome = "cancelled"
             try:
                 await engine.generate(sample)
@@ -44,7 +45,10 @@ class Fleet:
                 outcome, sample.engine = "evicted", None
             finally:
                 self._load[engine.name] -= 1
-                self._recorder.emit(RequestEnded(now(), sample.id, engine.name, sample.num_tokens, outcome))
+                gained = sample.num_tokens - had
+                self._recorder.emit(
+                    RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
+                )
 
     def engines_changed(self) -> None:
         """An engine opened or closed."""
@@ -54,6 +58,8 @@ class Fleet:
     async def _pick(self, sample: Sample) -> Engine:
         while not (candidates := [engine for engine in self.engines if engine.open]):
             await self.changed.wait("an engine that is awake")
+        if len(candidates) == 1:
+            return candidates[0]
         least = min(candidates, key=self._share)
         last = next((engine for engine in candidates if engine.name == sample.engine), least)
         return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
