@@ -51,11 +51,11 @@ def compare(config: RunConfig, *, folder: Path | None = None, json_path: Path | 
         racers[FIRST_GROUPS] = Racer(config, partial(first_groups, U=U))
     with TemporaryDirectory() as scratch:
         where = folder or Path(scratch)
-        laps, timelines = clock.run(race(racers, config, where), virtual=False)
+        laps, timelines = clock.run(race(racers, config, where, pictured=folder is not None), virtual=False)
         results = Results(laps)
-        draw(
-            {name: timelines[name][results.typical(name)] for name in results.racers}, where / "timeline.png"
-        )
+        if folder:
+            typical = {name: timelines[name][results.typical(name)] for name in results.racers}
+            draw(typical, folder / "timeline.png")
     console = Console()
     console.print(results.table())
     if folder:

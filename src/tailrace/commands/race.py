@@ -5,7 +5,7 @@ no two sets of workers ever run at once.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
 from tailrace.drive import drive
 from tailrace.parts import Parts
-from tailrace.record.events import FromRound, Recorder
+from tailrace.record.events import FromRound, Recorder, Sink
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule
@@ -62,9 +62,10 @@ class Arena:
 
 
 async def race(
-    racers: Mapping[str, Racer], config: RunConfig, folder: Path
+    racers: Mapping[str, Racer], config: RunConfig, folder: Path, *, pictured: bool
 ) -> tuple[dict[str, list[Lap]], dict[str, list[Timeline]]]:
-    """All counted laps of each racer, and their pictures."""
+    """All counted laps of each racer, and what pictures of them show; none, and no traces, where nobody is
+    going to look."""
     laps: dict[str, list[Lap]] = {name: [] for name in racers}
     timelines: dict[str, list[Timeline]] = {name: [] for name in racers}
     arena, setups = Arena(folder), list(dict.fromkeys(racer.setup for racer in racers.values()))
@@ -78,7 +79,8 @@ async def race(
                     await parts.trainer.save(start)
                 await rewind(parts, start, version=0)
                 timeline = Timeline()
-                lap = await _lap(name, racers[name], parts, repeat, folder, timeline)
+                pictures = _pictures(name, racers[name], timeline, folder) if pictured else []
+                lap = await _lap(name, racers[name], parts, repeat, folder, pictures)
                 if repeat >= 0:
                     laps[name].append(lap)
                     timelines[name].append(timeline)
@@ -96,7 +98,14 @@ def _in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path, timeline: Timeline) -> Lap:
+def _pictures(name: str, racer: Racer, timeline: Timeline, folder: Path) -> list[Sink]:
+    last = FromRound(racer.config.run.rounds - PICTURED_ROUNDS, timeline)
+    return [last, TraceWriter(folder / f"trace-{name}.json")]
+
+
+async def _lap(
+    name: str, racer: Racer, parts: Parts, repeat: int, folder: Path, pictures: Sequence[Sink]
+) -> Lap:
     config, race = racer.config, racer.config.compare
     changes = {"eval_every": 0, "checkpoint_every": race.probe_every if repeat >= 0 else 0}
     if repeat < 0:
@@ -105,13 +114,13 @@ async def _lap(name: str, racer: Racer, parts: Parts, repeat: int, folder: Path,
         changes["seed"] = config.run.seed + max(repeat, 0)
         parts = replace(parts, prompts=training_prompts(config, changes["seed"]))
     settings = config.run.model_copy(update=changes)
-    meter, trace = LapMeter(race.warm_up_rounds), TraceWriter(folder / f"trace-{name}.json")
+    meter = LapMeter(race.warm_up_rounds)
     checkpoints = folder / "laps" / f"{name}-{repeat}"
     await drive(
         racer.schedule,
         parts,
         settings,
-        Recorder(meter, FromRound(settings.rounds - PICTURED_ROUNDS, timeline), trace),
+        Recorder(meter, *pictures),
         materialise=live_materialise(config),
         folder=checkpoints,
     )

@@ -1,6 +1,6 @@
 """The engine's process: a loop that listens, decodes one step, and reports.
 
-Requests that end are reported as soon as they are an eighth of what runs, or have waited for a few
+Requests that end are reported as soon as they are a quarter of what runs, or have waited for a few
 milliseconds: each report wakes the controller. Running ones are reported every `report_every_s`, before
 a load, and when they are aborted. With nothing to do it sleeps in the socket.
 """
@@ -29,9 +29,9 @@ from tailrace.workers.messages import (
     ToEngine,
 )
 
-ENOUGH = 1 / 8
+ENOUGH = 1 / 4
 """Of what runs: so many that ended are worth a report."""
-HELD_BACK_S = 0.01
+HELD_BACK_S = 0.02
 """The longest that one that ended waits for others."""
 
 
