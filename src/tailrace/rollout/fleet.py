@@ -58,8 +58,6 @@ class Fleet:
     async def _pick(self, sample: Sample) -> Engine:
         while not (candidates := [engine for engine in self.engines if engine.open]):
             await self.changed.wait("an engine that is awake")
-        if len(candidates) == 1:
-            return candidates[0]
         least = min(candidates, key=self._share)
         last = next((engine for engine in candidates if engine.name == sample.engine), least)
         return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least

@@ -112,21 +112,20 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
 
 def _places(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make a file for such tensors. Returns theirs: what is copied there is in the file."""
-    joined = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
-    sizes = {
-        dtype: sum(tensor.numel() for tensor in tensors.values() if tensor.dtype == dtype)
-        for dtype in joined.values()
+    layout = _layout(tensors)
+    joined = {
+        str(dtype): torch.zeros(sum(t.numel() for t in tensors.values() if t.dtype == dtype), dtype=dtype)
+        for dtype in {tensor.dtype for tensor in tensors.values()}
     }
     file.unlink(missing_ok=True)
-    zeros = {name: torch.zeros(sizes[dtype], dtype=dtype) for name, dtype in joined.items()}
-    save_file(zeros, file, {_LAYOUT: json.dumps(_layout(tensors))})
+    save_file(joined, file, {_LAYOUT: json.dumps(layout)})
     whole = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
     body = _LENGTH.size + _LENGTH.unpack(whole[: _LENGTH.size].numpy().tobytes())[0]
     header = json.loads(whole[_LENGTH.size : body].numpy().tobytes())
-    for name, dtype in joined.items():
+    for name, zeros in joined.items():
         start, end = header[name]["data_offsets"]
-        zeros[name] = whole[body + start : body + end].view(dtype)
-    return _parts(zeros, _layout(tensors))
+        joined[name] = whole[body + start : body + end].view(zeros.dtype)
+    return _parts(joined, layout)
 
 
 def _parts(
