@@ -1,7 +1,6 @@
 """Decode steps and prefills on a CPU in float32: torch for the matrix products, kernels.py for the rest."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,29 +19,55 @@ from tailrace.vectors import WIDE
 
 SHORT = 256
 """Tokens of a context up to which attention row by row was measured, and was faster."""
+MADE = 1024
+"""Numbers of rows that are remembered: to make the views of one takes longer than to normalise its rows."""
 
 
 class Rows:
-    """Activations of so many rows, as torch writes them and as the kernels see the same memory."""
+    """Activations of so many rows, as torch writes them and as the kernels see the same memory.
 
-    def __init__(self, arch: Architecture, num_rows: int) -> None:
-        rotated = arch.num_heads + arch.num_kv_heads
-        self.x = torch.empty(num_rows, arch.hidden_size)
-        """The residual stream."""
-        self.h = torch.empty(num_rows, arch.hidden_size)
-        """The same, normalised."""
-        self.qkv = torch.empty(num_rows, (rotated + arch.num_kv_heads) * arch.head_dim)
-        self.mixed = torch.empty(num_rows, arch.num_heads * arch.head_dim)
-        """What attention gives."""
-        self.gate = torch.empty(num_rows, arch.intermediate_size)
-        self.up = torch.empty(num_rows, arch.intermediate_size)
-        self.logits = torch.empty(num_rows, arch.vocab_size)
+    Args:
+        parts: seven vectors of at least so many rows' numbers, in the order of `_widths`.
+    """
+
+    def __init__(self, arch: Architecture, num_rows: int, parts: Sequence[Tensor]) -> None:
+        matrices = [
+            part[: num_rows * width].view(num_rows, width)
+            for part, width in zip(parts, _widths(arch), strict=True)
+        ]
+        self.x, self.h, self.qkv, self.mixed, self.gate, self.up, self.logits = matrices
         self.x_array, self.h_array = self.x.numpy(), self.h.numpy()
         self.gate_array, self.up_array = self.gate.numpy(), self.up.numpy()
         self.qkv_array = self.qkv.numpy().reshape(num_rows, -1, arch.head_dim)
         self.mixed_array = self.mixed.numpy().reshape(num_rows, -1, arch.head_dim)
         self.logits_array = self.logits.numpy()
         self.ids, self.logprobs = np.empty(num_rows, np.int64), np.empty(num_rows)
+
+
+def _widths(arch: Architecture) -> tuple[int, ...]:
+    """Of a row: the residual stream, the same normalised, q with k and v, what attention gives, gate, up, and
+    the logits."""
+    hidden, inner, mixed = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+    return hidden, hidden, mixed + 2 * arch.num_kv_heads * arch.head_dim, mixed, inner, inner, arch.vocab_size
+
+
+class Activations:
+    """Rows in any number, in the same memory: each call ends the life of the rows that were made before."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self._arch = arch
+        self._parts: list[Tensor] = []
+        self._num_rows = 0
+        self._made: dict[int, Rows] = {}
+
+    def __call__(self, num_rows: int) -> Rows:
+        if num_rows not in self._made:
+            if num_rows > self._num_rows or len(self._made) == MADE:
+                self._num_rows = max(num_rows, self._num_rows)
+                self._parts = [torch.empty(self._num_rows * width) for width in _widths(self._arch)]
+                self._made.clear()
+            self._made[num_rows] = Rows(self._arch, num_rows, self._parts)
+        return self._made[num_rows]
 
 
 class Place(NamedTuple):
@@ -70,8 +95,7 @@ class CompiledDecoder:
         self._hidden_epsilon = arch.hidden_size * arch.epsilon
         self._head_epsilon = arch.head_dim * arch.epsilon
         self._scores = np.empty((4, (max_tokens // WIDE + 2) * WIDE), np.float32)
-        # Consecutive steps mostly have the same number of rows.
-        self._rows = lru_cache(maxsize=2)(lambda num_rows: Rows(arch, num_rows))
+        self._rows = Activations(arch)
 
     def __call__(
         self, tiers: Sequence[Tier], ids: Sequence[int], lengths: Sequence[int], uniforms: NDArray[np.float64]
@@ -99,7 +123,7 @@ class CompiledDecoder:
             place = Place(np.repeat(np.arange(len(contexts)), lengths), keys.numpy(), values.numpy())
             positions = np.concatenate([np.arange(length) for length in lengths])
             ids = [id for context in contexts for id in context]
-            self._forward(Rows(arch, len(ids)), ids, positions, [place])
+            self._forward(self._rows(len(ids)), ids, positions, [place])
         return [
             Block(
                 keys[:, number, :, :, :length].permute(0, 3, 1, 2),

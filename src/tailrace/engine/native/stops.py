@@ -55,7 +55,8 @@ class Stops:
 
     def exhausted(self, response: Response) -> bool:
         """Whether there is no room for another token."""
-        return response.num_completion >= self._max_completion or len(response.tokens) >= self._max_tokens
+        num_tokens = len(response.tokens)
+        return num_tokens - response.num_prompt >= self._max_completion or num_tokens >= self._max_tokens
 
     def reason(self, response: Response) -> FinishReason | None:
         """Why its newest token is the last; None if it is not."""
