@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tailrace.data.tokenizer import load_tokenizer
+from tailrace.data.tokenizer import load_tokenizer, text_of
 from tailrace.errors import ConfigError
 
 
@@ -18,6 +18,16 @@ def test_a_loaded_tokenizer_speaks_like_the_saved_one(tokenizer, tmp_path):
     assert loaded.encode("1 + 1") == tokenizer.encode("1 + 1")
     assert loaded.decode(loaded.encode("1 + 1"), skip_special_tokens=True) == "1 + 1"
     assert loaded.eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(("cleans", "text"), [(False, "2 . 5 , no"), (True, "2. 5, no")])
+def test_text_is_what_the_tokenizer_decodes_without_its_special_tokens(tokenizer, tmp_path, cleans, text):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    loaded.clean_up_tokenization_spaces = cleans
+    ids = loaded.encode("2 . 5 , no")
+    assert ids[0] == loaded.bos_token_id
+    assert text_of(loaded)(ids) == loaded.decode(ids, skip_special_tokens=True) == text
 
 
 def test_torch_is_not_imported_for_the_data(tokenizer, tmp_path):

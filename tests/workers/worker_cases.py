@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import RowsSettings
@@ -48,6 +49,8 @@ class Letters:
 
     chat_template: str | None = None
     eos_token_id: int | None = 0
+    clean_up_tokenization_spaces = True
+    backend_tokenizer: Any = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) - ord("a") + 1 for letter in text]

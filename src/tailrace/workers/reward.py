@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from tailrace.clock import now, waiting
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.errors import RewardFailed, WorkerDied
 from tailrace.types import Sample
 from tailrace.workers.exits import kill_group
@@ -155,7 +155,7 @@ class RewardPool:
     """Rewards (reward/base.py) from several scorers."""
 
     def __init__(self, scorers: Sequence[RemoteScorer], tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._text_of = text_of(tokenizer)
         self._free = deque(scorers)
         self._line: deque[_Wanted] = deque()
         self._most = 1
@@ -168,7 +168,7 @@ class RewardPool:
         Raises:
             WorkerDied: a scorer's process ended, not just the call.
         """
-        sample.text = self._tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
+        sample.text = self._text_of(sample.completion_ids)
         wanted = _Wanted(Call(sample.prompt.text, sample.text, sample.prompt.row))
         if not self._line:  # what else finishes in this tick of the loop comes along
             asyncio.get_running_loop().call_soon(self._hand_out)
