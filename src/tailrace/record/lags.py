@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil
+
+import numpy as np
 
 from tailrace.types import Sample
 
@@ -19,9 +20,9 @@ class Lags:
     steps: Counter[int] = field(default_factory=Counter)
     """Tokens by the optimizer steps between the weights that produced them and those that were trained:
     PipelineRL's lag (2.2)."""
-    by_tenth: list[float] = field(default_factory=lambda: [0.0] * TENTHS)
-    """Of each tenth of the response: lag in optimizer steps, summed over its tokens (PipelineRL, Fig. 3a)."""
-    tokens_by_tenth: list[float] = field(default_factory=lambda: [0.0] * TENTHS)
+    _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """Of each span: tokens in a tenth of its response, its first token, the one behind its last, its lag in
+    optimizer steps."""
 
     def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
         """Count a sample that is trained now.
@@ -32,20 +33,20 @@ class Lags:
         """
         start, size = 0, sample.num_tokens / TENTHS
         for span in sample.spans:
-            lag = steps_since(span.version)
-            end = start + span.num_tokens
+            lag, end = steps_since(span.version), start + span.num_tokens
             self.publications[version - span.version] += span.num_tokens
             self.steps[lag] += span.num_tokens
-            for tenth in range(int(start / size), min(TENTHS, ceil(end / size))):
-                num_tokens = min(end, (tenth + 1) * size) - max(start, tenth * size)
-                self.by_tenth[tenth] += lag * num_tokens
-                self.tokens_by_tenth[tenth] += num_tokens
+            self._pieces.append((size, start, end, lag))
             start = end
 
     @property
     def profile(self) -> list[float]:
-        """Mean lag of each tenth of the response, in optimizer steps."""
-        return [lag / n if n else 0.0 for lag, n in zip(self.by_tenth, self.tokens_by_tenth, strict=True)]
+        """Mean lag of each tenth of the response, in optimizer steps (PipelineRL, Fig. 3a)."""
+        size, start, end, lag = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
+        tenth = np.arange(TENTHS)
+        num_tokens = (np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)).clip(0.0)
+        profile: list[float] = ((num_tokens * lag).sum(0) / num_tokens.sum(0).clip(1e-9)).tolist()
+        return profile
 
 
 def mean_of(counts: Counter[int]) -> float:
