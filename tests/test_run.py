@@ -2,18 +2,20 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.read import read_books
 from tailrace.parts import Parts, RunSettings
 from tailrace.record.events import (
+    Accumulated,
     Evaluated,
     Event,
     GroupEnded,
@@ -28,8 +30,10 @@ from tailrace.record.events import (
 )
 from tailrace.run import Run
 from tailrace.schedules.serial import serial
+from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import simulated_parts
-from tailrace.types import Prompt
+from tailrace.trainer.base import StepStats
+from tailrace.types import Prompt, Sample
 from virtual import (
     EXACT,
     FLUSHING,
@@ -226,6 +230,39 @@ def test_on_policy_waits_for_groups_without_an_older_token() -> None:
     outcome = simulate(fresh_only, ONE_ROUND, EXACT)
     assert outcome.trained == [1]
     assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_a_step_is_asked_for_with_its_gradients_and_begins_when_they_are_there() -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Listening(SimTrainer):
+        async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+            asked.append(("accumulate", clock.now()))
+            await super().accumulate(units)
+
+        async def step(self) -> StepStats:
+            asked.append(("step", clock.now()))
+            return await super().step()
+
+    async def once(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await run.train(await run.pool.take(2))
+
+    world = change(EXACT, trainer=change(EXACT.trainer, step_s=3.0))
+    outcome = simulate(
+        once,
+        ONE_ROUND,
+        world,
+        parts=lambda: replace(simulated_parts(world, seed=0), trainer=Listening(world.trainer)),
+    )
+    assert asked == [("accumulate", 10), ("step", 10)]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Accumulated)] == [(10, 54)]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Stepped)] == [(54, 57)]
+    assert outcome.trained == [0, 1]
 
 
 # -- publishing --------------------------------------------------------------------------------------

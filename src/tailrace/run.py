@@ -66,6 +66,8 @@ class Run:
         self._tasks = tasks
         self._arriving: Arriving | None = None
         self._lags = Lags()
+        self._accumulated_s = 0.0
+        """When the trainer was last done with it."""
         self._generated_before = past.num_generated - self._produced()
         self._journal = journal or Unwritten()
         self._ledger = Ledger(recorder, past.totals, self._journal)
@@ -177,12 +179,14 @@ class Run:
         await self._parts.trainer.accumulate(units)
         num_tokens = sum(sample.num_tokens for sample in samples)
         ids = tuple(sample.id for sample in samples)
-        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+        self._accumulated_s = clock.now()
+        self._emit(events.Accumulated(start_s, self._accumulated_s, ids, num_tokens))
 
     async def step(self) -> None:
         """One optimizer step on what was accumulated since the last."""
-        start_s = clock.now()
+        asked_s = clock.now()
         stats = await self._parts.trainer.step()
+        start_s = max(asked_s, self._accumulated_s)
         self._standing.num_steps = stats.num_steps
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
         self._ledger.train(samples, stats.num_steps)
@@ -193,9 +197,8 @@ class Run:
         self._watchdog.stepped()
 
     async def train(self, batch: Batch) -> None:
-        """accumulate, then step."""
-        await self.accumulate(batch)
-        await self.step()
+        """accumulate, then step: asked for together, so that the trainer need not wait in between."""
+        await asyncio.gather(self.accumulate(batch), self.step())
 
     async def publish(self, *, kv: KV = "keep") -> None:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their

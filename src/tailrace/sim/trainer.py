@@ -22,6 +22,7 @@ class SimTrainer:
         self._held: list[Sample] = []
         self._busy_s = 0.0
         self._num_steps = self._version = 0
+        self._one_after_another = asyncio.Lock()
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         samples = [sample for unit in units for sample in unit]
@@ -67,7 +68,8 @@ class SimTrainer:
             raise CheckpointError(f"{folder / STEPS_FILE} cannot be read; remove {folder}") from None
 
     async def _work(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        async with self._one_after_another:
+            await asyncio.sleep(seconds)
         self._busy_s += seconds
 
 

@@ -68,7 +68,8 @@ class StepStats:
 
 
 class Trainer(Protocol):
-    """One logical trainer, of however many ranks."""
+    """One logical trainer, of however many ranks. It does one thing after another, in the order in which it
+    is asked."""
 
     async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """Forward and backward; gradients are kept and the weights stay as they are.
