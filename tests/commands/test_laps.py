@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import msgspec
 import pytest
 
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.probe import Probe
-from tailrace.record.events import GroupEnded, RoundEnded, RoundStarted, Stepped
+from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
 from tailrace.schedules import SCHEDULES
 from virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 
@@ -23,11 +24,31 @@ def measured(outcome: Outcome, *, warm_up_rounds: int = 0, probes: list[Probe] |
 
 def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_time() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    starts = [event.time_s for event in outcome.of(RoundStarted)]
-    ends = [event.time_s for event in outcome.of(RoundEnded)]
-    seconds = sum(end - start for start, end in list(zip(starts, ends, strict=True))[2:])
+    start, end = outcome.of(RoundStarted)[2].time_s, outcome.of(RoundEnded)[-1].time_s
     lap = measured(outcome, warm_up_rounds=2)
-    assert lap.samples_per_s == pytest.approx(4 * 16 * 4 / seconds)
+    assert lap.samples_per_s == pytest.approx(4 * 16 * 4 / (end - start))
+
+
+def test_what_lies_between_rounds_counts_where_generation_goes_on_meanwhile() -> None:
+    """A checkpoint of 1,000 s before the third round: both schedules pay for it, but the rollout of the one that
+    stops is over before."""
+    for name, stops in (("serial", True), ("pipelinerl", False)):
+        outcome = simulate(SCHEDULES_BY_NAME[name], LONGER)
+        plain = measured(outcome)
+        started = outcome.events.index(outcome.of(RoundStarted)[2])
+        rest = [later(event, 1000.0) for event in outcome.events[started:]]
+        slower = measured(Outcome(events=[*outcome.events[:started], *rest]))
+        whole_s = outcome.of(RoundEnded)[-1].time_s - outcome.of(RoundStarted)[0].time_s
+        cut = whole_s / (whole_s + 1000)
+        assert slower.samples_per_s == pytest.approx(plain.samples_per_s * cut)
+        same = plain.rollout_tokens_per_s * (1.0 if stops else cut)
+        assert slower.rollout_tokens_per_s == pytest.approx(same)
+
+
+def later(event: Event, later_s: float) -> Event:
+    """The event, so much later."""
+    names = [name for name in ("time_s", "start_s", "end_s") if hasattr(event, name)]
+    return msgspec.structs.replace(event, **{name: getattr(event, name) + later_s for name in names})
 
 
 def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:
@@ -91,10 +112,9 @@ def test_a_lap_that_trained_none_of_the_probed_prompts_has_no_length_bias() -> N
 
 def test_the_time_to_the_target_is_interpolated_between_checkpoints() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    reports = list(zip(outcome.of(RoundStarted), outcome.of(RoundEnded), strict=True))
-    seconds = [end.time_s - start.time_s for start, end in reports]
+    ends = [event.time_s - outcome.of(RoundStarted)[0].time_s for event in outcome.of(RoundEnded)]
     probes = [Probe(0, 0.2, {}), Probe(3, 0.7, {}), Probe(6, 0.9, {})]
-    expected = sum(seconds[:3]) + 0.5 * sum(seconds[3:])
+    expected = ends[2] + 0.5 * (ends[5] - ends[2])
     assert measured(outcome, probes=probes).time_to_reward_s == pytest.approx(expected)
     assert measured(outcome, probes=probes[:2]).time_to_reward_s is None
     assert measured(outcome, probes=[Probe(0, 0.85, {})]).time_to_reward_s == 0.0

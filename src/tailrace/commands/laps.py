@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import fmean
 
 from tailrace.commands.probe import Probe
-from tailrace.record.events import Event, Saved, Stepped
+from tailrace.record.events import Event, RoundEnded, RoundStarted, Saved, Stepped
 from tailrace.record.rounds import RoundReport
 from tailrace.record.steps import Row, StepMeter
 from tailrace.record.summary import Summary
@@ -27,9 +27,10 @@ class Lap:
     rollout_time_s: float
     reward: float
     samples_per_s: float
-    """Trained, over the whole time of the rounds."""
+    """Trained, over the whole time of the rounds and of the checkpoints between them: a schedule that never
+    stops generates while one is written."""
     rollout_tokens_per_s: float
-    """Trained, over the time of the rollouts; of the whole rounds, where they never stop."""
+    """Trained, over the time of the rollouts; over the whole time, where they never stop."""
     staleness_mean: float
     """Optimizer steps, over all trained tokens."""
     staleness_max: float
@@ -45,7 +46,7 @@ class Lap:
     length_bias: float | None = None
     """Trained mean length over that of what was drawn, uninterrupted, minus 1; None: not probed."""
     time_to_reward_s: float | None = None
-    """Time of rounds until held-out accuracy reaches the target; None: it does not, or was not probed."""
+    """Time until held-out accuracy reaches the target; None: it does not, or was not probed."""
 
 
 class LapMeter:
@@ -56,16 +57,24 @@ class LapMeter:
         self.checkpoints: list[Saved] = []
         self._trained: defaultdict[int, list[int]] = defaultdict(list)
         """Of each prompt: tokens of its responses."""
+        self._starts_s: dict[int, float] = {}
+        self._ends_s: dict[int, float] = {}
+        """Of each round."""
         self._rows: list[Row] = []
         self._steps = StepMeter(self._rows.append)
 
     def on(self, event: Event) -> None:
         self._steps.on(event)
-        if isinstance(event, Saved):
-            self.checkpoints.append(event)
-        if isinstance(event, Stepped):
-            for sample in event.samples:
-                self._trained[sample.id.prompt].append(sample.num_tokens)
+        match event:
+            case RoundStarted():
+                self._starts_s[event.round] = event.time_s
+            case RoundEnded():
+                self._ends_s[event.round] = event.time_s
+            case Saved():
+                self.checkpoints.append(event)
+            case Stepped():
+                for sample in event.samples:
+                    self._trained[sample.id.prompt].append(sample.num_tokens)
 
     def close(self) -> None:
         self._steps.close()
@@ -89,7 +98,9 @@ class LapMeter:
         rows = [row for row in self._rows if "reward" in row and row["round"] >= self._warm_up]
         num_tokens = sum(row["num_tokens"] for row in rows)
         counted, whole = Summary(earlier=rows).summary(), Summary(earlier=self._rows).summary()
-        rollout_s = sum(report.rollout_time_s or report.time_s for report in rounds)
+        whole_s = self._time_s(rounds[0].round, rounds[-1].round)
+        stops = all(report.rollout_time_s for report in rounds)
+        rollout_s = sum(report.rollout_time_s or 0.0 for report in rounds) if stops else whole_s
         return Lap(
             main_time_s=fmean(report.main_time_s for report in rounds),
             waiting_ratio=fmean(report.waiting_ratio for report in rounds),
@@ -97,7 +108,7 @@ class LapMeter:
             trainer_compute_s=fmean(report.trainer_compute_s for report in rounds),
             rollout_time_s=fmean(report.rollout_time_s or 0.0 for report in rounds),
             reward=fmean(report.reward for report in rounds),
-            samples_per_s=sum(report.num_samples for report in rounds) / sum(r.time_s for r in rounds),
+            samples_per_s=sum(report.num_samples for report in rounds) / whole_s,
             rollout_tokens_per_s=num_tokens / rollout_s,
             staleness_mean=counted.ages.staleness_mean,
             staleness_max=counted.ages.staleness_max,
@@ -125,10 +136,10 @@ class LapMeter:
         return fmean(trained) / fmean(chain.from_iterable(alone.values())) - 1.0
 
     def _time_to(self, target: float, probes: Sequence[Probe]) -> float | None:
-        """Straight lines between the probes."""
+        """Straight lines between the probes, each of which stands before its round."""
         before: tuple[float, float] | None = None
         for probe in probes:
-            time_s = sum(report.time_s for report in self.all_rounds if report.round < probe.round)
+            time_s = self._time_s(0, probe.round - 1)
             if probe.accuracy >= target:
                 if before is None:
                     return time_s
@@ -136,3 +147,7 @@ class LapMeter:
                 return before[0] + share * (time_s - before[0])
             before = time_s, probe.accuracy
         return None
+
+    def _time_s(self, first: int, last: int) -> float:
+        """From the start of a round to the end of one; 0 where that is the one before."""
+        return self._ends_s[last] - self._starts_s[first] if last >= first else 0.0
