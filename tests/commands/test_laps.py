@@ -30,8 +30,8 @@ def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_ti
 
 
 def test_what_lies_between_rounds_counts_where_generation_goes_on_meanwhile() -> None:
-    """A checkpoint of 1,000 s before the third round: both schedules pay for it, but the rollout of the one that
-    stops is over before."""
+    """A checkpoint of 1,000 s before the third round: both schedules pay for it, but the rollout of the one
+    that stops is over before."""
     for name, stops in (("serial", True), ("pipelinerl", False)):
         outcome = simulate(SCHEDULES_BY_NAME[name], LONGER)
         plain = measured(outcome)
