@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import simulated_parts
 from tailrace.trainer.base import StepStats
-from tailrace.types import Prompt, Sample
+from tailrace.types import Group, Prompt, Sample
 from virtual import (
     EXACT,
     FLUSHING,
@@ -170,7 +170,10 @@ def test_a_checkpoint_that_the_kill_left_without_a_mark_does_not_count(tmp_path:
 # -- what a schedule may not do ----------------------------------------------------------------------
 
 
-def test_tokens_older_than_promised_are_refused_before_they_are_trained() -> None:
+@pytest.mark.parametrize("verb", [Run.accumulate, Run.train])
+def test_tokens_older_than_promised_are_refused_before_they_are_trained(
+    verb: Callable[[Run, list[Group]], Awaitable[None]],
+) -> None:
     async def one_too_old(run: Run) -> None:
         run.promise(staleness=1)
         async for _ in run.rounds():
@@ -179,10 +182,12 @@ def test_tokens_older_than_promised_are_refused_before_they_are_trained() -> Non
             await run.publish()
             await run.accumulate(groups[:1])
             await run.publish()
-            await run.accumulate(groups[1:])
+            await verb(run, groups[1:])
 
+    outcome = Outcome()
     with pytest.raises(StalenessError, match=r"sample 1\.0/0 has tokens 2 publications old .* at most 1"):
-        simulate(one_too_old, ONE_ROUND, EXACT)
+        simulate(one_too_old, ONE_ROUND, EXACT, into=outcome)
+    assert len(outcome.of(Accumulated)) == 1 and outcome.of(Stepped) == []
 
 
 def test_groups_that_were_taken_and_forgotten_are_named() -> None:

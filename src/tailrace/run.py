@@ -171,16 +171,7 @@ class Run:
 
     async def accumulate(self, batch: Batch) -> None:
         """Forward and backward now; the weights stay as they are."""
-        units = units_of(batch)
-        samples = [sample for unit in units for sample in unit]
-        self._check_staleness(samples)
-        self._accumulated.update((sample.id, sample) for sample in samples)
-        start_s = clock.now()
-        await self._parts.trainer.accumulate(units)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        ids = tuple(sample.id for sample in samples)
-        self._accumulated_s = clock.now()
-        self._emit(events.Accumulated(start_s, self._accumulated_s, ids, num_tokens))
+        await self._accumulate(self._checked(batch))
 
     async def step(self) -> None:
         """One optimizer step on what was accumulated since the last."""
@@ -198,7 +189,8 @@ class Run:
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step: asked for together, so that the trainer need not wait in between."""
-        await asyncio.gather(self.accumulate(batch), self.step())
+        units = self._checked(batch)  # before anything is asked for
+        await asyncio.gather(self._accumulate(units), self.step())
 
     async def publish(self, *, kv: KV = "keep") -> None:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
@@ -249,14 +241,27 @@ class Run:
     def _bound(self) -> float:
         return inf if self.promised is None else self.promised
 
-    def _check_staleness(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
+    async def _accumulate(self, units: list[list[Sample]]) -> None:
+        samples = [sample for unit in units for sample in unit]
+        self._accumulated.update((sample.id, sample) for sample in samples)
+        start_s = clock.now()
+        await self._parts.trainer.accumulate(units)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._accumulated_s = clock.now()
+        self._emit(events.Accumulated(start_s, self._accumulated_s, ids, num_tokens))
+
+    def _checked(self, batch: Batch) -> list[list[Sample]]:
+        """The units of a batch, none of whose tokens is older than promised."""
+        units = units_of(batch)
+        for sample in [sample for unit in units for sample in unit]:
             self._lags.add(sample, self.version, self._standing.steps_since)
             if sample.spans and self.version - sample.oldest > self._bound:
                 raise StalenessError(
                     f"sample {sample.id} has tokens {self.version - sample.oldest} publications old and the "
                     f"schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
                 )
+        return units
 
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
