@@ -77,13 +77,13 @@ def ratios(one: Laps, other: Laps, figure: str) -> list[float]:
     return [a[figure] / b[figure] for a, b in zip(one, other, strict=True)]
 
 
-def race(config: Path, result: Path, seed: int, schedules: list[str]) -> None:
-    """One seed's laps."""
+def race(config: Path, result: Path, seed: int, schedules: list[str], *, output: int | None = None) -> None:
+    """One seed's laps. output: where their tables go, as subprocess has it."""
     turn = seed % len(schedules)
     order = ",".join(schedules[turn:] + schedules[:turn])
     words = ["compare", str(config), "--schedules", order, "--repeats", "1"]
     words += ["--run.seed", str(seed), "--json", str(result)]
-    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=output)
 
 
 def table(laps: dict[str, Laps]) -> None:

@@ -12,22 +12,19 @@ share caches, memory and power, with each other and with strangers.
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from race import interval
+from race import interval, race
 
 
 def lap(config: Path, schedule: str, seed: int) -> float:
     """Samples a second of one lap in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "lap.json"
-        words = ["compare", str(config), "--schedules", schedule, "--repeats", "1"]
-        words += ["--run.seed", str(seed), "--json", str(result)]
-        subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=subprocess.DEVNULL)
+        race(config, result, seed, [schedule], output=subprocess.DEVNULL)
         samples_per_s: float = json.loads(result.read_text())["schedules"][schedule]["samples_per_s"]
     return samples_per_s
 
