@@ -1,5 +1,6 @@
 """What a lap comes to, from the record of a schedule in virtual time."""
 
+import dataclasses
 from functools import partial
 
 import msgspec
@@ -48,7 +49,8 @@ def test_what_lies_between_rounds_counts_where_generation_goes_on_meanwhile() ->
 def later(event: Event, later_s: float) -> Event:
     """The event, so much later."""
     names = [name for name in ("time_s", "start_s", "end_s") if hasattr(event, name)]
-    return msgspec.structs.replace(event, **{name: getattr(event, name) + later_s for name in names})
+    replaced = dataclasses.replace if isinstance(event, Stepped) else msgspec.structs.replace
+    return replaced(event, **{name: getattr(event, name) + later_s for name in names})
 
 
 def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:

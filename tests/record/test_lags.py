@@ -28,6 +28,7 @@ def test_the_profile_is_the_mean_lag_of_each_tenth_of_the_response() -> None:
     lags = Lags()
     lags.add(sample_of((0, 5), (1, 15)), 1, lambda version: 1 - version)
     assert lags.profile == pytest.approx([1, 1, 0.5, 0, 0, 0, 0, 0, 0, 0])
+    assert lags.tokens_by_tenth.sum() == pytest.approx(20)
     lags.add(sample_of((0, 20)), 1, lambda version: 1 - version)
     assert lags.profile == pytest.approx([1, 1, 0.75] + [0.5] * 7)
 

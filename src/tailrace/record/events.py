@@ -5,6 +5,7 @@ asked anything back, so recording cannot change a run. Times are seconds on the 
 msgspec, because there are a few for each sample, and a frozen dataclass takes nine times as long to make.
 """
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -92,12 +93,15 @@ class Accumulated(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class Stepped(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One a step, so it may take its time: what is not compared or printed, a struct cannot say."""
+
     start_s: float
     end_s: float
     stats: StepStats
     lags: Lags
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = field(repr=False, compare=False)
 
 
 class EssTaken(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.types import Sample
 
@@ -42,11 +43,19 @@ class Lags:
     @property
     def profile(self) -> list[float]:
         """Mean lag of each tenth of the response, in optimizer steps (PipelineRL, Fig. 3a)."""
-        size, start, end, lag = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
-        tenth = np.arange(TENTHS)
-        num_tokens = (np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)).clip(0.0)
-        profile: list[float] = ((num_tokens * lag).sum(0) / num_tokens.sum(0).clip(1e-9)).tolist()
+        num_tokens, lags = self.tokens_by_tenth, np.array([lag for *_, lag in self._pieces], float)
+        profile: list[float] = (lags @ num_tokens / num_tokens.sum(0).clip(1e-9)).tolist()
         return profile
+
+    @property
+    def tokens_by_tenth(self) -> NDArray[np.float64]:
+        """[spans, TENTHS]: of each span that was counted, its tokens in each tenth of its response."""
+        size, start, end, _ = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
+        tenth = np.arange(TENTHS)
+        num_tokens: NDArray[np.float64] = np.minimum(end, (tenth + 1) * size) - np.maximum(
+            start, tenth * size
+        )
+        return num_tokens.clip(0.0)
 
 
 def mean_of(counts: Counter[int]) -> float:
