@@ -14,6 +14,7 @@ is where a killed run starts again.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from itertools import chain
 from math import inf
 from pathlib import Path
 
@@ -63,11 +64,11 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
+        self._accumulated_s = 0.0
+        """When the last accumulation ended."""
         self._tasks = tasks
         self._arriving: Arriving | None = None
         self._lags = Lags()
-        self._accumulated_s = 0.0
-        """When the trainer was last done with it."""
         self._generated_before = past.num_generated - self._produced()
         self._journal = journal or Unwritten()
         self._ledger = Ledger(recorder, past.totals, self._journal)
@@ -242,7 +243,7 @@ class Run:
         return inf if self.promised is None else self.promised
 
     async def _accumulate(self, units: list[list[Sample]]) -> None:
-        samples = [sample for unit in units for sample in unit]
+        samples = list(chain.from_iterable(units))
         self._accumulated.update((sample.id, sample) for sample in samples)
         start_s = clock.now()
         await self._parts.trainer.accumulate(units)
@@ -252,9 +253,9 @@ class Run:
         self._emit(events.Accumulated(start_s, self._accumulated_s, ids, num_tokens))
 
     def _checked(self, batch: Batch) -> list[list[Sample]]:
-        """The units of a batch, none of whose tokens is older than promised."""
+        """The units of a batch, none of whose tokens is older than promised; their lags are counted."""
         units = units_of(batch)
-        for sample in [sample for unit in units for sample in unit]:
+        for sample in chain.from_iterable(units):
             self._lags.add(sample, self.version, self._standing.steps_since)
             if sample.spans and self.version - sample.oldest > self._bound:
                 raise StalenessError(
