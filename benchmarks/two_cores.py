@@ -5,8 +5,8 @@
 A schedule that overlaps rollout and training does at the same time what `conventional` does in turn, on one
 core and then on the other. Two runs of `conventional` that know nothing of one another keep both cores busy,
 too, and neither waits for the other: so their samples a second, together, over those of one that runs alone
-are what doing the same work side by side wins on this machine. Two cores of a virtual machine are seldom worth twice one: they
-share caches, memory and power, with each other and with strangers.
+are what doing the same work side by side wins on this machine. Two cores of a virtual machine are seldom
+worth twice one: they share caches, memory and power, with each other and with strangers.
 """
 
 import argparse
