@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
-from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.packing import MicroBatch, families
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
@@ -37,19 +37,25 @@ def make_model(config: type, model: type, **changes: object) -> PreTrainedModel:
     return made
 
 
-def make_batch(lengths: list[int]) -> MicroBatch:
+def make_samples(lengths: list[int], prompts: list[int] | None = None) -> list[TrainSample]:
+    """Samples of so many completion tokens; those whose prompt has the same number have it in common."""
     chance = random.Random(0)
-    samples = [
+    numbers = range(len(lengths)) if prompts is None else prompts
+    texts = {number: [chance.randrange(50) for _ in range(5 + 30 * number)] for number in set(numbers)}
+    return [
         TrainSample(
             SampleId(0, 0, index),
-            [chance.randrange(50) for _ in range(5)],
+            texts[numbers[index]],
             [chance.randrange(50) for _ in range(length)],
             [0.0] * length,
             0.0,
         )
         for index, length in enumerate(lengths)
     ]
-    return MicroBatch.of(samples, torch.device("cpu"))
+
+
+def make_batch(lengths: list[int]) -> MicroBatch:
+    return MicroBatch.of([[sample] for sample in make_samples(lengths)], torch.device("cpu"))
 
 
 def plain_hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -81,6 +87,32 @@ def test_equals_the_model_s_own_modules(family: tuple[type, type], lengths: list
             rtol=1e-5,
             msg=lambda text, n=name: f"{n}: {text}",
         )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES, ids=["llama", "qwen2", "qwen3"])
+def test_a_prompt_that_samples_share_has_the_gradient_of_all_its_copies(
+    family: tuple[type, type], num_threads: int
+) -> None:
+    model = make_model(*family)
+    samples = make_samples([3, 70, 1, 9, 100, 6, 1], prompts=[0, 1, 1, 2, 2, 2, 3])
+    together, alone = families(samples), [[sample] for sample in samples]
+    assert [len(one) for one in together] == [1, 2, 3, 1]
+    direction = torch.randn(190, 64, generator=torch.Generator().manual_seed(1))
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(num_threads)
+    for laid_out in (alone, together):
+        batch = MicroBatch.of(laid_out, torch.device("cpu"))
+        model.zero_grad()
+        hidden = fused_hidden_states(model, batch)[batch.predictors]
+        (hidden * direction).sum().backward()
+        found.append((hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    torch.set_num_threads(before)
+    (hidden, gradients), (shared_hidden, shared_gradients) = found
+    torch.testing.assert_close(shared_hidden, hidden, atol=1e-5, rtol=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(shared_gradients[name], gradient, atol=1e-6 * largest, rtol=1e-5)
 
 
 def test_nothing_is_kept_for_a_gradient_that_nobody_wants() -> None:

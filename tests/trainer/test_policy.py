@@ -47,7 +47,7 @@ def test_packed_log_probs_equal_the_plain_forward_of_each_sample(
     model = random_model(model_type, **changes)
     policy = Policy(model, temperature=0.6, device=CPU, dtype=torch.float32)
     with torch.no_grad():
-        got = policy.logprobs(MicroBatch.of(samples, CPU)).logprobs
+        got = policy.logprobs(MicroBatch.of([[sample] for sample in samples], CPU)).logprobs
         model.set_attn_implementation("eager")
         wanted = []
         for sample in samples:
@@ -71,7 +71,7 @@ def test_an_architecture_that_cannot_run_packed_is_refused(
 
 def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     samples = make_units(1)[0]
-    batch = MicroBatch.of(samples, CPU)
+    batch = MicroBatch.of([[sample] for sample in samples], CPU)
     exact, rough = (
         Policy(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)

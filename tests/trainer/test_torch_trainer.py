@@ -174,7 +174,7 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
 def recorded_by(model_path: Path, sample: TrainSample) -> TrainSample:
     """The same sample with the log-probs that the model itself gives it."""
     policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
-    recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
+    recorded = policy.logprobs(MicroBatch.of([[sample]], policy.device)).logprobs.tolist()
     return TrainSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
 
 

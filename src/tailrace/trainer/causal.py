@@ -5,7 +5,9 @@ at a token, go along the keys together, so that heads that share their keys read
 taken of a whole row, and the backward pass computes it again (FlashAttention, 2205.14135, algorithm 4 without
 its blocks: a sequence's keys and values stay in the processor's second cache).
 
-Sequences are independent: a call computes those from `begin` to `end`, so that threads can share them.
+A sequence begins at position 0, or goes on, from a later position, from the last one that did: its rows then
+go along the keys of that one, too, up to there. So a prompt is computed once for all that answers it. But for
+that sequences are independent: a call computes those from `begin` to `end`, so that threads can share them.
 
 T tokens, H query and K key-value heads of D dimensions, D a multiple of WIDTH, G = H / K. The keys that rows
 go along lie in tiles [D, WIDE], so that memory is read in order. `at` names offsets into arrays.
@@ -23,37 +25,43 @@ from tailrace.vectors import WIDE, WIDTH, exp, first, load, load_one, load_wide,
 
 
 @kernel()
-def _to_tiles(x: Floats, token: int, head: int, length: int, tiles: Floats) -> None:
-    """x[token + j, head] for j below `length`, and zero behind in the last tile."""
+def _to_tiles(x: Floats, root: int, token: int, head: int, start: int, length: int, tiles: Floats) -> None:
+    """x at `head` of `start` rows from `root` on, then of rows from `token` on, `length` in all, and zero
+    behind in the last tile."""
     for tile in range((length + WIDE - 1) // WIDE):
         for lane in range(WIDE):
             j = tile * WIDE + lane
+            row = root + j if j < start else token + j - start
             for d in range(x.shape[2]):
-                tiles[tile, d, lane] = x[token + j, head, d] if j < length else float32(0.0)
+                tiles[tile, d, lane] = x[row, head, d] if j < length else float32(0.0)
 
 
 @kernel()
-def _from_tiles(tiles: Floats, token: int, head: int, length: int, x: Floats) -> None:
-    """x[token + j, head] for j below `length`."""
-    for j in range(length):
+def _from_tiles(tiles: Floats, root: int, token: int, head: int, start: int, length: int, x: Floats) -> None:
+    """Back to where `_to_tiles` takes them from; added to what is there at the rows from `root` on."""
+    for j in range(start):
         for d in range(x.shape[2]):
-            x[token + j, head, d] = tiles[j // WIDE, d, j % WIDE]
-
-
-@kernel()
-def _copy(x: Floats, token: int, head: int, length: int, out: Floats) -> None:
-    """out[j] = x[token + j, head]"""
-    for j in range(length):
+            x[root + j, head, d] += tiles[j // WIDE, d, j % WIDE]
+    for j in range(start, length):
         for d in range(x.shape[2]):
-            out[j, d] = x[token + j, head, d]
+            x[token + j - start, head, d] = tiles[j // WIDE, d, j % WIDE]
 
 
 @kernel()
-def _num_tiles(boundaries: Ints, begin: int, end: int) -> int:
-    """Of the longest sequence."""
+def _copy(x: Floats, root: int, token: int, head: int, start: int, length: int, out: Floats) -> None:
+    """As `_to_tiles`, row by row."""
+    for j in range(length):
+        row = root + j if j < start else token + j - start
+        for d in range(x.shape[2]):
+            out[j, d] = x[row, head, d]
+
+
+@kernel()
+def _num_tiles(boundaries: Ints, starts: Ints, begin: int, end: int) -> int:
+    """Of the longest sequence, with what it goes on from."""
     longest = 0
     for n in range(begin, end):
-        longest = max(longest, boundaries[n + 1] - boundaries[n])
+        longest = max(longest, starts[n] + boundaries[n + 1] - boundaries[n])
     return (longest + WIDE - 1) // WIDE
 
 
@@ -71,13 +79,14 @@ def _rows(row: int, num_rows: int, group: int, heads_at: int, num_heads: int, to
 
 
 @kernel(
-    "(float32[:, :, ::1], float32[:, :, ::1], int64[::1], int64, int64, float32, float32[:, :, ::1],"
-    " float32[:, ::1])"
+    "(float32[:, :, ::1], float32[:, :, ::1], int64[::1], int64[::1], int64, int64, float32,"
+    " float32[:, :, ::1], float32[:, ::1])"
 )
 def attend(
     turned: Floats,
     qkv: Floats,
     boundaries: Ints,
+    starts: Ints,
     begin: int,
     end: int,
     scale: float,
@@ -90,32 +99,36 @@ def attend(
         turned: [T, H + K, D], q and k.
         qkv: [T, H + 2 K, D], of which v is read.
         boundaries: [N + 1]: sequence n is at boundaries[n] : boundaries[n + 1].
+        starts: [N]: the positions at which the sequences start; 0 of the one at `begin`.
         out: [T, H, D], written.
         logsums: [T, H], written: of exp(scale q k^T), over the keys.
     """
     num_heads, dim = out.shape[1], out.shape[2]
     num_kv = turned.shape[1] - num_heads
     group = num_heads // num_kv
-    num_tiles = _num_tiles(boundaries, begin, end)
+    num_tiles = _num_tiles(boundaries, starts, begin, end)
     room, tile = num_tiles * WIDE, dim * WIDE
     keys = np.empty((num_tiles, dim, WIDE), np.float32)
     values = np.empty((room, dim), np.float32)
     scores = np.empty((4, room + WIDE), np.float32)
     logs, one = logsums.ravel(), float32(1.0)
+    root = boundaries[begin]
     for n in range(begin, end):
-        token, length = boundaries[n], boundaries[n + 1] - boundaries[n]
-        num_rows = length * group
+        token, start = boundaries[n], starts[n]
+        root = token if start == 0 else root
+        length = start + boundaries[n + 1] - token
+        num_rows = (length - start) * group
         for kv in range(num_kv):
-            _to_tiles(turned, token, num_heads + kv, length, keys)
-            _copy(qkv, token, num_heads + num_kv + kv, length, values)
+            _to_tiles(turned, root, token, num_heads + kv, start, length, keys)
+            _copy(qkv, root, token, num_heads + num_kv + kv, start, length, values)
             for row in range(0, num_rows, 4):
-                seen = min(row + 3, num_rows - 1) // group + 1
+                seen = start + min(row + 3, num_rows - 1) // group + 1
                 q_at = _rows(row, num_rows, group, kv * group, num_heads + num_kv, token, dim)
                 out_at = _rows(row, num_rows, group, kv * group, num_heads, token, dim)
                 score(turned, q_at, dim, keys, 0, tile, WIDE, seen, room, scores, values, 0)
-                top_a, a = softmax(scores, 0, row // group + 1, seen, scale)
-                top_b, b = softmax(scores, 1, min(row + 1, num_rows - 1) // group + 1, seen, scale)
-                top_c, c = softmax(scores, 2, min(row + 2, num_rows - 1) // group + 1, seen, scale)
+                top_a, a = softmax(scores, 0, start + row // group + 1, seen, scale)
+                top_b, b = softmax(scores, 1, start + min(row + 1, num_rows - 1) // group + 1, seen, scale)
+                top_c, c = softmax(scores, 2, start + min(row + 2, num_rows - 1) // group + 1, seen, scale)
                 top_e, e = softmax(scores, 3, seen, seen, scale)
                 shares = (one / a, one / b, one / c, one / e)
                 mix(scores, values, 0, dim, seen, shares, out, out_at, keys, 0, tile, WIDE)
@@ -204,7 +217,7 @@ def _product(x: Floats, y: Floats, at: int, dim: int) -> Any:
 
 @kernel(
     "(float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], float32[:, ::1],"
-    " int64[::1], int64, int64, float32, float32[:, :, ::1], float32[:, :, ::1])"
+    " int64[::1], int64[::1], int64, int64, float32, float32[:, :, ::1], float32[:, :, ::1])"
 )
 def attend_backward(
     grad: Floats,
@@ -213,6 +226,7 @@ def attend_backward(
     out: Floats,
     logsums: Floats,
     boundaries: Ints,
+    starts: Ints,
     begin: int,
     end: int,
     scale: float,
@@ -229,19 +243,22 @@ def attend_backward(
     num_heads, dim = out.shape[1], out.shape[2]
     num_kv = turned.shape[1] - num_heads
     group = num_heads // num_kv
-    num_tiles = _num_tiles(boundaries, begin, end)
+    num_tiles = _num_tiles(boundaries, starts, begin, end)
     tiles = np.empty((4, num_tiles, dim, WIDE), np.float32)
     keys, values, of_keys, of_values = tiles[0], tiles[1], tiles[2], tiles[3]
     plain_keys = np.empty((num_tiles * WIDE, dim), np.float32)
     of_scores = np.empty((4, num_tiles * WIDE), np.float32)
     logs, one = logsums.ravel(), float32(1.0)
+    root = boundaries[begin]
     for n in range(begin, end):
-        token, length = boundaries[n], boundaries[n + 1] - boundaries[n]
-        num_rows = length * group
+        token, start = boundaries[n], starts[n]
+        root = token if start == 0 else root
+        length = start + boundaries[n + 1] - token
+        num_rows = (length - start) * group
         for kv in range(num_kv):
-            _to_tiles(turned, token, num_heads + kv, length, keys)
-            _copy(turned, token, num_heads + kv, length, plain_keys)
-            _to_tiles(qkv, token, num_heads + num_kv + kv, length, values)
+            _to_tiles(turned, root, token, num_heads + kv, start, length, keys)
+            _copy(turned, root, token, num_heads + kv, start, length, plain_keys)
+            _to_tiles(qkv, root, token, num_heads + num_kv + kv, start, length, values)
             of_keys[: length // WIDE + 1] = float32(0.0)
             of_values[: length // WIDE + 1] = float32(0.0)
             for row in range(0, num_rows, 4):
@@ -249,11 +266,11 @@ def attend_backward(
                 out_at = _rows(row, num_rows, group, kv * group, num_heads, token, dim)
                 left = num_rows - row
                 seen = (
-                    row // group + 1,
-                    (row + 1) // group + 1 if left > 1 else 0,
-                    (row + 2) // group + 1 if left > 2 else 0,
-                    (row + 3) // group + 1 if left > 3 else 0,
-                    min(row + 3, num_rows - 1) // group + 1,
+                    start + row // group + 1,
+                    start + (row + 1) // group + 1 if left > 1 else 0,
+                    start + (row + 2) // group + 1 if left > 2 else 0,
+                    start + (row + 3) // group + 1 if left > 3 else 0,
+                    start + min(row + 3, num_rows - 1) // group + 1,
                 )
                 a, b, c, e = out_at
                 deltas = (
@@ -269,5 +286,5 @@ def attend_backward(
                 )  # fmt: skip
                 ones = (one, one, one, one)
                 mix(of_scores, plain_keys, 0, dim, seen[4], ones, of_turned, q_at, keys, 0, dim * WIDE, WIDE)
-            _from_tiles(of_keys, token, num_heads + kv, length, of_turned)
-            _from_tiles(of_values, token, num_heads + num_kv + kv, length, of_qkv)
+            _from_tiles(of_keys, root, token, num_heads + kv, start, length, of_turned)
+            _from_tiles(of_values, root, token, num_heads + num_kv + kv, start, length, of_qkv)

@@ -55,7 +55,9 @@ def fused_hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     x = model.embed_tokens(batch.input_ids)[0]
     cos, sin = (part[0] for part in model.rotary_emb(x, batch.position_ids))
     boundaries = batch.boundaries.long().numpy()
-    place = Place(cos.numpy(), sin.numpy(), boundaries, shares(boundaries, torch.get_num_threads()))
+    starts = batch.position_ids[0].numpy()[boundaries[:-1]]
+    parts = shares(boundaries, starts, torch.get_num_threads())
+    place = Place(cos.numpy(), sin.numpy(), boundaries, starts, parts)
     blocks: list[Block] = [part(layer) for layer in model.layers for part in (Attention, Mlp)]
     parameters = [model.norm.weight, *(parameter for block in blocks for parameter in block.parameters())]
     hidden: Tensor = _Decoder.apply(x, place, blocks, RowNorm(model.norm), *parameters)  # type: ignore[no-untyped-call]
@@ -69,7 +71,9 @@ class Place(NamedTuple):
     """[T, D], as the model's rotary embedding gives them."""
     sin: Floats
     boundaries: Ints
-    """[N + 1]: those of the micro-batch."""
+    """[S + 1]: those of the micro-batch."""
+    starts: Ints
+    """[S]: the position at which each sequence starts."""
     shares: list[tuple[int, int]]
     """The first and last sequence of each thread, the last excluded."""
 
@@ -78,12 +82,18 @@ class Place(NamedTuple):
         side_by_side([partial(attend, *share) for share in self.shares])
 
 
-def shares(boundaries: Ints, num_threads: int) -> list[tuple[int, int]]:
-    """Cut N sequences, [N + 1], into parts of like cost, a part a thread; the cost is the length squared."""
-    costs = np.square(np.diff(boundaries))
+def shares(boundaries: Ints, starts: Ints, num_threads: int) -> list[tuple[int, int]]:
+    """Cut S sequences into parts of like cost, a part a thread: boundaries [S + 1], starts [S].
+
+    The cost is in keys that rows go along. What goes on from a sequence stays with it.
+    """
+    lengths = np.diff(boundaries)
+    roots = np.flatnonzero(starts == 0)
+    costs = np.add.reduceat(lengths * (lengths + 2 * starts), roots)
     middles = np.cumsum(costs) - costs / 2
     cuts = np.searchsorted(middles, costs.sum() * np.arange(1, num_threads) / num_threads)
-    return list(pairwise(sorted({0, *cuts.tolist(), len(costs)})))
+    firsts = np.append(roots, len(lengths))[cuts]
+    return list(pairwise(sorted({0, *firsts.tolist(), len(lengths)})))
 
 
 class _Decoder(torch.autograd.Function):
@@ -155,6 +165,7 @@ class Attention:
                 self._turned,
                 self._qkv,
                 place.boundaries,
+                place.starts,
                 first,
                 last,
                 self._scale,
@@ -179,6 +190,7 @@ class Attention:
                 self._heads(self._mixed),
                 self._logsums,
                 place.boundaries,
+                place.starts,
                 first,
                 last,
                 self._scale,

@@ -1,7 +1,10 @@
 """Online packing: samples laid end to end in micro-batches of a bounded size.
 
-No padding: a micro-batch is [1, T], its samples one after another, `boundaries` between them. The last
+No padding: a micro-batch is [1, T], its sequences one after another, `boundaries` between them. The last
 token of a completion predicts nothing, so it is a target and is not fed.
+
+Samples come in families. Those of one family have one prompt, which is laid out once: their completions
+follow it, each a sequence that goes on from the prompt. A family of one is one sequence.
 
 What must hold: every sample with a completion is in exactly one micro-batch; a micro-batch keeps the
 budget unless a single sample exceeds it; the result depends on the samples and their order alone.
@@ -9,28 +12,37 @@ budget unless a single sample exceeds it; the result depends on the samples and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
 
 WORTH_SHARING = 400
 """Cost, in tokens of a forward pass, of what two processes compute faster than one."""
 
 
+Family = Sequence[TrainSample]
+"""Samples with one prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """T fed tokens and C completion tokens of N samples; each [C] tensor is in the order of the samples."""
+    """T fed tokens in S sequences; C completion tokens of N samples, each [C] tensor in their order."""
 
+    ids: list[SampleId]
+    """[N]"""
     input_ids: Tensor
     """[1, T]"""
     position_ids: Tensor
-    """[1, T]: restarts at zero with each sample."""
+    """[1, T]: restarts at zero with each sequence, but for those that go on from a prompt, the last sequence
+    that started at zero."""
     boundaries: Tensor
-    """[N + 1] int32: sample n is fed at boundaries[n] : boundaries[n + 1]."""
+    """[S + 1] int32: sequence s is fed at boundaries[s] : boundaries[s + 1]."""
     max_length: int
-    """Fed tokens of the longest sample."""
+    """Fed tokens of the longest sequence."""
     predictors: Tensor
     """[C]: the place in 0..T-1 from which each completion token is predicted."""
     targets: Tensor
@@ -47,19 +59,12 @@ class MicroBatch:
     """[N]: completion tokens of each sample; they sum to C."""
 
     @classmethod
-    def of(cls, samples: Sequence[TrainSample], device: torch.device) -> "MicroBatch":
-        """Lay samples, none with an empty completion, end to end."""
-        ids: list[int] = []
-        positions: list[int] = []
-        boundaries = [0]
-        predictors: list[int] = []
-        for sample in samples:
-            length = fed_tokens(sample)
-            ids += sample.prompt_ids
-            ids += sample.completion_ids[:-1]
-            positions += range(length)
-            boundaries.append(len(ids))
-            predictors += range(len(ids) - len(sample.completion_ids), len(ids))
+    def of(cls, families: Sequence[Family], device: torch.device) -> "MicroBatch":
+        """Lay families of samples, none with an empty completion, end to end."""
+        layout = _Layout()
+        for family in families:
+            layout.add(family)
+        samples = [sample for family in families for sample in family]
         targets = [token for sample in samples for token in sample.completion_ids]
         recorded = [logprob for sample in samples for logprob in sample.logprobs]
         reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
@@ -67,11 +72,12 @@ class MicroBatch:
         counts = torch.tensor([len(sample.completion_ids) for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
         return cls(
-            input_ids=torch.tensor([ids]).to(device),
-            position_ids=torch.tensor([positions]).to(device),
-            boundaries=torch.tensor(boundaries, dtype=torch.int32).to(device),
-            max_length=max(map(fed_tokens, samples)),
-            predictors=torch.tensor(predictors).to(device),
+            ids=[sample.id for sample in samples],
+            input_ids=torch.tensor([layout.ids]).to(device),
+            position_ids=torch.tensor([layout.positions]).to(device),
+            boundaries=torch.tensor(layout.boundaries, dtype=torch.int32).to(device),
+            max_length=max(end - start for start, end in pairwise(layout.boundaries)),
+            predictors=torch.tensor(layout.predictors).to(device),
             targets=torch.tensor(targets).to(device),
             recorded_logprobs=torch.tensor(recorded, dtype=torch.float32).to(device),
             reference_logprobs=torch.tensor(reference, dtype=torch.float32).to(device),
@@ -81,29 +87,77 @@ class MicroBatch:
         )
 
 
-def fed_tokens(sample: TrainSample) -> int:
-    """What a sample costs the model: its prompt and all but the last token of its completion."""
-    return len(sample.prompt_ids) + len(sample.completion_ids) - 1
+class _Layout:
+    """Where fed tokens stand, as MicroBatch has it."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.boundaries = [0]
+        self.predictors: list[int] = []
+
+    def add(self, family: Family) -> None:
+        prompt = family[0].prompt_ids
+        if len(family) == 1:
+            self._feed([*prompt, *family[0].completion_ids[:-1]], 0)
+            self.predictors += range(len(self.ids) - len(family[0].completion_ids), len(self.ids))
+            return
+        self._feed(prompt, 0)
+        last = len(self.ids) - 1
+        for sample in family:
+            self.predictors += [last, *range(len(self.ids), len(self.ids) + len(sample.completion_ids) - 1)]
+            self._feed(sample.completion_ids[:-1], len(prompt))
+
+    def _feed(self, ids: list[int], start: int) -> None:
+        """A sequence at the positions from `start` on; none, where there are no tokens."""
+        if ids:
+            self.ids += ids
+            self.positions += range(start, start + len(ids))
+            self.boundaries.append(len(self.ids))
 
 
-def pack(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-    """Cut samples into micro-batches of at most `budget` fed tokens: first fit, longest first.
+def fed_tokens(family: Family) -> int:
+    """What a family costs the model: its prompt, and all but the last token of each completion."""
+    return len(family[0].prompt_ids) + sum(max(0, len(sample.completion_ids) - 1) for sample in family)
 
-    Samples without a completion have nothing to compute and are left out; one longer than the budget
-    goes alone.
+
+def families(samples: Sequence[TrainSample]) -> list[Family]:
+    """Samples by their prompts, in the order in which these come first."""
+    found: dict[tuple[int, ...], list[TrainSample]] = {}
+    for sample in samples:
+        found.setdefault(tuple(sample.prompt_ids), []).append(sample)
+    return list(found.values())
+
+
+def pack(families: Sequence[Family], budget: int) -> list[list[Family]]:
+    """Cut families into micro-batches of at most `budget` fed tokens: first fit, longest first.
+
+    Samples without a completion have nothing to compute and are left out. A family that is longer than the
+    budget is cut into several; a sample that is goes alone.
     """
-    bins: list[list[TrainSample]] = []
+    bins: list[list[Family]] = []
     room: list[int] = []
-    with_completion = [sample for sample in samples if sample.completion_ids]
-    for sample in sorted(with_completion, key=fed_tokens, reverse=True):
-        length = fed_tokens(sample)
+    parts = [part for family in families for part in _cut(family, budget)]
+    for part in sorted(parts, key=fed_tokens, reverse=True):
+        length = fed_tokens(part)
         place = next((i for i, left in enumerate(room) if length <= left), len(bins))
         if place == len(bins):
             bins.append([])
             room.append(budget)
-        bins[place].append(sample)
+        bins[place].append(part)
         room[place] -= length
     return bins
+
+
+def _cut(family: Family, budget: int) -> list[Family]:
+    parts: list[list[TrainSample]] = []
+    for sample in family:
+        if not sample.completion_ids:
+            continue
+        if not parts or fed_tokens([*parts[-1], sample]) > budget:
+            parts.append([])
+        parts[-1].append(sample)
+    return list(parts)
 
 
 def share(

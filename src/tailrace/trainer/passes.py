@@ -19,7 +19,7 @@ from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.critic import Critic, token_advantages
 from tailrace.trainer.objective import objective
 from tailrace.trainer.old_policy import PublishedPolicy
-from tailrace.trainer.packing import MicroBatch, fed_tokens, pack
+from tailrace.trainer.packing import MicroBatch, fed_tokens
 from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.tally import Sums
 from tailrace.trainer.wire import TrainSample
@@ -78,7 +78,7 @@ class Passes:
 
     def cost(self, sample: TrainSample) -> int:
         """In tokens of a forward pass."""
-        return fed_tokens(sample) * (BOTH_WAYS if self.teaches(sample) else 1)
+        return fed_tokens([sample]) * (BOTH_WAYS if self.teaches(sample) else 1)
 
     def run(self, samples: Sequence[TrainSample]) -> list[Sums[Tensor]]:
         """Add the samples' gradients to the sum. Returns the statistics of each micro-batch."""
@@ -88,7 +88,7 @@ class Passes:
         return [*learned, *(self._measure(batch) for batch in self._batches(others))]
 
     def _batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        return [MicroBatch.of(bin, self.policy.device) for bin in pack(samples, self.settings.token_budget)]
+        return self.policy.batches(samples, self.settings.token_budget)
 
     def _learn(self, batch: MicroBatch) -> Sums[Tensor]:
         loss, sums = self._loss(batch)

@@ -5,6 +5,7 @@ trained is the policy that generated. Any architecture whose attention goes thro
 AttentionInterface will do, and whether it does is tried out on a few tokens when it is loaded.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
-from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.packing import Family, MicroBatch, families, pack
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
@@ -23,7 +24,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
-    """[C, D]: the last hidden states of a model without its head, at the places that predict a token."""
+    """[C, D]: the last hidden states of a model without its head, at the places that predict a token.
+
+    batch: where `can_fuse` is false, of families of one.
+    """
     if can_fuse(model, dtype):
         return fused_hidden_states(model, batch)[batch.predictors]
     with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
@@ -67,6 +71,15 @@ class Policy:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return cls(model, temperature=temperature, device=device, dtype=dtype)
 
+    def batches(self, samples: Sequence[TrainSample], budget: int) -> list[MicroBatch]:
+        """All samples with a completion, in micro-batches of at most `budget` fed tokens.
+
+        Where the decoder is ours, a prompt that several samples have is computed once.
+        """
+        alone: list[Family] = [[sample] for sample in samples]
+        together = families(samples) if can_fuse(self.model.base_model, self._dtype) else alone
+        return [MicroBatch.of(bin, self.device) for bin in pack(together, budget)]
+
     def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
         """[C] each, in the order of the batch's completion tokens."""
         head = self.model.get_output_embeddings()
@@ -99,7 +112,7 @@ class Policy:
         alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
         self.model.set_attn_implementation(PACKED)
         try:
-            packed = self.logprobs(MicroBatch.of(samples, self.device)).logprobs
+            packed = self.logprobs(MicroBatch.of([[sample] for sample in samples], self.device)).logprobs
         except NotImplementedError:
             return False
         tolerance = 1e-3 if self._dtype == torch.float32 else 0.1

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.packing import MicroBatch, pack
 from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
@@ -35,9 +34,8 @@ class TorchReference:
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         """[num_tokens] of each sample, in the order of the samples."""
         found: dict[SampleId, list[float]] = {sample.id: [] for sample in samples}
-        for packed in pack(samples, self._token_budget):
-            batch = MicroBatch.of(packed, self._policy.device)
+        for batch in self._policy.batches(samples, self._token_budget):
             logprobs = self._policy.logprobs(batch).logprobs
-            for sample, part in zip(packed, torch.split(logprobs, batch.num_tokens.tolist()), strict=True):
-                found[sample.id] = part.tolist()
+            for sample, part in zip(batch.ids, torch.split(logprobs, batch.num_tokens.tolist()), strict=True):
+                found[sample] = part.tolist()
         return [found[sample.id] for sample in samples]

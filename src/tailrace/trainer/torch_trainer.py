@@ -27,7 +27,7 @@ from tailrace.trainer.checkpoint import TrainerState
 from tailrace.trainer.flat import move, num_elements
 from tailrace.trainer.helper import Helper
 from tailrace.trainer.optimizer import Optimizer
-from tailrace.trainer.packing import MicroBatch, fed_tokens, pack, share
+from tailrace.trainer.packing import fed_tokens, share
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.tally import Tally
 from tailrace.trainer.wire import TrainSample
@@ -127,8 +127,8 @@ class TorchTrainer:
         started = time.perf_counter()
         weights = squares = 0.0
         num_tokens = 0
-        for samples in pack([sample for unit in units for sample in unit], self._settings.token_budget):
-            batch = MicroBatch.of(samples, self._policy.device)
+        samples = [sample for unit in units for sample in unit]
+        for batch in self._policy.batches(samples, self._settings.token_budget):
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.recorded_logprobs)
             weights, squares = weights + float(sums.weights), squares + float(sums.squares)
             num_tokens += len(batch.targets)
@@ -208,7 +208,7 @@ class TorchTrainer:
 
 def _take(waiting: list[TrainSample], least_tokens: int) -> list[TrainSample]:
     """What waits, which then waits no longer; nothing, if it has fewer tokens."""
-    if sum(map(fed_tokens, waiting)) < least_tokens:
+    if sum(fed_tokens([sample]) for sample in waiting) < least_tokens:
         return []
     taken = list(waiting)
     waiting.clear()
