@@ -16,7 +16,10 @@ import pytest
 import tailrace
 
 ROOT = Path(tailrace.__file__).parent
-GROUND = ("types", "errors", "clock", "settings", "importing", "compiling", "vectors", "attending")
+GROUND = (
+    *("types", "errors", "clock", "settings", "importing"),
+    *("compiling", "vectors", "attending", "processor", "products"),
+)
 ROOMS = (
     "data",
     "reward",

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Linear
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from tailrace.products import add_product, multiply
 from tailrace.trainer import causal, kernels
 from tailrace.trainer.kernels import Floats, Ints
 from tailrace.trainer.packing import MicroBatch
@@ -141,9 +141,11 @@ class Attention:
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """[T, hidden] of [T, hidden]; keeps what `backward` needs."""
         self._h = self._norm.forward(x)
-        self._weight = torch.cat([projection.weight for projection in self._projections])
+        self._weight = torch.cat([projection.weight.detach() for projection in self._projections])
         biases = self._biases()
-        qkv = linear(self._h, self._weight, torch.cat(biases) if biases else None)
+        qkv = multiply(self._h, self._weight.T)
+        if biases:
+            qkv += torch.cat(biases)
         self._qkv = qkv.view(len(x), -1, self._dim).numpy()
         num_kv = (self._qkv.shape[1] - self._num_heads) // 2
         turned = x.new_empty(len(x), self._num_heads + num_kv, self._dim)
@@ -173,12 +175,12 @@ class Attention:
                 self._logsums,
             )
         )
-        return torch.addmm(x, self._mixed, self._o.T)
+        return multiply(self._mixed, self._o.detach().T).add_(x)
 
     def backward(self, grad: Tensor, place: Place) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x, in the place of `grad`, and those of the parameters."""
-        of_o = grad.T @ self._mixed
-        grad_mixed = grad @ self._o
+        of_o = multiply(grad.T, self._mixed)
+        grad_mixed = multiply(grad, self._o.detach())
         of_turned = np.empty_like(self._turned)
         of_qkv = torch.empty(len(grad), len(self._weight))
         of_qkv_heads = of_qkv.view(self._qkv.shape).numpy()
@@ -210,9 +212,9 @@ class Attention:
             of_qkv_heads,
             *([gain.numpy() for gain in of_gains] or NO_GAINS),
         )
-        grad, of_norm = self._norm.backward(of_qkv @ self._weight, onto=grad)
+        grad, of_norm = self._norm.backward(multiply(of_qkv, self._weight), onto=grad)
         rows = [len(projection.weight) for projection in self._projections]
-        weights = (of_qkv.T @ self._h).split_with_sizes(rows)
+        weights = multiply(of_qkv.T, self._h).split_with_sizes(rows)
         biases = of_qkv.sum(0).split_with_sizes(rows) if self._biases() else ()
         return grad, [of_norm, *weights, *biases, *of_gains, of_o]
 
@@ -244,19 +246,20 @@ class Mlp:
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """[T, hidden] of [T, hidden]; keeps what `backward` needs."""
         self._h = self._norm.forward(x)
-        self._gate, self._up = self._h @ self._g.T, self._h @ self._u.T
+        self._gate, self._up = multiply(self._h, self._g.detach().T), multiply(self._h, self._u.detach().T)
         inner = torch.empty_like(self._gate)
         kernels.silu_times(*(part.view(-1).numpy() for part in (self._gate, self._up, inner)))
-        return torch.addmm(x, inner, self._d.T)
+        return multiply(inner, self._d.detach().T).add_(x)
 
     def backward(self, grad: Tensor, place: Place) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x, in the place of `grad`, and those of the parameters. To be called once."""
-        inner = grad @ self._d
+        inner = multiply(grad, self._d.detach())
         kernels.silu_times_backward(*(part.view(-1).numpy() for part in (self._gate, self._up, inner)))
-        of_d = grad.T @ inner
-        grad_h = (self._up @ self._u).addmm_(self._gate, self._g)
+        of_d = multiply(grad.T, inner)
+        grad_h = add_product(self._gate, self._g.detach(), multiply(self._up, self._u.detach()))
         grad, of_norm = self._norm.backward(grad_h, onto=grad)
-        return grad, [of_norm, self._gate.T @ self._h, self._up.T @ self._h, of_d]
+        of_g, of_u = multiply(self._gate.T, self._h), multiply(self._up.T, self._h)
+        return grad, [of_norm, of_g, of_u, of_d]
 
 
 Block = Attention | Mlp

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tailrace import processor
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
 from tailrace.settings import Settings
@@ -223,6 +224,7 @@ def _environment(threads: int) -> dict[str, str]:
         **os.environ,
         **dict.fromkeys(counts, str(threads)),
         **_KEPT_MEMORY,
+        **processor.ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

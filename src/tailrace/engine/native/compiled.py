@@ -15,6 +15,7 @@ from tailrace.engine.native.cache import Block, Tier
 from tailrace.engine.native.model import Layer, Model
 from tailrace.engine.native.prefill import prefill
 from tailrace.engine.native.sampler import draw
+from tailrace.products import add_product, multiply
 from tailrace.vectors import WIDE
 
 SHORT = 256
@@ -106,7 +107,7 @@ class CompiledDecoder:
         ]
         self._forward(rows, ids, np.array(lengths) - 1, places)
         kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
-        torch.mm(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
+        multiply(rows.h.mul_(model.last_gain), model.head, out=rows.logits)
         return self._draw(rows, uniforms)
 
     def prefill(self, contexts: Sequence[Sequence[int]]) -> list[Block]:
@@ -158,12 +159,12 @@ class CompiledDecoder:
                     rows.mixed_array,
                 )
                 first += len(place.slots)
-            rows.x.addmm_(rows.mixed, layer.out)
+            add_product(rows.mixed, layer.out, rows.x, room=rows.h)
             kernels.normalize(rows.x_array, self._hidden_epsilon, rows.h_array)
-            torch.mm(rows.h, layer.gate, out=rows.gate)
-            torch.mm(rows.h, layer.up, out=rows.up)
+            multiply(rows.h, layer.gate, out=rows.gate)
+            multiply(rows.h, layer.up, out=rows.up)
             kernels.silu_times(rows.gate_array, rows.up_array)
-            rows.x.addmm_(rows.gate, layer.down)
+            add_product(rows.gate, layer.down, rows.x, room=rows.h)
 
     def _draw(self, rows: Rows, uniforms: NDArray[np.float64]) -> tuple[list[int], list[float]]:
         if self._truncated:
@@ -187,7 +188,6 @@ def _gains(layer: Layer) -> kernels.Floats:
 
 
 def _project(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(h, weight, out=out)
-    else:
-        torch.addmm(bias, h, weight, out=out)
+    multiply(h, weight, out=out)
+    if bias is not None:
+        out += bias
