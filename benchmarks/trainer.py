@@ -31,6 +31,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.processor import ENVIRONMENT
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
@@ -108,7 +109,7 @@ def save_model(workload: Workload, folder: Path) -> int:
 
 
 class Ours:
-    """One step at a time, in this process."""
+    """One step at a time, in this process, which `main` started with one thread a library."""
 
     def __init__(self, model: Path, samples: Sequence[TrainSample]) -> None:
         torch.set_num_threads(1)
@@ -207,6 +208,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="F")
     arguments = parser.parse_args()
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read once, as the library is loaded
+        environment = {**os.environ, **ENVIRONMENT, "OPENBLAS_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     results = {}
     for workload in WORKLOADS:
         result = race(workload, arguments.trl_python, arguments.repeats)

@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, name: str, toke
     assert on_policy or 0 < stats.clip_ratio < 1, "the batch must exercise the clip"
     gradient = first_moments(tmp_path / "trained")[::KEPT]
     assert gradient.abs().max() > 1e-3
-    tolerance = 2e-6 if case.trainer == "RLOO" else 1e-6  # a sum over tokens is larger than a mean
+    tolerance = 3e-6 if case.trainer == "RLOO" else 1e-6  # a sum over tokens is larger than a mean
     torch.testing.assert_close(gradient, wanted_gradient, atol=tolerance, rtol=0)
 
 

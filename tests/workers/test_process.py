@@ -15,6 +15,7 @@ from worker_cases import is_running, until_gone, words_of
 
 from tailrace import clock
 from tailrace.errors import WorkerDied
+from tailrace.processor import ENVIRONMENT
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready, Settle
 from tailrace.workers.process import WorkerProcess
@@ -149,6 +150,7 @@ def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, drive: Dr
         worker = await spawn("obey", tmp_path)
         environment = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
         assert {b"OMP_NUM_THREADS=3", b"MKL_NUM_THREADS=3", b"OPENBLAS_NUM_THREADS=3"} <= set(environment)
+        assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(environment)
         await worker.close()
 
     drive(main())
