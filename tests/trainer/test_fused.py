@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
-from tailrace.trainer.packing import MicroBatch, families
+from tailrace.trainer.packing import MicroBatch, by_prompt
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_samples_share_has_the_gradient_of_all_its_copies(
 ) -> None:
     model = make_model(*family)
     samples = make_samples([3, 70, 1, 9, 100, 6, 1], prompts=[0, 1, 1, 2, 2, 2, 3])
-    together, alone = families(samples), [[sample] for sample in samples]
+    together, alone = by_prompt(samples), [[sample] for sample in samples]
     assert [len(one) for one in together] == [1, 2, 3, 1]
     direction = torch.randn(190, 64, generator=torch.Generator().manual_seed(1))
     before, found = torch.get_num_threads(), []

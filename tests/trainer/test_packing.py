@@ -8,7 +8,7 @@ from tailrace.trainer.packing import (
     WORTH_SHARING,
     Family,
     MicroBatch,
-    families,
+    by_prompt,
     fed_tokens,
     pack,
     share,
@@ -37,7 +37,7 @@ lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), max_size=3
 
 
 def make_families(lengths: list[tuple[int, int]]) -> list[Family]:
-    return families([sample(i, *pair) for i, pair in enumerate(lengths)])
+    return by_prompt([sample(i, *pair) for i, pair in enumerate(lengths)])
 
 
 @given(lengths, st.integers(1, 100))

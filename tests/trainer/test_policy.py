@@ -6,6 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tailrace.errors import ConfigError
 from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.policy import Policy
+from tailrace.trainer.wire import TrainSample
+from tailrace.types import SampleId
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -79,3 +81,22 @@ def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     difference = exact.logprobs(batch).logprobs - rough.logprobs(batch).logprobs
     assert 0 < difference.abs().max() < 0.2
     assert {parameter.dtype for parameter in rough.parameters().values()} == {torch.float32}
+
+
+def answers_to(prompt_ids: list[int], *completions: list[int]) -> list[TrainSample]:
+    return [
+        TrainSample(SampleId(0, 0, i), prompt_ids, ids, [0.0] * len(ids), 0.0)
+        for i, ids in enumerate(completions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_fed"),
+    [(torch.float32, 4 + 2 + 1), (torch.bfloat16, 3 * 4 + 2 + 1)],
+    ids=["ours", "theirs"],
+)
+def test_a_prompt_is_fed_once_where_the_decoder_is_ours(dtype: torch.dtype, num_fed: int) -> None:
+    policy = Policy(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
+    (batch,) = policy.batches(answers_to([5, 6, 7, 8], [1, 2, 3], [4, 5], [9]), budget=100)
+    assert batch.input_ids.shape == (1, num_fed)
+    assert batch.targets.tolist() == [1, 2, 3, 4, 5, 9]

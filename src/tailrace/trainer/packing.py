@@ -121,8 +121,8 @@ def fed_tokens(family: Family) -> int:
     return len(family[0].prompt_ids) + sum(max(0, len(sample.completion_ids) - 1) for sample in family)
 
 
-def families(samples: Sequence[TrainSample]) -> list[Family]:
-    """Samples by their prompts, in the order in which these come first."""
+def by_prompt(samples: Sequence[TrainSample]) -> list[Family]:
+    """Families as large as can be, in the order in which their prompts come first."""
     found: dict[tuple[int, ...], list[TrainSample]] = {}
     for sample in samples:
         found.setdefault(tuple(sample.prompt_ids), []).append(sample)

@@ -16,7 +16,7 @@ from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
-from tailrace.trainer.packing import Family, MicroBatch, families, pack
+from tailrace.trainer.packing import Family, MicroBatch, by_prompt, pack
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
@@ -77,8 +77,8 @@ class Policy:
         Where the decoder is ours, a prompt that several samples have is computed once.
         """
         alone: list[Family] = [[sample] for sample in samples]
-        together = families(samples) if can_fuse(self.model.base_model, self._dtype) else alone
-        return [MicroBatch.of(bin, self.device) for bin in pack(together, budget)]
+        families = by_prompt(samples) if can_fuse(self.model.base_model, self._dtype) else alone
+        return [MicroBatch.of(bin, self.device) for bin in pack(families, budget)]
 
     def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
         """[C] each, in the order of the batch's completion tokens."""

@@ -1,4 +1,4 @@
-"""Decode steps and prefills on a CPU in float32: torch for the matrix products, kernels.py for the rest."""
+"""Decode steps and prefills on a CPU in float32: products.py for the matrices, kernels.py for the rest."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

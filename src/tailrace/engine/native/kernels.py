@@ -1,7 +1,8 @@
 """What a decode step computes besides matrix products, compiled for the CPU: float32, any lengths.
 
-The matrix products stay with torch (MKL), which beat those that were tried here. The rest is bound by reading
-the cache, so each kernel reads it once, for four of the heads that share it (attending.py), and pads nothing.
+The matrix products are those of libraries (products.py), which beat what was tried here. The rest is bound by
+reading the cache, so each kernel reads it once, for four of the heads that share it (attending.py), and pads
+nothing.
 
 Loops go along the last axis by vectors (vectors.py), whose sums stay in registers.
 
