@@ -98,7 +98,9 @@ class Victim:
 
     def live_to_the_end(self) -> None:
         """The last life, two rounds long."""
-        rounds = 2 + max((mark.round for mark in self.books().marks if mark.undone is None), default=0)
+        begun = (self.folder / "ledger.sqlite").exists()  # a kill may have come before
+        marks = self.books().marks if begun else []
+        rounds = 2 + max((mark.round for mark in marks if mark.undone is None), default=0)
         process = self._start(rounds)
         if process.wait() != 0:
             raise SystemExit(f"the last life of {self.folder.name} failed: {self._said()}")
