@@ -35,7 +35,7 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tailrace.processor import ENVIRONMENT
+from tailrace.processor import environment
 
 VOCABULARY = 96
 SAMPLES_A_PROMPT = 8
@@ -106,9 +106,6 @@ def make_requests(num: int) -> list[tuple[list[int], int]]:
     return [(prompts[index // SAMPLES_A_PROMPT], length) for index, length in enumerate(lengths)]
 
 
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-
-
 class Peer:
     """An engine in its own process: a number of requests in, one round, one line out."""
 
@@ -120,7 +117,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **ENVIRONMENT, **ONE_THREAD, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **environment(1), "HF_HUB_OFFLINE": "1"},
         )
 
     def measure(self, lengths: Sequence[int]) -> Round | None:

@@ -31,7 +31,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.processor import ENVIRONMENT
+from tailrace.processor import environment
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
@@ -208,9 +208,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="F")
     arguments = parser.parse_args()
-    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read once, as the library is loaded
-        environment = {**os.environ, **ENVIRONMENT, "OPENBLAS_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    if environment(1).items() - os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment(1))
     results = {}
     for workload in WORKLOADS:
         result = race(workload, arguments.trl_python, arguments.repeats)

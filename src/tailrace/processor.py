@@ -4,11 +4,16 @@ Torch's is MKL, which uses half of the vectors' width where AMD made the process
 numpy, uses all of it, if it is told to take the processor for one that it knows. Measured in docs/log.md.
 """
 
-from llvmlite import binding
+from pathlib import Path
 
-BY_NUMPY: bool = binding.get_host_cpu_name().startswith("znver") and bool(
-    binding.get_host_cpu_features().get("avx512f")
-)
+_CPUS = Path("/proc/cpuinfo")  # llvmlite would know, too, and takes a sixth of a second to load
+_WORDS = set(_CPUS.read_text().split()) if _CPUS.exists() else set()
+BY_NUMPY = {"AuthenticAMD", "avx512f"} <= _WORDS
 """Whether it is numpy's."""
-ENVIRONMENT = {"OPENBLAS_CORETYPE": "SKYLAKEX"} if BY_NUMPY else {}
-"""Of a process that is to multiply. OpenBLAS reads it once, as it is loaded."""
+
+
+def environment(num_threads: int) -> dict[str, str]:
+    """Of a process that is to multiply by so many threads. The libraries read it once, as they are loaded."""
+    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    known = {"OPENBLAS_CORETYPE": "SKYLAKEX"} if BY_NUMPY else {}
+    return dict.fromkeys(counts, str(num_threads)) | known

@@ -19,6 +19,7 @@ from trl_reference import (
     trl_loss_and_gradient,
 )
 
+from tailrace import products
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
@@ -26,10 +27,19 @@ from tailrace.trainer.torch_trainer import TorchTrainer
 from tailrace.trainer.wire import TrainSample
 from tailrace.types import SampleId
 
+BY_EITHER_LIBRARY = [
+    *((name, False) for name in CASES),
+    *((name, True) for name, case in CASES.items() if case.trainer != "RLOO"),
+]
+"""TRL multiplied by torch. By numpy, rounding alone moves RLOO's sums by 2.4e-6, 2.3e-6 of the largest."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(("name", "by_numpy"), BY_EITHER_LIBRARY)
 @pytest.mark.parametrize("token_budget", [10, 1000])
-def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, name: str, token_budget: int) -> None:
+def test_loss_and_gradients_equal_those_trl_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by_numpy: bool, token_budget: int
+) -> None:
+    monkeypatch.setattr(products, "BY_NUMPY", by_numpy)
     wanted_loss, wanted_gradient = stored()[name]
     case = CASES[name]
     reference_model().save_pretrained(tmp_path / "model")
@@ -53,7 +63,7 @@ def test_loss_and_gradients_equal_those_trl_gave(tmp_path: Path, name: str, toke
     assert on_policy or 0 < stats.clip_ratio < 1, "the batch must exercise the clip"
     gradient = first_moments(tmp_path / "trained")[::KEPT]
     assert gradient.abs().max() > 1e-3
-    tolerance = 3e-6 if case.trainer == "RLOO" else 1e-6  # a sum over tokens is larger than a mean
+    tolerance = 2e-6 if case.trainer == "RLOO" else 1e-6  # a sum over tokens is larger than a mean
     torch.testing.assert_close(gradient, wanted_gradient, atol=tolerance, rtol=0)
 
 

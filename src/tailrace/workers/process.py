@@ -219,12 +219,10 @@ again, page by page, was a twentieth of a training step. 32 MiB is the most that
 def _environment(threads: int) -> dict[str, str]:
     """Of a worker. Thread counts must stand before the libraries are loaded; modules are found where
     the controller finds them; what it prints, and the stack of a crash, are in its log at once."""
-    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {
         **os.environ,
-        **dict.fromkeys(counts, str(threads)),
+        **processor.environment(threads),
         **_KEPT_MEMORY,
-        **processor.ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
