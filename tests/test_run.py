@@ -34,6 +34,7 @@ from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import Group, Prompt, Sample
+from tailrace.weights.base import Weights
 from virtual import (
     EXACT,
     FLUSHING,
@@ -240,7 +241,7 @@ def test_on_policy_waits_for_groups_without_an_older_token() -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_a_step_is_asked_for_with_its_gradients_and_begins_when_they_are_there() -> None:
+def test_step_and_publication_are_asked_for_with_the_gradients_and_each_begins_in_its_turn() -> None:
     asked: list[tuple[str, float]] = []
 
     class Listening(SimTrainer):
@@ -252,21 +253,26 @@ def test_a_step_is_asked_for_with_its_gradients_and_begins_when_they_are_there()
             asked.append(("step", clock.now()))
             return await super().step()
 
+        async def publish(self, version: int) -> Weights:
+            asked.append(("publish", clock.now()))
+            return await super().publish(version)
+
     async def once(run: Run) -> None:
         async for _ in run.rounds():
             run.pool.launch(run.prompts(2))
-            await run.train(await run.pool.take(2))
+            await run.train(await run.pool.take(2), publish="keep")
 
-    world = change(EXACT, trainer=change(EXACT.trainer, step_s=3.0))
+    world = change(EXACT, trainer=change(EXACT.trainer, step_s=3.0, publish_s=2.0))
     outcome = simulate(
         once,
         ONE_ROUND,
         world,
         parts=lambda: replace(simulated_parts(world, seed=0), trainer=Listening(world.trainer)),
     )
-    assert asked == [("accumulate", 10), ("step", 10)]
+    assert asked == [("accumulate", 10), ("step", 10), ("publish", 10)]
     assert [(event.start_s, event.end_s) for event in outcome.of(Accumulated)] == [(10, 54)]
     assert [(event.start_s, event.end_s) for event in outcome.of(Stepped)] == [(54, 57)]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Published)] == [(57, 59)]
     assert outcome.trained == [0, 1]
 
 

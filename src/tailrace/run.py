@@ -64,8 +64,8 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
-        self._accumulated_s = 0.0
-        """When the last accumulation ended."""
+        self._accumulated_s = self._stepped_s = 0.0
+        """When the last accumulation, the last step ended."""
         self._tasks = tasks
         self._arriving: Arriving | None = None
         self._lags = Lags()
@@ -178,28 +178,31 @@ class Run:
         """One optimizer step on what was accumulated since the last."""
         asked_s = clock.now()
         stats = await self._parts.trainer.step()
-        start_s = max(asked_s, self._accumulated_s)
+        start_s, self._stepped_s = max(asked_s, self._accumulated_s), clock.now()
         self._standing.num_steps = stats.num_steps
         samples = tuple(self._accumulated.pop(id) for id in stats.samples)
         self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
-        self._emit(events.Stepped(start_s, clock.now(), stats, self._lags, samples))
+        self._emit(events.Stepped(start_s, self._stepped_s, stats, self._lags, samples))
         self._lags = Lags()
         self._watchdog.stepped()
 
-    async def train(self, batch: Batch) -> None:
-        """accumulate, then step: asked for together, so that the trainer need not wait in between."""
+    async def train(self, batch: Batch, *, publish: KV | None = None) -> None:
+        """accumulate, then step; then publish, where it is said what becomes of the cache. All is asked for
+        together, so that the trainer need not wait in between."""
         units = self._checked(batch)  # before anything is asked for
-        await asyncio.gather(self._accumulate(units), self.step())
+        verbs = [self._accumulate(units), self.step()]
+        await asyncio.gather(*verbs, *([self.publish(kv=publish)] if publish else []))
 
     async def publish(self, *, kv: KV = "keep") -> None:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
         way when this returns: all that is launched from now on gets them, and the trainer may go on. kv: what
         becomes of the cache that older weights computed."""
-        start_s = clock.now()
-        await self._arrived()
+        asked_s = clock.now()
         weights = await self._parts.trainer.publish(self.version + 1)
+        start_s = max(asked_s, self._stepped_s)
+        await self._arrived()
         self._standing.publish()
         self._arriving = Arriving(self._tasks, self._parts.engines, weights, kv, self.pool.living)
         await asyncio.sleep(0)  # the engines are told before anything else is asked of them

@@ -116,9 +116,12 @@ def test_a_prompt_that_samples_share_has_the_gradient_of_all_its_copies(
 
 
 def test_nothing_is_kept_for_a_gradient_that_nobody_wants() -> None:
-    model = make_model(*FAMILIES[2])
+    model, batch = make_model(*FAMILIES[2]), make_batch([4, 6])
+    hidden = fused_hidden_states(model, batch)
     with torch.no_grad():
-        assert not fused_hidden_states(model, make_batch([4, 6])).requires_grad
+        same = fused_hidden_states(model, batch)
+    assert hidden.requires_grad and not same.requires_grad
+    assert torch.equal(same, hidden)
 
 
 @pytest.mark.parametrize(

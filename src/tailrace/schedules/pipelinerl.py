@@ -33,8 +33,7 @@ async def pipelinerl(
         if ess_floor and await run.ess(groups) < ess_floor:
             run.drop(groups, "low ess")
             groups = await fresh(run, U)
-        await run.train(groups)
-        await run.publish(kv=kv)
+        await run.train(groups, publish=kv)
 
 
 async def fresh(run: Run, U: int) -> list[Group]:

@@ -53,8 +53,9 @@ class SimTrainer:
         return sum(span.num_tokens for span in spans) / squares
 
     async def publish(self, version: int) -> Weights:
-        await asyncio.sleep(self._cost.publish_s)
-        self._version = version
+        async with self._one_after_another:
+            await asyncio.sleep(self._cost.publish_s)
+            self._version = version
         return Weights(version)
 
     async def save(self, folder: Path) -> None:

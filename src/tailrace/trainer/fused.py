@@ -8,7 +8,7 @@ and gradients.
 T tokens, H query and K key-value heads of D dimensions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -58,10 +58,22 @@ def fused_hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     starts = batch.position_ids[0].numpy()[boundaries[:-1]]
     parts = shares(boundaries, starts, torch.get_num_threads())
     place = Place(cos.numpy(), sin.numpy(), boundaries, starts, parts)
-    blocks: list[Block] = [part(layer) for layer in model.layers for part in (Attention, Mlp)]
-    parameters = [model.norm.weight, *(parameter for block in blocks for parameter in block.parameters())]
-    hidden: Tensor = _Decoder.apply(x, place, blocks, RowNorm(model.norm), *parameters)  # type: ignore[no-untyped-call]
+    blocks: Iterator[Block] = (part(layer) for layer in model.layers for part in (Attention, Mlp))
+    norm = RowNorm(model.norm)
+    if not torch.is_grad_enabled():
+        return _through(blocks, norm, x, place)
+    kept = list(blocks)
+    parameters = [norm.gain, *(parameter for block in kept for parameter in block.parameters())]
+    hidden: Tensor = _Decoder.apply(x, place, kept, norm, *parameters)  # type: ignore[no-untyped-call]
     return hidden
+
+
+def _through(blocks: "Iterable[Block]", norm: "RowNorm", x: Tensor, place: "Place") -> Tensor:
+    """[T, hidden] of [T, hidden]. Blocks that nobody keeps are gone when the next begins, which has
+    their memory while it is in the cache."""
+    for block in blocks:
+        x = block.forward(x, place)
+    return norm.forward(x)
 
 
 class Place(NamedTuple):
@@ -101,11 +113,8 @@ class _Decoder(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, place: Place, blocks: "list[Block]", norm: "RowNorm", *parameters: Tensor
     ) -> Tensor:
-        x = x.detach()
-        for block in blocks:
-            x = block.forward(x, place)
         ctx.place, ctx.blocks, ctx.norm = place, blocks, norm
-        return norm.forward(x)
+        return _through(blocks, norm, x.detach(), place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
