@@ -286,10 +286,6 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _emptied(row: SampleRow) -> SampleRow:
-    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"")
-
-
 def _look(sample: Sample) -> _Look:
     """Changes whenever something of the sample is to be written."""
     return (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)

@@ -12,7 +12,7 @@ from tailrace.errors import LedgerError
 
 COUNTS_FOLDER = "counts"
 """In a run's folder: a file an engine and life."""
-_NUMBER = struct.Struct("<Q")
+_NUMBER = struct.Struct("Q")
 
 
 class TokenCounter:
@@ -24,12 +24,14 @@ class TokenCounter:
         if not path.exists():
             path.write_bytes(bytes(_NUMBER.size))  # not a hole: a full disk would be a SIGBUS later
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _NUMBER.size)
-        (self._before,) = _NUMBER.unpack_from(self._map)
+            mapped = mmap.mmap(file.fileno(), _NUMBER.size)
+        # Stored as a whole. Struct would first write zeros there, which a kill might leave.
+        self._number = memoryview(mapped).cast("Q")
+        self._before = self._number[0]
 
     def set(self, num_generated: int) -> None:
         """Tokens since this counter was made."""
-        _NUMBER.pack_into(self._map, 0, self._before + num_generated)
+        self._number[0] = self._before + num_generated
 
 
 def counted_tokens(folder: Path) -> int:
