@@ -1,8 +1,8 @@
 """PipelineRL (Piche et al. 2025): in-flight weight updates, section 4, Algorithm 2.
 
     lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost(H)
-    lines 9-11, 18  new weights between two decode steps             run.publish
     lines 19-20     B sequences, one optimizer step                  run.pool.take, run.train
+    lines 9-11, 18  new weights between two decode steps             its publish
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
 Between actor and trainer stands a ring of complete groups; when it is full, it holds the actor or drops
