@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,21 +70,26 @@ class MicroBatch:
         recorded = [logprob for sample in samples for logprob in sample.logprobs]
         reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
         carried = [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))]
-        counts = torch.tensor([len(sample.completion_ids) for sample in samples])
-        advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
+        counts = [len(sample.completion_ids) for sample in samples]
+        advantages = [sample.advantage for sample in samples]
+
+        def tensor(numbers: Sequence[float], dtype: type[np.generic]) -> Tensor:
+            # By numpy: torch takes five times as long to read a list.
+            return torch.from_numpy(np.array(numbers, dtype)).to(device)
+
         return cls(
             ids=[sample.id for sample in samples],
-            input_ids=torch.tensor([layout.ids]).to(device),
-            position_ids=torch.tensor([layout.positions]).to(device),
-            boundaries=torch.tensor(layout.boundaries, dtype=torch.int32).to(device),
+            input_ids=tensor(layout.ids, np.int64)[None],
+            position_ids=tensor(layout.positions, np.int64)[None],
+            boundaries=tensor(layout.boundaries, np.int32),
             max_length=max(end - start for start, end in pairwise(layout.boundaries)),
-            predictors=torch.tensor(layout.predictors).to(device),
-            targets=torch.tensor(targets).to(device),
-            recorded_logprobs=torch.tensor(recorded, dtype=torch.float32).to(device),
-            reference_logprobs=torch.tensor(reference, dtype=torch.float32).to(device),
-            carried=torch.tensor(carried).to(device),
-            advantages=advantages.to(device),
-            num_tokens=counts.to(device),
+            predictors=tensor(layout.predictors, np.int64),
+            targets=tensor(targets, np.int64),
+            recorded_logprobs=tensor(recorded, np.float32),
+            reference_logprobs=tensor(reference, np.float32),
+            carried=tensor(carried, np.bool_),
+            advantages=tensor(advantages, np.float32),
+            num_tokens=tensor(counts, np.int64),
         )
 
 
