@@ -193,13 +193,16 @@ class Run:
         together, so that the trainer need not wait in between."""
         units = self._checked(batch)  # before anything is asked for
         verbs = [self._accumulate(units), self.step()]
-        await asyncio.gather(*verbs, *([self.publish(kv=publish)] if publish else []))
+        if publish:
+            verbs.append(self.publish(kv=publish))
+        await asyncio.gather(*verbs)
 
     async def publish(self, *, kv: KV = "keep") -> None:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
         way when this returns: all that is launched from now on gets them, and the trainer may go on. kv: what
         becomes of the cache that older weights computed."""
         asked_s = clock.now()
+        # The version before may still be on its way: the trainer keeps it until the next but one.
         weights = await self._parts.trainer.publish(self.version + 1)
         start_s = max(asked_s, self._stepped_s)
         await self._arrived()

@@ -18,6 +18,7 @@ for number in range(100):
     path = Path(sys.argv[1]) / f"engine-{number}-1.count"
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         counter = TokenCounter(path)
         for n in count(1000):
             counter.set(n)

@@ -60,7 +60,7 @@ class Fleet:
             await self.changed.wait("an engine that is awake")
         least = min(candidates, key=self._share)
         last = next((engine for engine in candidates if engine.name == sample.engine), least)
-        return last if last is least or self._share(last) < min(1.0, self._share(least) + SLACK) else least
+        return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
 
     def _share(self, engine: Engine) -> float:
         """Of its slots that are taken."""

@@ -29,8 +29,6 @@ from tailrace.workers.messages import BadConfig, Refused
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 LAST_WORDS_BYTES = 4096
-MANY = 256
-"""Promises that are worth a look at which of them are kept."""
 CLOSE_S = 5.0
 """How long a worker may take to end before it is killed."""
 
@@ -47,10 +45,7 @@ class WorkerProcess:
         """Called with each message, in order. Answers are to be passed to `answer`."""
         self._log = log
         self._process = process
-        self._open: list[asyncio.Future[Any]] = []
-        """What was promised: whatever waits, and some of what has come."""
-        self._room = MANY
-        """How many of those there may be before what has come is forgotten."""
+        self._open: set[asyncio.Future[Any]] = set()
         self._answers: deque[asyncio.Future[msgspec.Struct]] = deque()
         self._last_words = ""
         """Why it is dead; empty while it lives."""
@@ -111,10 +106,8 @@ class WorkerProcess:
     def promise(self) -> asyncio.Future[Any]:
         """A future that raises WorkerDied if the worker ends first."""
         future = asyncio.get_running_loop().create_future()
-        if len(self._open) >= self._room:  # cheaper than a callback for each that comes
-            self._open = [promised for promised in self._open if not promised.done()]
-            self._room = max(MANY, 2 * len(self._open))
-        self._open.append(future)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
         if self._last_words:
             self._fail(future)
         return future
@@ -187,7 +180,7 @@ class WorkerProcess:
         self._channel.read()
         self._channel.close()
         self._last_words = self._describe_end(exit_code)
-        for future in self._open:
+        for future in list(self._open):
             if not future.done():
                 self._fail(future)
 

@@ -111,3 +111,19 @@ def test_incomplete_weights_are_refused_and_change_nothing(make_engine, models, 
     for id, delta in finish(engine).items():
         assert delta.version == 0 and len(delta.ids) == 60
         assert_close(delta, reference(models["qwen3"][1], PROMPTS[id], delta.ids))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_broken_weights_left_in_the_cache_harms_nobody_under_better_ones(make_engine, new_model, dtype):
+    def served(engine, version):
+        engine.load(new_model.state_dict(), version=version, kv="keep")
+        submit_all(engine, {id: prompt[:2] for id, prompt in PROMPTS.items()})
+        return {id: delta.ids for id, delta in finish(engine).items()}
+
+    broken = make_engine(settings=EngineSettings(dtype=dtype))
+    nonsense = {name: tensor * torch.nan for name, tensor in new_model.state_dict().items()}
+    broken.load(nonsense, version=1, kv="keep")
+    submit_all(broken, PROMPTS)
+    finish(broken)
+    fresh = make_engine(settings=EngineSettings(dtype=dtype))
+    assert served(broken, version=2) == served(fresh, version=1)

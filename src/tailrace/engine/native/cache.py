@@ -7,7 +7,7 @@ naming: lengths within a tier differ by less than `GROWTH`.
 
 What must hold: reserved positions (occupied slots times capacity) never exceed the budget, nor do
 allocated ones; whatever lies beyond a response's length in its slot is finite, because attention
-weighs it with zero: it is zero from the start, and later what others left there.
+weighs it with zero.
 
 Suffixes: _L layers, _S slots, _K key-value heads, _D head dimension, _C capacity, _N positions.
 """
@@ -90,7 +90,7 @@ class Tier:
         """Allocate exactly so many slots, at least as many as are occupied."""
         kept = len(self.responses)
         assert num_slots >= kept, (num_slots, kept)
-        keys, values = (old.new_zeros(old.shape[0], num_slots, *old.shape[2:]) for old in self._tensors)
+        keys, values = (old.new_empty(old.shape[0], num_slots, *old.shape[2:]) for old in self._tensors)
         keys[:, :kept], values[:, :kept] = self.keys[:, :kept], self.values[:, :kept]
         self._hold(keys, values)
 
@@ -98,16 +98,12 @@ class Tier:
     def _tensors(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
-    @property
-    def outgrown(self) -> list[Response]:
-        """Those that have more tokens than it holds."""
-        capacity = self.capacity
-        return [response for response in self.responses if len(response.tokens) > capacity]
-
     def write(self, slot: int, block: Block) -> None:
         num_tokens = block.keys.shape[1]
         self._keys[:, slot, :, :, :num_tokens] = _quick(block.keys.permute(0, 2, 3, 1))
+        self._keys[:, slot, :, :, num_tokens:] = 0
         self._values[:, slot, :, :num_tokens] = _quick(block.values.transpose(1, 2))
+        self._values[:, slot, :, num_tokens:] = 0
 
     def read(self, slot: int, num_tokens: int) -> Block:
         """A view."""
@@ -120,9 +116,8 @@ class Tier:
         last = self.responses.pop()
         if last is not response:
             self.responses[slot] = last
-            old, filled = len(self.responses), slice(len(last.tokens))
-            self._keys[:, slot, :, :, filled] = self._keys[:, old, :, :, filled]
-            self._values[:, slot, :, filled] = self._values[:, old, :, filled]
+            self._keys[:, slot] = self._keys[:, len(self.responses)]
+            self._values[:, slot] = self._values[:, len(self.responses)]
 
 
 def _quick(tensor: Tensor) -> Any:

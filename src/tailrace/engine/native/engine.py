@@ -222,13 +222,14 @@ class NativeEngine:
         """One token for every running request."""
         cache = self._scheduler.cache
         responses = cache.responses()
-        lengths = [len(response.tokens) for response in responses]
-        places = [length - response.num_prompt for length, response in zip(lengths, responses, strict=True)]
         drawn, logprobs = self._decoder(
             [tier for tier in cache.tiers if tier.responses],
             [response.tokens[-1] for response in responses],
-            lengths,
-            noise([response.stream for response in responses], places),
+            [len(response.tokens) for response in responses],
+            noise(
+                [response.stream for response in responses],
+                [response.num_completion for response in responses],
+            ),
         )
         for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)

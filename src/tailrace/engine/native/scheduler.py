@@ -6,7 +6,6 @@ with a slot; running responses are ordered by admission, so the youngest is the 
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain
 
 from tailrace.engine.base import EngineSettings
 from tailrace.engine.native.cache import Block, Cache, Response
@@ -103,11 +102,8 @@ class Scheduler:
 
     def grow(self) -> None:
         """Move each response that fills its tier to the next, the oldest first; the youngest pay."""
-        outgrown = set(chain.from_iterable(tier.outgrown for tier in self.cache.tiers))
-        if not outgrown:
-            return
-        for response in [response for response in self.running.values() if response in outgrown]:
-            if response.tier is None:  # preempted meanwhile
+        for response in list(self.running.values()):
+            if response.tier is None or len(response.tokens) <= response.tier.capacity:
                 continue
             while not self.cache.has_room(response):
                 self._preempt_youngest()
