@@ -3,15 +3,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from tailrace.weights.base import Weights
-from tailrace.weights.shared import SharedWeights, own_folder, read, shared_memory
+from tailrace.weights.shared import SharedWeights, WeightsReader, _Joined, own_folder, shared_memory
+
+
+def read(weights: Weights) -> dict[str, torch.Tensor]:
+    return WeightsReader().read(weights)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -62,20 +66,23 @@ def test_a_version_that_is_written_over_while_it_is_read_is_not_there(
     shared = SharedWeights(tmp_path)
     first = shared.write({"a": torch.zeros(4)}, 0)
 
-    class Slow:
-        def __init__(self, *arguments: str) -> None:
-            self._file = safe_open(*arguments)
+    def slowly(file: NDArray[np.uint8]) -> _Joined | None:
+        monkeypatch.undo()
+        for version in (1, 2):
+            shared.write({"a": torch.ones(4)}, version)
+        return _Joined.of(file)
 
-        def __enter__(self) -> Any:
-            return self._file.__enter__()
-
-        def __exit__(self, *_: object) -> None:
-            for version in (1, 2):
-                shared.write({"a": torch.ones(4)}, version)
-
-    monkeypatch.setattr("tailrace.weights.shared.safe_open", Slow)
+    monkeypatch.setattr(_Joined, "of", slowly)
     with pytest.raises(FileNotFoundError):
         read(first)
+
+
+def test_a_reader_sees_each_version_though_files_come_again(tmp_path: Path) -> None:
+    shared, reader = SharedWeights(tmp_path), WeightsReader()
+    got = [reader.read(shared.write({"a": torch.full((4,), float(v))}, v))["a"] for v in range(5)]
+    assert [tensor.tolist() for tensor in got] == [[float(v)] * 4 for v in range(5)]
+    assert reader.read(shared.write({"a": torch.ones(2)}, 5))["a"].tolist() == [1.0, 1.0]
+    assert len(reader._files) == 2  # no more memory is kept than the writer keeps
 
 
 def test_tensors_of_other_shapes_and_names_get_files_of_their_own(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from worker_cases import is_running, make_samples, pids_of, until_gone, workers
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
-from tailrace.weights import shared
 from tailrace.weights.base import Weights
+from tailrace.weights.shared import WeightsReader
 from tailrace.workers.local import Workers, ended_by_death
 
 Drive = Callable[[Any], Any]
@@ -55,7 +55,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
     assert stats.grad_norm > 0
     weights = await publish(opened, 1)
-    before, after = load_file(model / "model.safetensors"), shared.read(weights)
+    before, after = load_file(model / "model.safetensors"), WeightsReader().read(weights)
     assert after.keys() == before.keys()
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)

@@ -16,12 +16,15 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from safetensors import safe_open
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,7 +71,7 @@ class SharedWeights:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """Put a version where `read` finds it, over the oldest one kept.
+        """Put a version where a reader finds it, over the oldest one kept.
 
         Args:
             tensors: by name, no two sharing memory.
@@ -80,7 +83,7 @@ class SharedWeights:
             oldest = next(iter(self._kept))
             places = self._kept.pop(oldest)
             oldest.rename(partial)
-        if _layout(places) != _layout(tensors):
+        if not _alike(places, tensors):
             places = _places(partial, tensors)
         for name, tensor in tensors.items():
             places[name].copy_(tensor)
@@ -90,52 +93,89 @@ class SharedWeights:
         return Weights(version, str(file))
 
 
-def read(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a published version, or of a checkpoint's file, on the CPU, by name.
+class WeightsReader:
+    """Reads published versions. It keeps the memory of the last files: they are written over and come again,
+    and to open one takes longer than to copy what is in it."""
 
-    Raises:
-        FileNotFoundError: two newer versions were published since.
-    """
-    with safe_open(weights.location, "pt") as file:
-        metadata = file.metadata() or {}
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, int], _Joined] = {}
+        """By device and inode."""
+
+    def read(self, weights: Weights) -> dict[str, Tensor]:
+        """The tensors of a published version, or of a checkpoint's file, on the CPU, by name.
+
+        Raises:
+            FileNotFoundError: two newer versions were published since.
+        """
+        with open(weights.location, "rb") as file:
+            status = os.fstat(file.fileno())
+            inode = status.st_dev, status.st_ino
+            if inode not in self._files:
+                joined = _Joined.of(np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), np.uint8))
+                if joined is None:
+                    plain: dict[str, Tensor] = load_file(weights.location)
+                    return plain
+                for old in list(self._files)[: 1 - KEPT_VERSIONS]:
+                    del self._files[old]
+                self._files[inode] = joined
+        tensors = self._files[inode].copy().tensors()
+        os.stat(weights.location)  # it is there still: no newer version was written over it meanwhile
+        return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Tensors as they lie in a file of ours."""
+
+    parts: Mapping[str, NDArray[np.uint8]]
+    """Of each type, all tensors one after another."""
+    layout: Sequence[tuple[str, str, Sequence[int]]]
+    """Name, type and shape of each."""
+
+    @classmethod
+    def of(cls, file: NDArray[np.uint8]) -> "_Joined | None":
+        """None: it is not one of ours."""
+        body = _LENGTH.size + _LENGTH.unpack(file[: _LENGTH.size].tobytes())[0]
+        header = json.loads(file[_LENGTH.size : body].tobytes())
+        metadata = header.pop("__metadata__", {})
         if _LAYOUT not in metadata:
-            plain: dict[str, Tensor] = load_file(weights.location)
-            return plain
-        joined = {dtype: file.get_tensor(dtype).clone() for dtype in file.keys()}  # noqa: SIM118
-    os.stat(weights.location)  # it is there still: no newer version was written over it meanwhile
-    return _parts(joined, json.loads(metadata[_LAYOUT]))
+            return None
+        places = {name: entry["data_offsets"] for name, entry in header.items()}
+        parts = {name: file[body + start : body + end] for name, (start, end) in places.items()}
+        return cls(parts, json.loads(metadata[_LAYOUT]))
+
+    def copy(self) -> "_Joined":
+        return _Joined({dtype: part.copy() for dtype, part in self.parts.items()}, self.layout)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, in this memory."""
+        tensors: dict[str, Tensor] = {}
+        for dtype, part in self.parts.items():
+            shapes = {name: shape for name, its_dtype, shape in self.layout if its_dtype == dtype}
+            whole = torch.from_numpy(part).view(getattr(torch, dtype.removeprefix("torch.")))
+            pieces = whole.split_with_sizes([prod(shape) for shape in shapes.values()])
+            for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+                tensors[name] = piece.view(*shape)
+        return tensors
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
+def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Tensors of the same names, types and shapes."""
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
+        for name, tensor in one.items()
+    )
 
 
 def _places(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make a file for such tensors. Returns theirs: what is copied there is in the file."""
-    layout = _layout(tensors)
-    joined = {
+    layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
+    zeros = {
         str(dtype): torch.zeros(sum(t.numel() for t in tensors.values() if t.dtype == dtype), dtype=dtype)
         for dtype in {tensor.dtype for tensor in tensors.values()}
     }
     file.unlink(missing_ok=True)
-    save_file(joined, file, {_LAYOUT: json.dumps(layout)})
-    whole = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
-    body = _LENGTH.size + _LENGTH.unpack(whole[: _LENGTH.size].numpy().tobytes())[0]
-    header = json.loads(whole[_LENGTH.size : body].numpy().tobytes())
-    for name, zeros in joined.items():
-        start, end = header[name]["data_offsets"]
-        joined[name] = whole[body + start : body + end].view(zeros.dtype)
-    return _parts(joined, layout)
-
-
-def _parts(
-    joined: Mapping[str, Tensor], layout: Sequence[tuple[str, str, Sequence[int]]]
-) -> dict[str, Tensor]:
-    """Each tensor of a layout, of those of its type that lie joined."""
-    tensors: dict[str, Tensor] = {}
-    for dtype, whole in joined.items():
-        shapes = {name: shape for name, its_dtype, shape in layout if its_dtype == dtype}
-        parts = whole.split_with_sizes([prod(shape) for shape in shapes.values()])
-        for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            tensors[name] = part.view(*shape)
-    return tensors
+    save_file(zeros, file, {_LAYOUT: json.dumps(layout)})
+    joined = _Joined.of(np.memmap(file, np.uint8, "r+"))
+    assert joined is not None
+    return joined.tensors()
