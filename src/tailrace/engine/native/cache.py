@@ -63,8 +63,6 @@ class Tier:
     def __init__(self, capacity: int, arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.capacity = capacity
         self.responses: list[Response] = []
-        self.longest = 0
-        """No response in it has more tokens."""
         shape = arch.num_layers, 0, arch.num_kv_heads
         self._hold(
             torch.empty(*shape, arch.head_dim, capacity, device=device, dtype=dtype),
@@ -113,14 +111,6 @@ class Tier:
         """A view."""
         keys = self.keys[:, slot, :, :, :num_tokens].permute(0, 3, 1, 2)
         return Block(keys, self.values[:, slot, :, :num_tokens].transpose(1, 2))
-
-    def outgrown(self) -> list[Response]:
-        """Those that it cannot hold any longer."""
-        if self.longest <= self.capacity:
-            return []
-        outgrown = [response for response in self.responses if len(response.tokens) > self.capacity]
-        self.longest = max((len(response.tokens) for response in self.responses), default=0)
-        return outgrown
 
     def vacate(self, response: Response) -> None:
         """Free its slot; the last response moves into it."""
@@ -180,7 +170,6 @@ class Cache:
         if len(tier.responses) == tier.num_slots:
             self._enlarge(tier)
         tier.responses.append(response)
-        tier.longest = max(tier.longest, len(response.tokens))
         response.tier = tier
 
     def _enlarge(self, tier: Tier) -> None:
@@ -223,11 +212,6 @@ class Cache:
         """All, in the order of tiers and slots: the rows of a decode step."""
         return list(chain.from_iterable(tier.responses for tier in self.tiers))
 
-    def lengthen(self) -> None:
-        """Each response has one more token now."""
-        for tier in self.tiers:
-            tier.longest += 1
-
     def check_integrity(self) -> None:
         """Slots free and used make the total, positions stay in the budget, everybody is where it says."""
         assert self.num_reserved <= self.num_allocated <= self.budget, (self.num_allocated, self.budget)
@@ -237,7 +221,6 @@ class Cache:
             for response in tier.responses:
                 assert response.tier is tier, response.id
                 assert len(response.tokens) - 1 <= tier.capacity, response.id
-                assert len(response.tokens) <= tier.longest, response.id
 
 
 def capacities(max_tokens: int) -> list[int]:

@@ -233,7 +233,6 @@ class NativeEngine:
         for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)
             response.logprobs.append(logprob)
-        cache.lengthen()
         for response, reason in self._stops.ended(responses):
             self._scheduler.end(response)
             self._ended.append(self._delta(response, reason))

@@ -102,12 +102,9 @@ class Scheduler:
 
     def grow(self) -> None:
         """Move each response that fills its tier to the next, the oldest first; the youngest pay."""
-        outgrown = {response.id for tier in self.cache.tiers for response in tier.outgrown()}
-        if not outgrown:
-            return
-        for response in [response for id, response in self.running.items() if id in outgrown]:
-            if response.tier is None:
-                continue  # preempted for an older one
+        for response in list(self.running.values()):
+            if response.tier is None or len(response.tokens) <= response.tier.capacity:
+                continue
             while not self.cache.has_room(response):
                 self._preempt_youngest()
                 if response.tier is None:
