@@ -115,8 +115,8 @@ class WeightsReader:
                 if joined is None:
                     plain: dict[str, Tensor] = load_file(weights.location)
                     return plain
-                for old in list(self._files)[: 1 - KEPT_VERSIONS]:
-                    del self._files[old]
+                while len(self._files) >= KEPT_VERSIONS:
+                    del self._files[next(iter(self._files))]
                 self._files[inode] = joined
         tensors = self._files[inode].copy().tensors()
         os.stat(weights.location)  # it is there still: no newer version was written over it meanwhile

@@ -33,8 +33,6 @@ class Response:
     tokens: list[int]
     """Prompt and completion."""
     num_prompt: int
-    limit: int
-    """Of its tokens, prompt included: with so many it ends."""
     stream: int
     """Of the noise that its tokens are drawn with (sampler.py)."""
     logprobs: list[float] = field(default_factory=list)

@@ -113,10 +113,9 @@ class NativeEngine:
         Raises:
             ValueError: a request with its id is being served.
         """
-        tokens, num_prompt = [*request.prompt_ids, *request.completion_ids], len(request.prompt_ids)
-        limit = self._stops.limit(num_prompt)
-        response = Response(request.id, tokens, num_prompt, limit, stream(request.seed, num_prompt))
-        if not tokens or len(tokens) >= limit:
+        tokens = [*request.prompt_ids, *request.completion_ids]
+        response = Response(request.id, tokens, len(request.prompt_ids), stream(request.seed))
+        if not tokens or self._stops.exhausted(response):
             self._ended.append(self._delta(response, "length"))
         else:
             self._scheduler.add(response)
@@ -223,19 +222,22 @@ class NativeEngine:
         """One token for every running request."""
         cache = self._scheduler.cache
         responses = cache.responses()
-        lengths = [len(response.tokens) for response in responses]
         drawn, logprobs = self._decoder(
             [tier for tier in cache.tiers if tier.responses],
             [response.tokens[-1] for response in responses],
-            lengths,
-            noise([response.stream for response in responses], lengths),
+            [len(response.tokens) for response in responses],
+            noise(
+                [response.stream for response in responses],
+                [response.num_completion for response in responses],
+            ),
         )
         for response, id, logprob in zip(responses, drawn, logprobs, strict=True):
             response.tokens.append(id)
             response.logprobs.append(logprob)
-        for response, reason in self._stops.ended(responses):
-            self._scheduler.end(response)
-            self._ended.append(self._delta(response, reason))
+            reason = self._stops.reason(response)
+            if reason is not None:
+                self._scheduler.end(response)
+                self._ended.append(self._delta(response, reason))
         self.num_generated += len(responses)
 
 

@@ -27,14 +27,10 @@ def _mix(z: Any) -> Any:
     return z ^ (z >> 31)
 
 
-def stream(seed: int, before: int = 0) -> int:
-    """Where the noise of a seed begins: the seed mixed, so that neighbours have unrelated numbers.
-
-    Args:
-        before: places that are counted before the completion's first token: those of its prompt, if any.
-    """
+def stream(seed: int) -> int:
+    """Where the noise of a seed begins: the seed mixed, so that neighbours have unrelated numbers."""
     mixed: int = _mix(seed & _64_BITS)
-    return (mixed - before * _GOLDEN) & _64_BITS
+    return mixed
 
 
 def noise(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
@@ -42,7 +38,7 @@ def noise(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
 
     Args:
         streams: [T]: of the completions' seeds.
-        places: [T]: of the tokens in their completions, from 0; or from what was counted before.
+        places: [T]: of the tokens in their completions, from 0.
     """
     counters = np.array(streams, np.uint64) + (np.array(places, np.uint64) + 1) * _GOLDEN
     uniforms: NDArray[np.float64] = (_mix(counters) >> 11) * 2.0**-53

@@ -53,20 +53,15 @@ class Stops:
         self._max_tokens = max_tokens
         self._strings = StopStrings(path, sampling.stop) if sampling.stop else None
 
-    def limit(self, num_prompt: int) -> int:
-        """Tokens with which a response has no room for another one, prompt included."""
-        return min(num_prompt + self._max_completion, self._max_tokens)
+    def exhausted(self, response: Response) -> bool:
+        """Whether there is no room for another token."""
+        num_tokens = len(response.tokens)
+        return num_tokens - response.num_prompt >= self._max_completion or num_tokens >= self._max_tokens
 
-    def ended(self, responses: Sequence[Response]) -> list[tuple[Response, FinishReason]]:
-        """Those whose newest token is the last, and why."""
-        if not self._strings:  # which need a look at each: most responses need none
-            responses = [r for r in responses if r.tokens[-1] in self._ids or len(r.tokens) >= r.limit]
-        reasons = ((response, self._reason(response)) for response in responses)
-        return [(response, reason) for response, reason in reasons if reason]
-
-    def _reason(self, response: Response) -> FinishReason | None:
+    def reason(self, response: Response) -> FinishReason | None:
+        """Why its newest token is the last; None if it is not."""
         if response.tokens[-1] in self._ids:
             return "stop"
         if self._strings and self._strings.reached(response.tokens[response.num_prompt :]):
             return "stop"
-        return "length" if len(response.tokens) >= response.limit else None
+        return "length" if self.exhausted(response) else None
