@@ -5,7 +5,7 @@ trained is the policy that generated. Any architecture whose attention goes thro
 AttentionInterface will do, and whether it does is tried out on a few tokens when it is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ class Policy:
         self.temperature = temperature
         self.device = device
         self._dtype = dtype
+        self._parameters = dict(self.model.named_parameters())
         if not self._runs_packed():
             raise ConfigError(
                 "model.path",
@@ -92,9 +93,9 @@ class Policy:
             dtype=self._dtype,
         )
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """By their Hugging Face names; tied ones once."""
-        return dict(self.model.named_parameters())
+        return self._parameters
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:
