@@ -33,7 +33,7 @@ ROOMS = (
     "workers",
     "sim",
 )
-RUN = ("parts", "standing", "watchdog", "drawing", "between", "run", "drive")
+RUN = ("parts", "standing", "ahead", "watchdog", "drawing", "between", "run", "drive")
 STOREYS = [GROUND, ROOMS, RUN, ("config",), ("schedules",), ("commands",), ("cli",)]
 LEVEL = {part: level for level, parts in enumerate(STOREYS) for part in parts}
 

@@ -81,6 +81,8 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "pipelinerl": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16),
     "pipelinerl_hold": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16, full="hold", kv="recompute"),
     "pipelinerl_ess": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=24, ess_floor=0.8),
+    "pipelinerl_ahead": partial(SCHEDULES["pipelinerl"], U=4, H=40, room=16, full="hold", steps=2),
+    "pipelinerl_ahead_ess": partial(SCHEDULES["pipelinerl"], U=4, H=40, room=24, ess_floor=0.8, steps=2),
     "tailrace": partial(SCHEDULES["tailrace"], U=8, in_flight=16, staleness=2),
     "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], N=8),
 }

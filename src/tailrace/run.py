@@ -13,12 +13,14 @@ is where a killed run starts again.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from tailrace import clock
+from tailrace.ahead import Ahead
 from tailrace.algo.materialise import GRPO
 from tailrace.between import Between
 from tailrace.drawing import Drawing
@@ -64,10 +66,11 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
-        self._accumulated_s = self._stepped_s = 0.0
-        """When the last accumulation, the last step ended."""
+        self._answered_s = 0.0
+        """When the trainer did the last thing that it was asked to."""
         self._tasks = tasks
         self._arriving: Arriving | None = None
+        self._one_after_another = asyncio.Lock()  # of publications
         self._lags = Lags()
         self._generated_before = past.num_generated - self._produced()
         self._journal = journal or Unwritten()
@@ -176,40 +179,30 @@ class Run:
 
     async def step(self) -> None:
         """One optimizer step on what was accumulated since the last."""
-        asked_s = clock.now()
-        stats = await self._parts.trainer.step()
-        start_s, self._stepped_s = max(asked_s, self._accumulated_s), clock.now()
-        self._standing.num_steps = stats.num_steps
-        samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-        self._ledger.train(samples, stats.num_steps)
-        for group in dict.fromkeys(sample.group for sample in samples):
-            self.history.observe(group)
-        self._emit(events.Stepped(start_s, self._stepped_s, stats, self._lags, samples))
-        self._lags = Lags()
-        self._watchdog.stepped()
+        await self._stepping()
 
     async def train(self, batch: Batch, *, publish: KV | None = None) -> None:
         """accumulate, then step; then publish, where it is said what becomes of the cache. All is asked for
         together, so that the trainer need not wait in between."""
         units = self._checked(batch)  # before anything is asked for
-        verbs = [self._accumulate(units), self.step()]
+        verbs = [self._accumulate(units), self._stepping()]
         if publish:
-            verbs.append(self.publish(kv=publish))
+            verbs.append(self._publishing(publish))
         await asyncio.gather(*verbs)
+
+    @asynccontextmanager
+    async def ahead(self, *, publish: KV | None = None) -> AsyncIterator[Ahead]:
+        """Its `train` is as this one's, but returns while its batch is still with the trainer: the next is
+        handed over before the trainer is done. All of them are trained when the block ends."""
+        ahead = Ahead(lambda batch: self._tasks.create_task(self.train(batch, publish=publish)))
+        yield ahead
+        await ahead.trained()
 
     async def publish(self, *, kv: KV = "keep") -> None:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
         way when this returns: all that is launched from now on gets them, and the trainer may go on. kv: what
         becomes of the cache that older weights computed."""
-        asked_s = clock.now()
-        # The version before may still be on its way: the trainer keeps it until the next but one.
-        weights = await self._parts.trainer.publish(self.version + 1)
-        start_s = max(asked_s, self._stepped_s)
-        await self._arrived()
-        self._standing.publish()
-        self._arriving = Arriving(self._tasks, self._parts.engines, weights, kv, self.pool.living)
-        await asyncio.sleep(0)  # the engines are told before anything else is asked of them
-        self._emit(events.Published(start_s, clock.now(), self.version))
+        await self._publishing(kv)
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
@@ -251,22 +244,62 @@ class Run:
     async def _accumulate(self, units: list[list[Sample]]) -> None:
         samples = list(chain.from_iterable(units))
         self._accumulated.update((sample.id, sample) for sample in samples)
-        start_s = clock.now()
+        asked_s = clock.now()
         await self._parts.trainer.accumulate(units)
+        start_s = self._answered(asked_s)
         num_tokens = sum(sample.num_tokens for sample in samples)
         ids = tuple(sample.id for sample in samples)
-        self._accumulated_s = clock.now()
-        self._emit(events.Accumulated(start_s, self._accumulated_s, ids, num_tokens))
+        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
+    def _stepping(self) -> Coroutine[None, None, None]:
+        """A step, which counts as asked for from now on."""
+        lags, self._lags = self._lags, Lags()
+        self._standing.steps_asked += 1
+        return self._step(lags)
+
+    async def _step(self, lags: Lags) -> None:
+        asked_s = clock.now()
+        stats = await self._parts.trainer.step()
+        start_s = self._answered(asked_s)
+        self._standing.num_steps = stats.num_steps
+        samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+        self._ledger.train(samples, stats.num_steps)
+        for group in dict.fromkeys(sample.group for sample in samples):
+            self.history.observe(group)
+        self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
+        self._watchdog.stepped()
+
+    def _publishing(self, kv: KV) -> Coroutine[None, None, None]:
+        """A publication, which counts as asked for from now on."""
+        return self._publish(self._standing.ask_publication(), kv)
+
+    async def _publish(self, version: int, kv: KV) -> None:
+        asked_s = clock.now()
+        # Two versions before may still be on their way, where the trainer is ahead: it keeps them.
+        weights = await self._parts.trainer.publish(version)
+        start_s = self._answered(asked_s)
+        async with self._one_after_another:
+            await self._arrived()
+            self._standing.version = version
+            self._arriving = Arriving(self._tasks, self._parts.engines, weights, kv, self.pool.living)
+            await asyncio.sleep(0)  # the engines are told before anything else is asked of them
+            self._emit(events.Published(start_s, clock.now(), version))
+
+    def _answered(self, asked_s: float) -> float:
+        """The trainer has done what it was asked to at a time: when did it begin with that?"""
+        start_s, self._answered_s = max(asked_s, self._answered_s), clock.now()
+        return start_s
 
     def _checked(self, batch: Batch) -> list[list[Sample]]:
-        """The units of a batch, none of whose tokens is older than promised; their lags are counted."""
-        units = units_of(batch)
+        """The units of a batch, none of whose tokens is older than promised when they are trained; their lags
+        are counted."""
+        units, version = units_of(batch), self._standing.version_asked
         for sample in chain.from_iterable(units):
-            self._lags.add(sample, self.version, self._standing.steps_since)
-            if sample.spans and self.version - sample.oldest > self._bound:
+            self._lags.add(sample, version, self._standing.steps_since)
+            if sample.spans and version - sample.oldest > self._bound:
                 raise StalenessError(
-                    f"sample {sample.id} has tokens {self.version - sample.oldest} publications old and the "
-                    f"schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
+                    f"sample {sample.id} has tokens {version - sample.oldest} publications old and the "
+                    f"schedule promised at most {self._bound}: {sample.spans}, now {version}"
                 )
         return units
 

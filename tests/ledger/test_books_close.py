@@ -77,6 +77,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
             parameters["full"] = draw(st.sampled_from(["hold", "drop"]))
             parameters |= {"kv": draw(KVS), "ess_floor": draw(st.sampled_from([0.0, 0.9]))}
+            parameters["steps"] = draw(st.integers(1, 3))
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)

@@ -34,11 +34,11 @@ def test_the_file_of_a_checkpoint_is_read_too(tmp_path: Path) -> None:
     assert read(Weights(0, str(tmp_path / "model.safetensors")))["a"].tolist() == [0, 1, 2]
 
 
-def test_the_last_two_versions_are_kept(tmp_path: Path) -> None:
+def test_the_last_three_versions_are_kept(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
-    versions = [shared.write({"a": torch.full((2,), float(v))}, v) for v in range(4)]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["2.safetensors", "3.safetensors"]
-    assert [read(weights)["a"].tolist() for weights in versions[2:]] == [[2.0, 2.0], [3.0, 3.0]]
+    versions = [shared.write({"a": torch.full((2,), float(v))}, v) for v in range(5)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{v}.safetensors" for v in (2, 3, 4)]
+    assert [read(weights)["a"].tolist() for weights in versions[2:]] == [[2.0] * 2, [3.0] * 2, [4.0] * 2]
     with pytest.raises(FileNotFoundError):
         read(versions[1])
 
@@ -54,9 +54,10 @@ def test_what_was_read_stays_when_its_file_is_written_over(tmp_path: Path) -> No
     shared = SharedWeights(tmp_path)
     first = shared.write({"a": torch.zeros(4)}, 0)
     got, file = read(first), os.stat(first.location).st_ino
-    shared.write({"a": torch.ones(4)}, 1)
-    third = shared.write({"a": torch.full((4,), 2.0)}, 2)
-    assert os.stat(third.location).st_ino == file  # the memory of the first
+    for version in (1, 2):
+        shared.write({"a": torch.ones(4)}, version)
+    fourth = shared.write({"a": torch.full((4,), 2.0)}, 3)
+    assert os.stat(fourth.location).st_ino == file  # the memory of the first
     assert got["a"].tolist() == [0.0] * 4
 
 
@@ -68,7 +69,7 @@ def test_a_version_that_is_written_over_while_it_is_read_is_not_there(
 
     def slowly(file: NDArray[np.uint8]) -> _Joined | None:
         monkeypatch.undo()
-        for version in (1, 2):
+        for version in (1, 2, 3):
             shared.write({"a": torch.ones(4)}, version)
         return _Joined.of(file)
 
@@ -79,10 +80,10 @@ def test_a_version_that_is_written_over_while_it_is_read_is_not_there(
 
 def test_a_reader_sees_each_version_though_files_come_again(tmp_path: Path) -> None:
     shared, reader = SharedWeights(tmp_path), WeightsReader()
-    got = [reader.read(shared.write({"a": torch.full((4,), float(v))}, v))["a"] for v in range(5)]
-    assert [tensor.tolist() for tensor in got] == [[float(v)] * 4 for v in range(5)]
-    assert reader.read(shared.write({"a": torch.ones(2)}, 5))["a"].tolist() == [1.0, 1.0]
-    assert len(reader._files) == 2  # no more memory is kept than the writer keeps
+    got = [reader.read(shared.write({"a": torch.full((4,), float(v))}, v))["a"] for v in range(7)]
+    assert [tensor.tolist() for tensor in got] == [[float(v)] * 4 for v in range(7)]
+    assert reader.read(shared.write({"a": torch.ones(2)}, 7))["a"].tolist() == [1.0, 1.0]
+    assert len(reader._files) == 3  # no more memory is kept than the writer keeps
 
 
 def test_tensors_of_other_shapes_and_names_get_files_of_their_own(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ class Lags:
     steps: Counter[int] = field(default_factory=Counter)
     """Tokens by the optimizer steps between the weights that produced them and those that were trained:
     PipelineRL's lag (2.2)."""
+    carried: int = 0
+    """Samples with a token that is older than the published weights."""
     _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
     """Of each span: tokens in a tenth of its response, its first token, the one behind its last, its lag in
     optimizer steps."""
@@ -29,9 +31,10 @@ class Lags:
         """Count a sample that is trained now.
 
         Args:
-            version: the published one.
+            version: the published one, when the sample is trained.
             steps_since: optimizer steps since a version was published.
         """
+        self.carried += any(span.version < version for span in sample.spans)
         start, size = 0, sample.num_tokens / TENTHS
         for span in sample.spans:
             lag, end = steps_since(span.version), start + span.num_tokens

@@ -45,7 +45,6 @@ from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
-    Published,
     RequestEnded,
     RoundEnded,
     RoundStarted,
@@ -73,7 +72,7 @@ class StepMeter:
         self.row: Row = {}
         self._write = write
         self._step = step
-        self._round = self._version = 0
+        self._round = 0
         self._pending = False
         self._last_end_s = 0.0
         self._guarded: list[float] = []
@@ -89,9 +88,7 @@ class StepMeter:
         self._rounds.on(event)
         match event:
             case RoundStarted():
-                self._round, self._version, self._last_end_s = event.round, event.version, event.time_s
-            case Published():
-                self._version = event.version
+                self._round, self._last_end_s = event.round, event.time_s
             case BooksClosed():
                 self._counts["groups/parked"] = event.num_parked_groups
                 self._counts["tokens/parked"] = event.num_parked_tokens
@@ -137,7 +134,7 @@ class StepMeter:
             {"step": self._step, "round": self._round, "time": event.end_s}
             | _completions(event.samples)
             | _training(event)
-            | _ages(event, self._round, self._version)
+            | _ages(event, self._round)
             | {
                 "time/step": step_s,
                 "time/wait": max(0.0, step_s - event.stats.compute_s),
@@ -224,7 +221,7 @@ def _training(event: Stepped) -> Row:
     }
 
 
-def _ages(event: Stepped, round: int, version: int) -> Row:
+def _ages(event: Stepped, round: int) -> Row:
     """Old tokens, old groups."""
     lags = event.lags
     num_tokens = lags.publications.total()
@@ -232,13 +229,12 @@ def _ages(event: Stepped, round: int, version: int) -> Row:
     versions = Counter(len({span.version for span in sample.spans}) for sample in event.samples)
     deferrals = Counter(group.deferrals for group in groups)
     ages = Counter(round - group.drawn for group in groups)
-    carried = sum(any(span.version < version for span in sample.spans) for sample in event.samples)
     row: Row = {
         "staleness/mean": mean_of(lags.steps),
         "staleness/max": max(lags.steps, default=0),
         "staleness/publications": max(lags.publications, default=0),
         "carried/tokens": 1.0 - lags.publications[0] / num_tokens if num_tokens else 0.0,
-        "carried/samples": carried / len(event.samples),
+        "carried/samples": lags.carried / len(event.samples),
     }
     for name, counts in (("versions", versions), ("deferrals", deferrals), ("age", ages)):
         row |= {f"{name}/mean": mean_of(counts), f"{name}/max": max(counts)}

@@ -1,7 +1,7 @@
 """PipelineRL (Piche et al. 2025): in-flight weight updates, section 4, Algorithm 2.
 
     lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost(H)
-    lines 19-20     B sequences, one optimizer step                  run.pool.take, run.train
+    lines 19-20     B sequences, one optimizer step                  run.pool.take, run.ahead
     lines 9-11, 18  new weights between two decode steps             its publish
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
@@ -19,21 +19,32 @@ from tailrace.types import KV, Group
 
 
 async def pipelinerl(
-    run: Run, U: Count, H: Count, room: Count, full: Full = "drop", kv: KV = "keep", ess_floor: Share = 0.0
+    run: Run,
+    U: Count,
+    H: Count,
+    room: Count,
+    full: Full = "drop",
+    kv: KV = "keep",
+    ess_floor: Share = 0.0,
+    steps: Count = 1,
 ) -> None:
-    """U groups a step, at most `room` complete groups between actor and trainer. A batch whose effective
-    sample size is below the floor is given up, and so is all that holds an older token, until U groups of
-    the current weights are there; those are trained in any case. Its lag has no bound; it is measured."""
+    """U groups a step, at most `room` complete groups between actor and trainer. Within the `steps` of a
+    round, the trainer has the next batch while it computes one. A batch whose effective sample size is below
+    the floor is given up, and so is all that holds an older token, until U groups of the current weights are
+    there; those are trained in any case. Its lag has no bound; it is measured."""
     require(room >= U, "room", room, f"so few groups never make a step of U = {U}", "raise it")
     run.promise(staleness=inf)
     run.pool.admission = AtMost(requests=H)
     run.pool.feed(run.prompts, room=room, full=full)
     async for _ in run.rounds():
-        groups = await run.pool.take(U)
-        if ess_floor and await run.ess(groups) < ess_floor:
-            run.drop(groups, "low ess")
-            groups = await fresh(run, U)
-        await run.train(groups, publish=kv)
+        async with run.ahead(publish=kv) as ahead:
+            for _ in range(steps):
+                groups = await run.pool.take(U)
+                if ess_floor and await run.ess(groups) < ess_floor:
+                    await ahead.trained()
+                    run.drop(groups, "low ess")
+                    groups = await fresh(run, U)
+                await ahead.train(groups)
 
 
 async def fresh(run: Run, U: int) -> list[Group]:

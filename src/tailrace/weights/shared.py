@@ -1,8 +1,8 @@
 """Weights from the trainer to the engines of one host: safetensors files in shared memory.
 
 A version is one file, written under another name and renamed, so a reader sees all of it or nothing.
-The last two versions are kept: an engine may still be reading the one before the newest. Tensors that were
-read are the reader's own.
+The last three versions are kept: an engine may still be reading the one before the newest, and the trainer
+may be a version ahead of what engines were told of. Tensors that were read are the reader's own.
 
 The trainer waits while a small model is written, and the engine while it is read. So all tensors of a type
 lie in the file as one, because each tensor of a file costs more than its bytes; and a version is written
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tailrace.weights.base import Weights
 
-KEPT_VERSIONS = 2
+KEPT_VERSIONS = 3
 _PREFIX, _LOCK = "tailrace-", "lock"
 _LAYOUT = "layout"
 """Of the file's metadata: name, type and shape of each tensor, in their order."""
@@ -105,7 +105,7 @@ class WeightsReader:
         """The tensors of a published version, or of a checkpoint's file, on the CPU, by name.
 
         Raises:
-            FileNotFoundError: two newer versions were published since.
+            FileNotFoundError: three newer versions were published since.
         """
         with open(weights.location, "rb") as file:
             status = os.fstat(file.fileno())

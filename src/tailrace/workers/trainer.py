@@ -40,7 +40,7 @@ class RemoteTrainer:
         self.lent: Callable[[], int] = lambda: 0
         """CPUs of others that nobody uses now: so many helpers may take part."""
         self._published = 0
-        """The version of the last publication."""
+        """The version of the last publication that it was asked for: what it is asked next comes after it."""
 
     @classmethod
     async def spawn(cls, job: TrainerJob, *, logs: Path, pin: int | None = None) -> "RemoteTrainer":
@@ -79,10 +79,9 @@ class RemoteTrainer:
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
-        lives until two more versions are published."""
-        weights = (await self.process.ask(Publish(version), Published)).weights
+        lives until three more versions are published."""
         self._published = version
-        return weights
+        return (await self.process.ask(Publish(version), Published)).weights
 
     async def save(self, folder: Path) -> None:
         """As Trainer.save."""
