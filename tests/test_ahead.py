@@ -3,7 +3,7 @@
 import pytest
 
 from tailrace import clock
-from tailrace.errors import StalenessError
+from tailrace.errors import ScheduleError, StalenessError
 from tailrace.parts import RunSettings
 from tailrace.record.events import Accumulated, Published, RoundEnded, Stepped
 from tailrace.run import Run
@@ -78,3 +78,16 @@ def test_publications_arrive_one_after_another_where_the_trainer_is_ahead_of_slo
     assert [event.version for event in outcome.of(Published)] == [1, 2, 3]
     assert [event.end_s for event in outcome.of(Published)] == [32, 92, 152]
     assert [event.end_s for event in outcome.of(Stepped)] == [32, 54, 76]
+
+
+def test_a_batch_that_is_handed_over_while_it_is_trained_is_refused() -> None:
+    async def twice(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            groups = await run.pool.take(1)
+            async with run.ahead() as ahead:
+                await ahead.train(groups)
+                await ahead.train(groups)
+
+    with pytest.raises(ScheduleError, match=r"sample 0\.0/0 is to be trained twice"):
+        simulate(twice, ONE_ROUND, EXACT)

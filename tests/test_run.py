@@ -213,6 +213,18 @@ def test_what_is_trained_twice_is_found() -> None:
         simulate(eager, ONE_ROUND, EXACT)
 
 
+def test_what_is_handed_over_twice_before_its_step_is_refused() -> None:
+    async def twice(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.accumulate(groups)
+            await run.accumulate(groups[1:])
+
+    with pytest.raises(ScheduleError, match=r"sample 1\.0/0 is to be trained twice; train each group once"):
+        simulate(twice, ONE_ROUND, EXACT)
+
+
 def test_a_round_that_ends_without_the_step_is_refused() -> None:
     async def stepless(run: Run) -> None:
         async for _ in run.rounds():

@@ -243,7 +243,10 @@ class Run:
 
     async def _accumulate(self, units: list[list[Sample]]) -> None:
         samples = list(chain.from_iterable(units))
-        self._accumulated.update((sample.id, sample) for sample in samples)
+        for sample in samples:
+            if sample.id in self._accumulated:
+                raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
+            self._accumulated[sample.id] = sample
         asked_s = clock.now()
         await self._parts.trainer.accumulate(units)
         start_s = self._answered(asked_s)
