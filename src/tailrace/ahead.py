@@ -1,4 +1,4 @@
-"""Ahead: the next batch lies with the trainer while it computes one, and so does not wait in between."""
+"""Ahead: the trainer has the next batch while it computes one, and need not wait in between."""
 
 import asyncio
 from collections.abc import Callable

@@ -13,7 +13,7 @@ is where a killed run starts again.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain
 from math import inf
@@ -179,15 +179,15 @@ class Run:
 
     async def step(self) -> None:
         """One optimizer step on what was accumulated since the last."""
-        await self._stepping()
+        await self._step(self._ask_step())
 
     async def train(self, batch: Batch, *, publish: KV | None = None) -> None:
         """accumulate, then step; then publish, where it is said what becomes of the cache. All is asked for
         together, so that the trainer need not wait in between."""
         units = self._checked(batch)  # before anything is asked for
-        verbs = [self._accumulate(units), self._stepping()]
+        verbs = [self._accumulate(units), self._step(self._ask_step())]
         if publish:
-            verbs.append(self._publishing(publish))
+            verbs.append(self._publish(self._standing.ask_publication(), publish))
         await asyncio.gather(*verbs)
 
     @asynccontextmanager
@@ -202,7 +202,7 @@ class Run:
         """The weights to every engine, between two decode steps; nothing in flight ends. They are on their
         way when this returns: all that is launched from now on gets them, and the trainer may go on. kv: what
         becomes of the cache that older weights computed."""
-        await self._publishing(kv)
+        await self._publish(self._standing.ask_publication(), kv)
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1]."""
@@ -243,10 +243,6 @@ class Run:
 
     async def _accumulate(self, units: list[list[Sample]]) -> None:
         samples = list(chain.from_iterable(units))
-        for sample in samples:
-            if sample.id in self._accumulated:
-                raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
-            self._accumulated[sample.id] = sample
         asked_s = clock.now()
         await self._parts.trainer.accumulate(units)
         start_s = self._answered(asked_s)
@@ -254,11 +250,11 @@ class Run:
         ids = tuple(sample.id for sample in samples)
         self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
 
-    def _stepping(self) -> Coroutine[None, None, None]:
-        """A step, which counts as asked for from now on."""
+    def _ask_step(self) -> Lags:
+        """Of what it trains. From now on it counts as asked for."""
         lags, self._lags = self._lags, Lags()
         self._standing.steps_asked += 1
-        return self._step(lags)
+        return lags
 
     async def _step(self, lags: Lags) -> None:
         asked_s = clock.now()
@@ -271,10 +267,6 @@ class Run:
             self.history.observe(group)
         self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
-
-    def _publishing(self, kv: KV) -> Coroutine[None, None, None]:
-        """A publication, which counts as asked for from now on."""
-        return self._publish(self._standing.ask_publication(), kv)
 
     async def _publish(self, version: int, kv: KV) -> None:
         asked_s = clock.now()
@@ -294,10 +286,13 @@ class Run:
         return start_s
 
     def _checked(self, batch: Batch) -> list[list[Sample]]:
-        """The units of a batch, none of whose tokens is older than promised when they are trained; their lags
-        are counted."""
+        """The units of a batch, none of which is with the trainer already or has a token older than promised
+        when it is trained; their lags are counted."""
         units, version = units_of(batch), self._standing.version_asked
         for sample in chain.from_iterable(units):
+            if sample.id in self._accumulated:
+                raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
+            self._accumulated[sample.id] = sample
             self._lags.add(sample, version, self._standing.steps_since)
             if sample.spans and version - sample.oldest > self._bound:
                 raise StalenessError(
