@@ -93,6 +93,26 @@ def test_a_step_with_helpers_is_the_same_but_for_rounding(
             assert getattr(other, name) == pytest.approx(getattr(one, name), abs=1e-6)
 
 
+def test_what_comes_while_a_helper_may_take_part_is_computed_at_once_in_parts_of_like_cost(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    begin, given = LocalHelper.begin, []
+    monkeypatch.setattr(LocalHelper, "begin", lambda self, part: (given.append(part), begin(self, part)))
+    with trainer_of(model_path, tmp_path / "a", 1) as (trainer, _):
+        cost = passes_of(job_of(model_path, 0)).cost
+        first, *others = units(0)
+        trainer.accumulate([first[:1]])  # too little for a pass: waits
+        assert not given
+        trainer.accumulate([first[1:], *others], num_helpers=1)
+        [part] = given
+        everything = [sample for unit in units(0) for sample in unit]
+        rest = sum(map(cost, everything)) - sum(map(cost, part))
+        assert abs(sum(map(cost, part)) - rest) <= max(map(cost, everything))
+        assert trainer.step(num_helpers=1).num_tokens == sum(len(s.completion_ids) for s in everything)
+        assert len(given) == 1
+
+
 def test_what_helpers_computed_before_a_restore_is_forgotten(model_path: Path, tmp_path: Path) -> None:
     with trainer_of(model_path, tmp_path / "a", 1) as (trainer, _):
         trainer.save(tmp_path / "saved")

@@ -167,14 +167,14 @@ def _cut(family: Family, budget: int) -> list[Family]:
 
 
 def share(
-    samples: Sequence[TrainSample], num_parts: int, cost: Callable[[TrainSample], int]
+    samples: Sequence[TrainSample], num_parts: int, cost: Callable[[TrainSample], float]
 ) -> list[list[TrainSample]]:
     """Cut samples into parts of like cost: the dearest first, each to the part that has least. One part where
     that is faster."""
     if num_parts == 1 or sum(map(cost, samples)) < WORTH_SHARING:
         return [list(samples)]
     parts: list[list[TrainSample]] = [[] for _ in range(num_parts)]
-    costs = [0] * num_parts
+    costs = [0.0] * num_parts
     for sample in sorted(samples, key=cost, reverse=True):
         least = costs.index(min(costs))
         parts[least].append(sample)

@@ -24,8 +24,8 @@ from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.tally import Sums
 from tailrace.trainer.wire import TrainSample
 
-BOTH_WAYS = 3
-"""What forward and backward cost, the forward pass alone being one."""
+BOTH_WAYS = 2.5
+"""What forward and backward cost, the forward pass alone being one; by operations it would be 3."""
 
 
 class Passes:
@@ -76,9 +76,11 @@ class Passes:
         """Whether it has a gradient; of all others the statistics are all that is computed."""
         return sample.advantage != 0.0 or self.algorithm.learns_without_advantage
 
-    def cost(self, sample: TrainSample) -> int:
-        """In tokens of a forward pass."""
-        return fed_tokens([sample]) * (BOTH_WAYS if self.teaches(sample) else 1)
+    def cost(self, sample: TrainSample) -> float:
+        """In tokens of a forward pass without attention, which costs a long sample as much again."""
+        num_tokens = fed_tokens([sample])
+        ways = BOTH_WAYS if self.teaches(sample) else 1.0
+        return num_tokens * (1 + num_tokens * self.policy.attention_cost) * ways
 
     def run(self, samples: Sequence[TrainSample]) -> list[Sums[Tensor]]:
         """Add the samples' gradients to the sum. Returns the statistics of each micro-batch."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
+from tailrace.trainer.flat import num_elements
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import Family, MicroBatch, by_prompt, pack
@@ -54,6 +55,8 @@ class Policy:
         self.device = device
         self._dtype = dtype
         self._parameters = dict(self.model.named_parameters())
+        self.attention_cost = _attention_cost(self.model)
+        """Of a token that is fed, for each token of its sequence; all else that it costs is one."""
         if not self._runs_packed():
             raise ConfigError(
                 "model.path",
@@ -125,3 +128,11 @@ class Policy:
         logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
         logp = (logits.float() / self.temperature).log_softmax(-1)
         return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+
+
+def _attention_cost(model: PreTrainedModel) -> float:
+    """Operations as PaLM counts them (Chowdhery et al. 2022, appendix B); half of attention's is masked."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return float(width / num_elements(list(model.parameters())))

@@ -62,14 +62,18 @@ class TorchTrainer:
         """Add the units' gradients to the sum; the weights stay as they are.
 
         Units wait until together they are worth a pass, at most until the step. That is a matter of their
-        order alone: the same units in the same order give the same bits, however many calls brought them,
-        where the same number of helpers took part.
+        order alone: the same units in the same order give the same bits, however many calls brought them.
+        Where helpers take part, all that waits is computed at once: the rollout has ended, and the parts of
+        one large pass take more alike than those of several.
         """
         for unit in units:
             self._tally.count(unit)
             for sample in unit:
                 (self._waiting if self._passes.teaches(sample) else self._without_gradient).append(sample)
-            self._pass(self._settings.least_tokens * (1 + num_helpers), num_helpers)
+            if not num_helpers:
+                self._pass(self._settings.least_tokens)
+        if num_helpers:
+            self._pass(num_helpers=num_helpers)
 
     def step(self, *, num_helpers: int = 0) -> StepStats:
         """Divide the sum by its count, clip it, and let the optimizer step once; a gradient that is not
