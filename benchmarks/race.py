@@ -51,6 +51,7 @@ COLUMNS = (
     ("time to target, s", "time_to_reward_s", "{:.1f}"),
     ("reward a sample", "reward", "{:.3f}"),
     ("samples/s", "samples_per_s", "{:.1f}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
     ("rollout tokens/s", "rollout_tokens_per_s", "{:.0f}"),
     ("lag, mean", "staleness_mean", "{:.2f}"),
     ("lag, max", "staleness_max", "{:.0f}"),
@@ -107,7 +108,8 @@ def report(laps: dict[str, Laps]) -> None:
             values = ratios(laps[bar.name], laps[bar.other], bar.figure)
             verdict = "met" if fmean(values) >= bar.least else "MISSED"
             words = f"{bar.name} over {bar.other}, {bar.figure}"
-            print(f"{words:62} {interval(values):16} bar {bar.least:<6} {verdict}")
+            by_tokens = interval(ratios(laps[bar.name], laps[bar.other], "tokens_per_s"))
+            print(f"{words:62} {interval(values):16} bar {bar.least:<6} {verdict:7} by tokens/s {by_tokens}")
     show(laps, "length bias, must be within 2 %", "length_bias", UNBIASED, lambda bias: abs(bias) <= 0.02)
     if "tailrace" in laps and "april" in laps:
         ours, april = (fmean(lap["staleness_mean"] for lap in laps[name]) for name in ("tailrace", "april"))

@@ -28,6 +28,8 @@ def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_ti
     start, end = outcome.of(RoundStarted)[2].time_s, outcome.of(RoundEnded)[-1].time_s
     lap = measured(outcome, warm_up_rounds=2)
     assert lap.samples_per_s == pytest.approx(4 * 16 * 4 / (end - start))
+    trained = [sample for step in outcome.of(Stepped) if step.end_s > start for sample in step.samples]
+    assert lap.tokens_per_s == pytest.approx(sum(s.num_tokens for s in trained) / (end - start))
 
 
 def test_what_lies_between_rounds_counts_where_generation_goes_on_meanwhile() -> None:

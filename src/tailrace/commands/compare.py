@@ -171,6 +171,7 @@ class Results:
             row("rollout", "rollout_time_s", "{:.2f} s"),
             row("reward", "reward", "{:.3f}"),
             ("samples/s", lambda name: self._spread(name, "samples_per_s", "{:.1f}")),
+            row("tokens/s", "tokens_per_s", "{:,.0f}"),
             row("rollout tokens/s", "rollout_tokens_per_s", "{:,.0f}"),
             row("staleness, mean", "staleness_mean", "{:.2f}"),
             row("staleness, max", "staleness_max", "{:.0f}"),

@@ -29,6 +29,9 @@ class Lap:
     samples_per_s: float
     """Trained, over the whole time of the rounds and of the checkpoints between them: a schedule that never
     stops generates while one is written."""
+    tokens_per_s: float
+    """Of these samples, over the same time: a lap that begins and ends with long responses in flight may
+    train more or fewer tokens a sample than another."""
     rollout_tokens_per_s: float
     """Trained, over the time of the rollouts; over the whole time, where they never stop."""
     staleness_mean: float
@@ -109,6 +112,7 @@ class LapMeter:
             rollout_time_s=fmean(report.rollout_time_s or 0.0 for report in rounds),
             reward=fmean(report.reward for report in rounds),
             samples_per_s=sum(report.num_samples for report in rounds) / whole_s,
+            tokens_per_s=num_tokens / whole_s,
             rollout_tokens_per_s=num_tokens / rollout_s,
             staleness_mean=counted.ages.staleness_mean,
             staleness_max=counted.ages.staleness_max,
