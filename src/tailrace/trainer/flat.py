@@ -1,6 +1,6 @@
 """Parameters, or their gradients, as consecutive parts of one vector."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,25 +11,32 @@ def num_elements(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def matrices_first(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the order in which they lie in a vector: what weight decay applies to is one part of it, and norms
+    and biases are the other."""
+    return dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
+
+
 def gather_gradients(parameters: Sequence[Tensor], vector: Tensor) -> None:
     """What a backward pass adds to their gradients, it adds to the vector from now on."""
-    for parameter, part in zip(parameters, _parts(parameters, vector), strict=True):
+    for parameter, part in zip(parameters, parts_of(parameters, vector), strict=True):
         parameter.grad = part
 
 
 def move(parameters: Sequence[Tensor], vector: Tensor) -> None:
     """Their values are kept in the vector from now on."""
-    for parameter, part in zip(parameters, _parts(parameters, vector), strict=True):
+    for parameter, part in zip(parameters, parts_of(parameters, vector), strict=True):
         part.copy_(parameter.detach())
         parameter.data = part
 
 
 def follow(parameters: Sequence[Tensor], vector: Tensor) -> None:
     """Their values are the vector's from now on."""
-    for parameter, part in zip(parameters, _parts(parameters, vector), strict=True):
+    for parameter, part in zip(parameters, parts_of(parameters, vector), strict=True):
         parameter.data = part
 
 
-def _parts(parameters: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
+def parts_of(parameters: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
+    """Those of the vector that belong to each, in their shapes."""
     parts = torch.split(vector, [parameter.numel() for parameter in parameters])
     return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]

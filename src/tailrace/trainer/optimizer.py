@@ -1,39 +1,61 @@
 """AdamW with a linear warm-up and clipping by the global norm, on a sum of gradients.
 
-All gradients are views of one vector (flat.py): reducing it over ranks, dividing, taking its norm and
-clipping it are one operation each, however many parameters there are.
+All gradients are views of one vector, and all parameters of another (flat.py): reducing the sum over ranks,
+dividing it, taking its norm, clipping it and the update itself are an operation or two each, however many
+parameters there are.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checkpoint import OptimizerState
-from tailrace.trainer.flat import gather_gradients, num_elements
+from tailrace.trainer.flat import gather_gradients, matrices_first, move, num_elements, parts_of
 
 
 class Optimizer:
-    """Owns the gradients of the parameters: `backward` adds to them, `step` consumes them."""
+    """Owns the memory of the parameters and of their gradients: `backward` adds to these, `step` consumes
+    them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
-        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        trained = matrices_first({name: p for name, p in parameters.items() if p.requires_grad})
         self._settings = settings
         self.num_steps = 0
         self._num_updates = 0
-        trained = list(self._parameters.values())
-        self.gradient = torch.zeros(num_elements(trained), device=trained[0].device)
+        self._parameters = list(trained.values())
+        self._halves = [
+            {name: p for name, p in trained.items() if p.ndim >= 2},  # matrices decay
+            {name: p for name, p in trained.items() if p.ndim < 2},  # norms and biases do not
+        ]
+        self.gradient = torch.zeros(num_elements(self._parameters), device=self._parameters[0].device)
         """[number of parameters]: the sum since the last step."""
-        gather_gradients(trained, self.gradient)
+        gather_gradients(self._parameters, self.gradient)
+        self._wholes = [Parameter(part) for part in self._split(self.gradient)]
+        """Each half as AdamW sees it."""
+        for whole, gradient in zip(self._wholes, self._split(self.gradient), strict=True):
+            whole.grad = gradient
+        self.move(torch.empty_like(self.gradient))
+        decays = settings.weight_decay, 0.0
         self._adamw = torch.optim.AdamW(
-            _decayed_apart(trained, settings.weight_decay),
+            [{"params": [w], "weight_decay": d} for w, d in zip(self._wholes, decays, strict=True)],
             lr=settings.learning_rate,
             betas=settings.betas,
             fused=True,
         )
+
+    def move(self, weights: Tensor) -> None:
+        """From now on the parameters are kept in this vector, [number of parameters]."""
+        move(self._parameters, weights)
+        for whole, part in zip(self._wholes, self._split(weights), strict=True):
+            whole.data = part
+
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        """What of it belongs to each half."""
+        return list(torch.split(vector, [num_elements(list(half.values())) for half in self._halves]))
 
     @property
     def learning_rate(self) -> float:
@@ -66,12 +88,11 @@ class Optimizer:
 
     def state(self) -> OptimizerState:
         """What a checkpoint needs to go on bit for bit."""
-        moments = {name: self._adamw.state[p] for name, p in self._parameters.items() if self._num_updates}
         return OptimizerState(
             num_steps=self.num_steps,
             num_updates=self._num_updates,
-            first_moments={name: state["exp_avg"] for name, state in moments.items()},
-            second_moments={name: state["exp_avg_sq"] for name, state in moments.items()},
+            first_moments=self._moments("exp_avg"),
+            second_moments=self._moments("exp_avg_sq"),
         )
 
     def restore(self, state: OptimizerState) -> None:
@@ -79,18 +100,24 @@ class Optimizer:
         self.num_steps, self._num_updates = state.num_steps, state.num_updates
         self.gradient.zero_()
         self._adamw.state.clear()
-        for name in state.first_moments:
-            parameter = self._parameters[name]
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(state.num_updates), device=parameter.device),
-                "exp_avg": state.first_moments[name].to(parameter.device),
-                "exp_avg_sq": state.second_moments[name].to(parameter.device),
+        if not state.num_updates:
+            return
+        for half, whole in zip(self._halves, self._wholes, strict=True):
+            self._adamw.state[whole] = {
+                "step": torch.tensor(float(state.num_updates), device=whole.device),
+                "exp_avg": _joined(state.first_moments, half, whole.device),
+                "exp_avg_sq": _joined(state.second_moments, half, whole.device),
             }
 
+    def _moments(self, which: str) -> dict[str, Tensor]:
+        """By parameter; none before the first update."""
+        moments: dict[str, Tensor] = {}
+        for half, whole in zip(self._halves, self._wholes, strict=True):
+            if whole in self._adamw.state:
+                parts = parts_of(list(half.values()), self._adamw.state[whole][which])
+                moments |= zip(half, parts, strict=True)
+        return moments
 
-def _decayed_apart(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not."""
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+
+def _joined(moments: Mapping[str, Tensor], names: Iterable[str], device: torch.device) -> Tensor:
+    return torch.cat([torch.empty(0, device=device), *(moments[name].flatten().to(device) for name in names)])

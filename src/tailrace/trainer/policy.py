@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
-from tailrace.trainer.flat import num_elements
+from tailrace.trainer.flat import matrices_first, num_elements
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import Family, MicroBatch, by_prompt, pack
@@ -54,7 +54,7 @@ class Policy:
         self.temperature = temperature
         self.device = device
         self._dtype = dtype
-        self._parameters = dict(self.model.named_parameters())
+        self._parameters = matrices_first(dict(self.model.named_parameters()))
         self.attention_cost = _attention_cost(self.model)
         """Of a token that is fed, for each token of its sequence; all else that it costs is one."""
         if not self._runs_packed():

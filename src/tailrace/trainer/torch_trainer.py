@@ -24,7 +24,7 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.checkpoint import TrainerState
-from tailrace.trainer.flat import move, num_elements
+from tailrace.trainer.flat import num_elements
 from tailrace.trainer.helper import Helper
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import fed_tokens, share
@@ -56,7 +56,7 @@ class TorchTrainer:
         """From now on each helper takes its part of the samples when it may, and finds the weights in a
         vector, [num_parameters]. Not with a critic or recomputed old policies, which helpers lack."""
         self._helpers = helpers
-        move(list(self._policy.parameters().values()), weights)
+        self._optimizer.move(weights)
 
     def accumulate(self, units: Sequence[Sequence[TrainSample]], *, num_helpers: int = 0) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
