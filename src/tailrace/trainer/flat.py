@@ -11,10 +11,11 @@ def num_elements(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def matrices_first(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the order in which they lie in a vector: what weight decay applies to is one part of it, and norms
-    and biases are the other."""
-    return dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
+def halves(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """As they lie in a vector, one half behind the other: matrices, which weight decay applies to, then norms
+    and biases."""
+    matrices = {name: parameter for name, parameter in parameters.items() if parameter.ndim >= 2}
+    return [matrices, {name: p for name, p in parameters.items() if name not in matrices}]
 
 
 def gather_gradients(parameters: Sequence[Tensor], vector: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checkpoint import OptimizerState
-from tailrace.trainer.flat import gather_gradients, matrices_first, move, num_elements, parts_of
+from tailrace.trainer.flat import gather_gradients, halves, move, num_elements, parts_of
 
 
 class Optimizer:
@@ -22,23 +22,20 @@ class Optimizer:
     them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
-        trained = matrices_first({name: p for name, p in parameters.items() if p.requires_grad})
+        self._halves = halves({name: p for name, p in parameters.items() if p.requires_grad})
+        self._parameters = [parameter for half in self._halves for parameter in half.values()]
         self._settings = settings
         self.num_steps = 0
         self._num_updates = 0
-        self._parameters = list(trained.values())
-        self._halves = [
-            {name: p for name, p in trained.items() if p.ndim >= 2},  # matrices decay
-            {name: p for name, p in trained.items() if p.ndim < 2},  # norms and biases do not
-        ]
         self.gradient = torch.zeros(num_elements(self._parameters), device=self._parameters[0].device)
         """[number of parameters]: the sum since the last step."""
         gather_gradients(self._parameters, self.gradient)
-        self._wholes = [Parameter(part) for part in self._split(self.gradient)]
+        weights = torch.empty_like(self.gradient)
+        self._wholes = [Parameter(part) for part in self._split(weights)]
         """Each half as AdamW sees it."""
         for whole, gradient in zip(self._wholes, self._split(self.gradient), strict=True):
             whole.grad = gradient
-        self.move(torch.empty_like(self.gradient))
+        self.move(weights)
         decays = settings.weight_decay, 0.0
         self._adamw = torch.optim.AdamW(
             [{"params": [w], "weight_decay": d} for w, d in zip(self._wholes, decays, strict=True)],

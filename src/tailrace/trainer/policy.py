@@ -6,6 +6,7 @@ AttentionInterface will do, and whether it does is tried out on a few tokens whe
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
 from tailrace.trainer.attention import PACKED
-from tailrace.trainer.flat import matrices_first, num_elements
+from tailrace.trainer.flat import halves, num_elements
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import Family, MicroBatch, by_prompt, pack
@@ -54,9 +55,8 @@ class Policy:
         self.temperature = temperature
         self.device = device
         self._dtype = dtype
-        self._parameters = matrices_first(dict(self.model.named_parameters()))
-        self.attention_cost = _attention_cost(self.model)
-        """Of a token that is fed, for each token of its sequence; all else that it costs is one."""
+        matrices, others = halves(dict(self.model.named_parameters()))
+        self._parameters = matrices | others
         if not self._runs_packed():
             raise ConfigError(
                 "model.path",
@@ -97,8 +97,17 @@ class Policy:
         )
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """By their Hugging Face names; tied ones once."""
+        """By their Hugging Face names, tied ones once, in the order in which a vector holds them."""
         return self._parameters
+
+    @cached_property
+    def attention_cost(self) -> float:
+        """Of a token that is fed, for each token of its sequence; all else that it costs is one. Operations
+        as PaLM counts them (Chowdhery et al. 2022, appendix B); half of attention's is masked."""
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_hidden_layers * config.num_attention_heads * head_dim
+        return float(width / num_elements(list(self._parameters.values())))
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:
@@ -128,11 +137,3 @@ class Policy:
         logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
         logp = (logits.float() / self.temperature).log_softmax(-1)
         return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
-
-
-def _attention_cost(model: PreTrainedModel) -> float:
-    """Operations as PaLM counts them (Chowdhery et al. 2022, appendix B); half of attention's is masked."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_hidden_layers * config.num_attention_heads * head_dim
-    return float(width / num_elements(list(model.parameters())))
