@@ -13,16 +13,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.config import RunConfig, explain
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES, Schedule
-from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters: waits for the run."""
@@ -34,18 +33,13 @@ def resolve(config: RunConfig) -> BoundSchedule:
     Raises:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
-    settings = config.run
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
     schedule = _find(name)
     _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
-    accepted = dict(settable)
-    if "B" in parameters and "B" not in accepted and "U" in accepted:
-        require("U" not in parameters, "B", parameters["B"], "U says the same", "give one of the two")
-        parameters["U"] = _groups_per_step(parameters.pop("B"), settings.group_size)
-    bound = partial(schedule, **_checked(schedule, accepted, parameters))
-    _rehearse(bound, settings)
+    bound = partial(schedule, **_checked(schedule, dict(settable), parameters))
+    _rehearse(bound, config.run)
     return bound
 
 
@@ -55,7 +49,7 @@ def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such schedule.
     """
-    accepted = {"name", "B", *inspect.signature(_find(name)).parameters}
+    accepted = {"name", *inspect.signature(_find(name)).parameters}
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
@@ -75,15 +69,6 @@ def _find(name: object) -> Schedule:
         "there is no such schedule",
         f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
     )
-
-
-def _groups_per_step(B: Any, K: int) -> int:
-    """U = B/K (RolloutPipe 3.2)."""
-    if not isinstance(B, int) or B < 1 or B % K:
-        raise ConfigError(
-            "schedule.B", B, f"samples a step must be whole groups of K = {K}", f"choose {K} times U"
-        )
-    return B // K
 
 
 def _checked(
@@ -136,7 +121,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
             )
 
     async def two_rounds() -> None:
-        await drive(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
+        await execute(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)
