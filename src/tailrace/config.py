@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
@@ -40,20 +40,12 @@ class ModelSettings(Settings):
 
 
 class CompareSettings(Settings):
-    """How schedules are raced."""
+    """`tailrace compare`: which schedules are raced, and how often."""
 
     schedules: tuple[str, ...] = ("serial", "rolloutpipe")
-    """Schedules, or variants of this config."""
+    """Names of the schedules."""
     repeats: int = Field(default=5, ge=1)
-    """Counted laps of each."""
-    seeds: Literal["same", "own"] = "same"
-    """own: lap r of every schedule has the seed run.seed + r, its prompts with it."""
-    warm_up_rounds: int = Field(default=0, ge=0)
-    """First rounds of each lap that do not count; 0: a lap of each schedule before the race instead."""
-    probe_every: int = Field(default=0, ge=0)
-    """Rounds between the checkpoints of a lap, which are evaluated after it; 0: none."""
-    target_accuracy: float = Field(default=0.8, gt=0, le=1)
-    """Held out: the time until it is reached is compared."""
+    """Counted laps of each schedule."""
 
 
 class RunConfig(Settings):
@@ -64,9 +56,6 @@ class RunConfig(Settings):
     """`name`, a schedule of ours or 'package.module:function', and that function's parameters."""
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
-    variants: Mapping[str, Mapping[str, Any]] = {}
-    """This config under another name, for races: what stands here replaces the same keys; a `schedule`, and
-    an `algorithm` with a name, the whole section."""
     compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
@@ -84,23 +73,6 @@ class RunConfig(Settings):
         check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
         return self
 
-    def variant(self, name: str) -> "RunConfig":
-        """The config with the sections of [variants.NAME] over its own. A schedule stands there whole.
-
-        Raises:
-            ConfigError: what stands there does not fit a config.
-        """
-        tree = self.model_dump(exclude={"variants"})
-        if "schedule" in self.variants[name]:
-            tree["schedules"] = {}
-        for section, values in self.variants[name].items():
-            whole = section == "schedule" or (section == "algorithm" and "name" in values)
-            tree[section] = values if whole else {**(tree.get(section) or {}), **values}
-        try:
-            return RunConfig.model_validate(tree)
-        except ValidationError as why:
-            raise explain(why, f"variants.{name}") from None
-
     def toml(self) -> str:
         """The resolved config, every default written out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -108,7 +80,7 @@ class RunConfig(Settings):
     def digest(self) -> str:
         """Names what a ledger depends on: all but how long the run is, how it is watched and where it is
         kept."""
-        tree = self.model_dump(mode="json", exclude={"sim", "variants", "compare", "ledger"})
+        tree = self.model_dump(mode="json", exclude={"sim", "compare", "ledger"})
         for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
             del tree["run"][free]
         return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()

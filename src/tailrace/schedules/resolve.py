@@ -1,12 +1,13 @@
 """From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. Whatever a schedule refuses, promises in vain or
-waits for in vain comes out before anything real starts; so does what a schedule from outside gets wrong.
+A rehearsal runs the schedule for two rounds in virtual time. It finds parameters that the schedule refuses, a
+broken promise and a wait that cannot end before anything real starts.
 """
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,15 +25,16 @@ from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
-"""A schedule with its parameters: waits for the run."""
+"""A schedule with its parameters; its only argument is the run."""
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
     """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it.
 
     Raises:
-        ConfigError: it is not found, or its parameters do not fit it or one another.
+        ConfigError: the schedule is not found, or its parameters do not fit it or one another.
     """
+    _check_sections(config)
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
@@ -43,28 +45,48 @@ def resolve(config: RunConfig) -> BoundSchedule:
     return bound
 
 
-def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """What [schedule] says for another schedule than the one it names: the parameters it has too.
+def configs_of(config: RunConfig, names: Sequence[str]) -> dict[str, RunConfig]:
+    """The config for each of several schedules: [schedule] without the parameters that the schedule lacks.
 
     Raises:
-        ConfigError: there is no such schedule.
+        ConfigError: there is no such schedule, or a parameter in [schedule] belongs to none of them.
     """
-    accepted = {"name", *inspect.signature(_find(name)).parameters}
-    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
+    accepted = {name: [*inspect.signature(_find(name)).parameters][1:] for name in names}
+    given = {key: value for key, value in config.schedule.items() if key != "name"}
+    parameters = list(dict.fromkeys(chain.from_iterable(accepted.values())))
+    for key in (key for key in given if key not in parameters):
+        problem = f"none of {', '.join(names)} has such a parameter"
+        raise ConfigError(f"schedule.{key}", given[key], problem, f"they have: {', '.join(parameters)}")
+    sections = {
+        name: {key: value for key, value in given.items() if key in accepted[name]} | {"name": name}
+        for name in names
+    }
+    return {name: config.model_copy(update={"schedule": sections[name]}) for name in names}
 
 
-def _find(name: object) -> Schedule:
+def _check_sections(config: RunConfig) -> None:
+    """Refuse a [schedules.NAME] of no schedule, or with a key that the schedule lacks. Schedules from outside
+    the package are checked when they are used."""
+    for name, section in config.schedules.items():
+        if ":" not in name:
+            accepted = [*inspect.signature(_find(name, f"schedules.{name}")).parameters][1:]
+            for key in (key for key in section if key not in accepted):
+                problem, remedy = "the schedule has no such parameter", f"it has: {', '.join(accepted)}"
+                raise ConfigError(f"schedules.{name}.{key}", section[key], problem, remedy)
+
+
+def _find(name: object, key: str = "schedule.name") -> Schedule:
     if not isinstance(name, str):
-        raise ConfigError("schedule.name", name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
+        raise ConfigError(key, name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
     if name in SCHEDULES:
         return SCHEDULES[name]
     if ":" in name:
-        schedule: Schedule = import_function(name, "schedule.name")
+        schedule: Schedule = import_function(name, key)
         if inspect.iscoroutinefunction(schedule):
             return schedule
-        raise ConfigError("schedule.name", name, "it is not an async function", "write `async def`")
+        raise ConfigError(key, name, "it is not an async function", "write `async def`")
     raise ConfigError(
-        "schedule.name",
+        key,
         name,
         "there is no such schedule",
         f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
@@ -74,7 +96,7 @@ def _find(name: object) -> Schedule:
 def _checked(
     schedule: Callable[..., Any], accepted: Mapping[str, inspect.Parameter], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The given parameters, as the types of the signature."""
+    """The given parameters, converted to the types of the signature."""
     hints = get_type_hints(schedule, include_extras=True)
     for name in (name for name in given if name not in accepted):
         raise ConfigError(
@@ -109,7 +131,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
         ConfigError: the schedule cannot run with these parameters.
     """
     short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
-    group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
+    group_size = min(settings.group_size, 2)  # promises and waits do not depend on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 
     async def watched(run: Run) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tailrace.clock import now
 from tailrace.engine.base import Usage
 from tailrace.errors import EngineDied, Evicted
-from tailrace.sim.settings import SimEngineSettings
+from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
 from tailrace.types import KV, FinishReason, Sample
 from tailrace.weights.base import Weights
 
@@ -21,7 +21,7 @@ class SimEngine:
     """Keeps the contract of `engine.base.Engine`, made of time."""
 
     def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
-        self.name, self.slots, self.open, self.version = name, cost.slots, True, 0
+        self.name, self.slots, self.open, self.version = name, cost.slots or DEFAULT_SLOTS, True, 0
         self._cost, self._length_of = cost, length_of
         self._running: dict[Sample, asyncio.Future[None]] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}

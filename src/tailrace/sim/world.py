@@ -4,7 +4,7 @@ import math
 import random
 
 from tailrace.data.epochs import Epochs
-from tailrace.sim.settings import SimLengthSettings
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimLengthSettings
 from tailrace.types import Prompt, Sample
 
 
@@ -21,11 +21,16 @@ class SimPrompts:
 
 
 class Lengths:
-    """How long each response will be, fixed by its id and the seed; what it shares with its group is the
-    row's own, in every epoch."""
+    """The length of each response, in tokens: a function of its id and the seed.
+
+    The part that a response shares with its group depends on the row of the data, and is the same in every
+    epoch.
+    """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
+        self._median_tokens = settings.median_tokens or DEFAULT_MEDIAN_TOKENS
+        self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
 
     def __call__(self, sample: Sample) -> int:
         settings = self._settings
@@ -34,5 +39,5 @@ class Lengths:
         shared = random.Random(f"prompt {self._seed} {row}").gauss(0, 1)
         own = random.Random(f"sample {self._seed} {prompt.index}/{sample.id.number}").gauss(0, 1)
         z = math.sqrt(settings.correlation) * shared + math.sqrt(1 - settings.correlation) * own
-        tokens = int(settings.median_tokens * math.exp(settings.sigma * z))
-        return max(1, min(settings.max_tokens, tokens))
+        tokens = int(self._median_tokens * math.exp(settings.sigma * z))
+        return max(1, min(self._max_tokens, tokens))
