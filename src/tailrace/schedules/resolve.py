@@ -1,7 +1,7 @@
-"""From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
+"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. It finds parameters that the schedule refuses, a
-broken promise and a wait that cannot end before anything real starts.
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a broken
+promise and a wait without an end are found before any process starts, also in a schedule of the user's own.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
-"""A schedule with its parameters; its only argument is the run."""
+"""A schedule with its parameters; it is called with the run."""
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
