@@ -1,58 +1,58 @@
-"""The race of all schedules against what the papers promise, with intervals over seeds.
+"""The race of all schedules, live on two cores, with intervals over seeds.
 
-    python benchmarks/race.py [--seeds 3] [--schedules a,b,...] [--results F]
+    python benchmarks/race [--seeds 3] [--schedules a,b,...] [--results DIR]
 
-Runs `tailrace compare` once a seed, the schedules in another order each time, and keeps each one's numbers in
-the folder: a race that was stopped goes on with the seed that is missing, and one that is there is only read.
-Prints every schedule's figures, then ratios: of two schedules on the same seed, prompts and weights, the mean
-over seeds with a 95 % t-interval. Model, mix and sizes stand in the config. The first `warm_up_rounds` of a
-lap do not count. Length bias is measured against responses that nobody interrupted, to the prompts that the
-lap drew.
+A lap of each schedule a seed, the schedules in another order each time. The laps of a seed are kept in
+DIR/seed-N.json: a race that was stopped continues with the seed that is missing. Printed are the figures of every
+schedule, means over the seeds, and ratios between schedules with the same seed, prompts and initial weights, with
+a 95 % t-interval. The model, the data and the sizes are in race.toml and racers.py.
 """
 
 import argparse
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
+from probe import LapLog, length_bias, probe, time_to
+from racers import CONFIG, ENTRIES, Entry
+from tailrace import clock
+from tailrace.commands.laps import Lap, LapMeter
+from tailrace.commands.live import live_advantages, training_prompts
+from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
+from tailrace.controller.execution import execute
+from tailrace.record.events import Recorder
 
+TARGET_ACCURACY = 0.8
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for a two-sided interval, by the number of seeds."""
+"""Student's t of a two-sided interval, by the number of seeds."""
 
 Laps = list[dict[str, float]]
 
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One schedule's figure over another's must reach `least`."""
-
-    name: str
-    figure: str
-    other: str
-    least: float
-
-
-BARS = (
-    Bar("april", "rollout_tokens_per_s", "serial", 1.225),
-    Bar("tailbatch", "samples_per_s", "serial", 1.2),
-    Bar("rollpacker", "samples_per_s", "serial", 1.4),
-    Bar("pipelinerl", "samples_per_s", "conventional", 1.8),
-    Bar("pipelinerl", "samples_per_s", "conventional_both_cores", 1.3),
-    Bar("tailrace", "samples_per_s", "april", 1.4),
-    Bar("tailrace_on_policy", "samples_per_s", "serial", 1.4),
+RATIOS = (
+    ("rolloutpipe", "main_s_per_1000_samples", "serial"),
+    ("rolloutpipe_eager", "main_s_per_1000_samples", "serial"),
+    ("april", "rollout_tokens_per_s", "serial"),
+    ("april", "samples_per_s", "serial"),
+    ("tailbatch", "samples_per_s", "serial"),
+    ("rollpacker", "samples_per_s", "serial"),
+    ("pipelinerl", "samples_per_s", "conventional"),
+    ("tailrace", "samples_per_s", "april"),
+    ("tailrace_on_policy", "samples_per_s", "serial"),
 )
+"""A schedule, a figure, and the schedule whose figure it is divided by."""
 COLUMNS = (
     ("time to target, s", "time_to_reward_s", "{:.1f}"),
     ("reward a sample", "reward", "{:.3f}"),
     ("samples/s", "samples_per_s", "{:.1f}"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
     ("rollout tokens/s", "rollout_tokens_per_s", "{:.0f}"),
+    ("staleness, max", "staleness_publications", "{:.0f}"),
     ("lag, mean", "staleness_mean", "{:.2f}"),
     ("lag, max", "staleness_max", "{:.0f}"),
     ("ESS", "ess_mean", "{:.3f}"),
@@ -61,96 +61,114 @@ COLUMNS = (
     ("waste", "waste_share", "{:.1%}"),
     ("length bias", "length_bias", "{:+.1%}"),
 )
-"""Title, figure of a lap, form. In brackets: the seeds that have it, where not all do."""
-UNBIASED = ("serial", "tailbatch", "rollpacker", "tailrace_on_policy")
-"""Their trained lengths must be within 2 % of uninterrupted ones."""
+"""Title, figure of a lap, form. The table shows in brackets how many seeds have a figure, if not all do."""
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half width."""
+async def race(entries: Mapping[str, Entry], seed: int, folder: Path) -> dict[str, Lap]:
+    """One lap of each schedule.
+
+    Args:
+        folder: for the initial weights, the checkpoints and the logs of the workers.
+    """
+    racers = {name: entry.racer(seed) for name, entry in entries.items()}
+    laps: dict[str, Lap] = {}
+    arena = Arena(folder)
+    try:
+        for name in in_turn(racers, seed):
+            laps[name] = await run_lap(racers[name], entries[name], arena, folder / name)
+            print(f"seed {seed}: {name}: {laps[name].samples_per_s:.1f} samples/s", flush=True)
+    finally:
+        await arena.close()
+    return {name: laps[name] for name in entries}
+
+
+async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap:
+    """A lap from the initial weights, with its checkpoints probed afterwards."""
+    config = racer.config
+    assert config.sampling
+    parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
+    meter = LapMeter(config.sampling.max_completion_tokens, warm_up_rounds=entry.warm_up_rounds)
+    log = LapLog()
+    recorder, advantages = Recorder(meter, log), live_advantages(config)
+    await execute(
+        racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder
+    )
+    probes = await probe(parts, log.checkpoints, config.run)
+    return replace(
+        meter.lap(),
+        length_bias=length_bias(log.trained, probes, entry.warm_up_rounds),
+        time_to_reward_s=time_to(TARGET_ACCURACY, probes, log.ends_s),
+    )
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half width of the 95 % interval."""
     if len(values) < 2:
         return f"{values[0]:.2f}"
     return f"{fmean(values):.2f} +- {T_95[len(values)] * stdev(values) / math.sqrt(len(values)):.2f}"
 
 
 def ratios(one: Laps, other: Laps, figure: str) -> list[float]:
-    """Lap by lap: the same seed."""
+    """One ratio a seed."""
     return [a[figure] / b[figure] for a, b in zip(one, other, strict=True)]
 
 
-def race(config: Path, result: Path, seed: int, schedules: list[str], *, output: int | None = None) -> None:
-    """One seed's laps. output: where their tables go, as subprocess has it."""
-    turn = seed % len(schedules)
-    order = ",".join(schedules[turn:] + schedules[:turn])
-    words = ["compare", str(config), "--schedules", order, "--repeats", "1"]
-    words += ["--run.seed", str(seed), "--json", str(result)]
-    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=output)
-
-
-def table(laps: dict[str, Laps]) -> None:
-    """Means over the seeds, a line a schedule."""
+def print_table(laps: Mapping[str, Laps]) -> None:
+    """Means over the seeds, a line for each schedule."""
     print(f"{'':24}" + "".join(f"{title:>18}" for title, _, _ in COLUMNS))
-    for name, of in laps.items():
+    for name, seeds in laps.items():
         cells = []
         for _, figure, form in COLUMNS:
-            values = [lap[figure] for lap in of if lap[figure] is not None]
-            cells.append(
-                form.format(fmean(values)) + (f" ({len(values)})" if len(values) < len(of) else "")
-                if values
-                else "-"
-            )
+            values = [lap[figure] for lap in seeds if lap[figure] is not None]
+            some = f" ({len(values)})" if len(values) < len(seeds) else ""
+            cells.append(form.format(fmean(values)) + some if values else "-")
         print(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-def report(laps: dict[str, Laps]) -> None:
-    for bar in BARS:
-        if bar.name in laps and bar.other in laps:
-            values = ratios(laps[bar.name], laps[bar.other], bar.figure)
-            verdict = "met" if fmean(values) >= bar.least else "MISSED"
-            words = f"{bar.name} over {bar.other}, {bar.figure}"
-            by_tokens = interval(ratios(laps[bar.name], laps[bar.other], "tokens_per_s"))
-            print(f"{words:62} {interval(values):16} bar {bar.least:<6} {verdict:7} by tokens/s {by_tokens}")
-    show(laps, "length bias, must be within 2 %", "length_bias", UNBIASED, lambda bias: abs(bias) <= 0.02)
-    if "tailrace" in laps and "april" in laps:
-        ours, april = (fmean(lap["staleness_mean"] for lap in laps[name]) for name in ("tailrace", "april"))
-        verdict = "met" if ours <= april else "MISSED"
-        print(f"mean staleness of tailrace {ours:.2f}, must be at most april's {april:.2f}: {verdict}")
-    for name in laps:
-        print(f"{name}: reward a sample {interval([lap['reward'] for lap in laps[name]])}")
+def print_ratios(laps: Mapping[str, Laps]) -> None:
+    for name, figure, other in RATIOS:
+        if name in laps and other in laps:
+            ratio = interval(ratios(laps[name], laps[other], figure))
+            print(f"{f'{name} over {other}, {figure}':64} {ratio}")
 
 
-def show(
-    laps: dict[str, Laps], title: str, figure: str, names: tuple[str, ...], good: Callable[[float], bool]
-) -> None:
-    for name in names:
-        values = [lap[figure] for lap in laps.get(name, []) if lap[figure] is not None]
-        if values:
-            verdict = "met" if good(fmean(values)) else "MISSED"
-            print(f"{name}: {title}: {fmean(values):+.3f} ({interval(values)}) {verdict}")
+def set_up() -> str:
+    """The model, the machine and the processes of the race, in one line."""
+    config = load_config(CONFIG)
+    assert config.model and config.sampling
+    size = (config.model.path / "model.safetensors").stat().st_size / 4e6
+    return (
+        f"model of {size:.2f}M parameters (float32), at most {config.sampling.max_completion_tokens} tokens a "
+        f"response; {os.cpu_count()} cores, {config.engine.replicas} engine and 1 trainer on {config.engine.device}, "
+        f"{config.engine.threads} and {config.trainer.threads} threads"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, default=Path("examples/race.toml"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--schedules", help="by default those of the config")
+    parser.add_argument("--schedules", help="some of the racers; by default all")
     parser.add_argument("--results", type=Path, default=Path("race"))
     arguments = parser.parse_args()
-    config = load_config(arguments.config)
-    schedules = arguments.schedules.split(",") if arguments.schedules else list(config.compare.schedules)
+    names = arguments.schedules.split(",") if arguments.schedules else list(ENTRIES)
+    entries = {name: ENTRIES[name] for name in names}
     arguments.results.mkdir(parents=True, exist_ok=True)
-    laps: dict[str, Laps] = {name: [] for name in schedules}
+    laps: dict[str, Laps] = {name: [] for name in entries}
     for seed in range(arguments.seeds):
         result = arguments.results / f"seed-{seed}.json"
         if not result.exists():
-            race(arguments.config, result, seed, schedules)
-        figures = json.loads(result.read_text())["schedules"]
-        for name in schedules:
-            laps[name] += figures[name]["laps"]
-    table(laps)
-    report(laps)
+            with tempfile.TemporaryDirectory() as scratch:
+                measured = clock.run(race(entries, seed, Path(scratch)), virtual=False)
+            figures = {name: asdict(lap) for name, lap in measured.items()}
+            result.write_text(json.dumps({"set_up": set_up(), "laps": figures}, indent=2) + "\n")
+        for name, lap in json.loads(result.read_text())["laps"].items():
+            if name in laps:
+                laps[name].append(lap)
+    print(set_up())
+    print_table(laps)
+    print_ratios(laps)
 
 
 if __name__ == "__main__":

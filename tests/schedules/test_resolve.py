@@ -12,7 +12,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import resolve, shared_parameters
+from tailrace.schedules.resolve import configs_of, resolve
 from helpers.virtual import simulate
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
@@ -46,12 +46,21 @@ def test_a_schedule_of_its_own_in_a_race_wins_over_the_shared_section() -> None:
         schedules={"serial": {"groups_per_step": 2}, "april": {"groups_per_round": 4, "groups_launched": 8}},
     )
     assert resolve(race).keywords == {"groups_per_round": 8, "groups_per_step": 2}
-    assert shared_parameters(race, "april") == {"name": "april", "groups_per_round": 8}
-    assert shared_parameters(race, "rolloutpipe") == {
+    configs = configs_of(race, ["april", "rolloutpipe"])
+    assert configs["april"].schedule == {"name": "april", "groups_per_round": 8}
+    assert configs["rolloutpipe"].schedule == {
         "name": "rolloutpipe",
         "groups_per_round": 8,
         "groups_per_step": 4,
     }
+
+
+def test_a_section_of_no_schedule_and_a_key_that_a_section_s_schedule_lacks_are_refused() -> None:
+    serial = {"name": "serial", "groups_per_round": 8, "groups_per_step": 4}
+    with pytest.raises(ConfigError, match=r"schedules\.aprli = 'aprli': there is no such schedule"):
+        resolve(RunConfig(run=SETTINGS, schedule=serial, schedules={"aprli": {"groups_per_round": 4}}))
+    with pytest.raises(ConfigError, match=r"schedules\.april\.group = 4: the schedule has no such parameter"):
+        resolve(RunConfig(run=SETTINGS, schedule=serial, schedules={"april": {"group": 4}}))
 
 
 NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divisible by it"

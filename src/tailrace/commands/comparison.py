@@ -152,4 +152,4 @@ class Comparison:
     def _spread(self, name: str, figure: str, form: str, unit: str = "") -> str:
         values = self.values(name, figure)
         middle, low, high = (form.format(value) for value in (median(values), min(values), max(values)))
-        return f"{middle}{unit} [{low} - {high}]"
+        return f"{middle}{unit} [{low} - {high}]" if len(values) > 1 else f"{middle}{unit}"
