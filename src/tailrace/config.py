@@ -18,11 +18,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.check import check_algorithm
+from tailrace.controller.base import RunSettings
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
-from tailrace.parts import RunSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings

@@ -1,11 +1,11 @@
 """From strings and chat messages to text: the chat template, the system message, template arguments."""
 
 import pytest
+from tests.data.conftest import character_tokenizer
 
 from tailrace.data.base import RowsSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.errors import BadRow, ConfigError
-from tests.data.conftest import character_tokenizer
 
 SYSTEM = {"role": "system", "content": "Add."}
 USER = {"role": "user", "content": "1+1"}

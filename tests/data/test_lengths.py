@@ -15,13 +15,13 @@ def test_lengths_that_leave_room_for_the_other_part_are_accepted():
     [
         (
             {"max_completion_tokens": 100},
-            "sampling.max_completion_tokens = 100: the model's context is 100 tokens, which leaves none for the "
-            "prompt; choose at most 99, or a model with a longer context",
+            "sampling.max_completion_tokens = 100: the model's context is 100 tokens, which leaves none for "
+            "the prompt; choose at most 99, or a model with a longer context",
         ),
         (
             {"max_completion_tokens": 1, "max_prompt_tokens": 200},
-            "data.max_prompt_tokens = 200: the model's context is 100 tokens, which leaves none for the "
-            "completion; choose at most 99, or a model with a longer context",
+            "data.max_prompt_tokens = 200: the model's context is 100 tokens, which leaves none for "
+            "the completion; choose at most 99, or a model with a longer context",
         ),
     ],
 )

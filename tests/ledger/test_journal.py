@@ -49,7 +49,7 @@ class Full(MemoryStore):
 
 def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life("")
+        store, past = Cuts(), first_life()
         journal = Journal(DirectWriter(store), past, flush_s=1.0)
         ledger = Ledger(Recorder(), past.totals, journal)
         journal.follow(ledger)
@@ -77,7 +77,7 @@ def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 
 def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life("")
+        store, past = Cuts(), first_life()
         journal = Journal(DirectWriter(store), past, flush_s=1.0)
         ledger = Ledger(Recorder(), past.totals, journal)
         journal.follow(ledger)

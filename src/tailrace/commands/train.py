@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
-from tailrace.config import RunConfig
-from tailrace.drive import drive
+from tailrace.commands.live import check_live, live_advantages, open_parts, rewind, training_prompts
+from tailrace.config import RunConfig, check_resumable
+from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, Unwritten
@@ -67,7 +67,7 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
     with alone_in(folder):
         store = open_store(config.ledger, folder) if resume else _begun(config, folder)
         with closing(store) if store else nullcontext():
-            past = _past(config, folder, store) if resume and store else first_life(config.digest())
+            past = _past(config, folder, store) if resume and store else first_life(config.to_json())
             with full_disk_explained(folder):
                 clock.run(_train(config, schedule, folder, store, past), virtual=False)
 
@@ -100,16 +100,18 @@ def _begun(config: RunConfig, folder: Path) -> Store | None:
         )
     store = create_store(config.ledger, folder)
     if store:
-        store.commit(first_life(config.digest()).opening)
+        store.commit(first_life(config.to_json()).opening)
     (folder / CONFIG_FILE).write_text(config.toml())
     return store
 
 
 def _past(config: RunConfig, folder: Path, store: Store) -> Past:
+    books = read_books(store)
+    check_resumable(books.lives[max(books.lives)].config, config)
     return next_life(
-        read_books(store),
+        books,
         name=store.name,
-        config_digest=config.digest(),
+        config=config.to_json(),
         checkpoints=folder / CHECKPOINTS_FOLDER,
         num_generated=counted_tokens(folder / COUNTS_FOLDER),
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
@@ -156,12 +158,12 @@ async def _train(
         )
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
             journal = Journal(writer, past, flush_s=config.ledger.flush_s) if writer else Unwritten()
-            await drive(
+            await execute(
                 schedule,
                 parts,
                 config.run,
                 recorder,
-                materialise=live_materialise(config),
+                compute_advantages=live_advantages(config),
                 folder=checkpoints,
                 past=past,
                 journal=journal,

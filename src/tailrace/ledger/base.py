@@ -96,7 +96,7 @@ class MarkRow(Row, frozen=True, array_like=True):
     """Optimizer steps made so far."""
     checkpoint: str
     """Name of the checkpoint's folder."""
-    shelf: str
+    partial_rollouts: str
     """Indices of the parked prompts, in their order, as JSON."""
     longest: str = "{}"
     """Longest responses for rollout/history.py, as JSON: {row number: tokens}. Only the last two marks keep
@@ -116,7 +116,7 @@ class GroupRow(Row, frozen=True, array_like=True):
     """Life in which it was drawn."""
     round: int
     """Round in which it was drawn."""
-    need: int
+    num_required: int
     """Samples that make the group complete."""
     num_launched: int
     attempt: int

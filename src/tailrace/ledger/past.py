@@ -1,8 +1,7 @@
 """Recovers the state of a run from its ledger: where the next life begins, and with which groups.
 
 The base is the newest mark whose checkpoint exists. What was trained after the base went into weights that
-are
-lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
+are lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
 were filtered, dropped or wasted keep their fate, and no prompt is drawn twice. Groups that were parked at the
 base are parked again. All other groups without a fate were interrupted; they come first when the schedule
 asks for prompts.
@@ -56,7 +55,7 @@ class Past:
     """Longest response to each row of the data when it was last trained, in tokens."""
     steps_at: dict[int, int] = field(default_factory=dict)
     """Optimizer steps at each publication."""
-    shelf: list[Group] = field(default_factory=list)
+    partial_rollouts: list[Group] = field(default_factory=list)
     """Groups that were parked at the base, in their order."""
     interrupted: list[Group] = field(default_factory=list)
     """All other groups without a fate, in the order drawn."""
@@ -146,7 +145,7 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(past, books, msgspec.json.decode(base.shelf, type=list[int]), prompt_of, seed)
+    _revive(past, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed)
     return past
 
 
@@ -233,7 +232,7 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
 
 
 def _revive(
-    past: Past, books: Books, shelf: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
+    past: Past, books: Books, partial_rollouts: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
 ) -> None:
     """Restore each group without a fate: parked, or among the interrupted ones in the order drawn."""
     members = _members(books)
@@ -242,7 +241,7 @@ def _revive(
         for row in books.groups.values()
         if row.fate is None
     }
-    past.shelf = [living.pop(prompt) for prompt in shelf if prompt in living]
+    past.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
     past.interrupted = list(living.values())
 
 
@@ -250,9 +249,14 @@ def _group(
     past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
 ) -> Group:
     group = Group(
-        prompt, row.need, [], num_launched=row.num_launched, attempt=row.attempt, deferrals=row.deferrals
+        prompt,
+        row.num_required,
+        [],
+        num_launched=row.num_launched,
+        attempt=row.attempt,
+        deferrals=row.deferrals,
     )
-    group.drawn = row.round
+    group.round_drawn = row.round
     kept = msgspec.json.decode(row.kept, type=list[int])
     rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
     samples = {
@@ -291,5 +295,5 @@ def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -
             past.dead.add(group)
     for tokens in books.tokens.get(row.id, ()):
         sample.completion_ids.extend(array("i", tokens.ids))
-        sample.logprobs.extend(array("f", tokens.logprobs))
+        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
     return sample

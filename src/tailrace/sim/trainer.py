@@ -21,10 +21,10 @@ class SimTrainer:
         self._cost = cost
         self._held: list[Sample] = []
         self._busy_s = 0.0
-        self._num_steps = self._version = 0
+        self._num_steps = 0
         self._one_after_another = asyncio.Lock()
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
         samples = [sample for unit in units for sample in unit]
         await self._work(_num_positions(samples) / self._cost.tokens_per_s)
         self._held += samples
@@ -41,13 +41,13 @@ class SimTrainer:
             compute_s=busy_s,
         )
 
-    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         """A model of it: log-weights of variance (drift * age)^2, a third of a training pass."""
         samples = [sample for unit in units for sample in unit]
         await self._work(_num_positions(samples) / self._cost.tokens_per_s / 3)
         spans = [span for sample in samples for span in sample.spans]
         squares = sum(
-            span.num_tokens * math.exp((self._cost.drift * (self._version - span.version)) ** 2)
+            span.num_tokens * math.exp((self._cost.drift * (version - span.version)) ** 2)
             for span in spans
         )
         return sum(span.num_tokens for span in spans) / squares
@@ -55,7 +55,6 @@ class SimTrainer:
     async def publish(self, version: int) -> Weights:
         async with self._one_after_another:
             await asyncio.sleep(self._cost.publish_s)
-            self._version = version
         return Weights(version)
 
     async def save(self, folder: Path) -> None:

@@ -71,7 +71,7 @@ class Trainer(Protocol):
     """One logical trainer, of however many ranks. It does one thing after another, in the order in which it
     is asked."""
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
         """Forward and backward; gradients are kept and the weights stay as they are.
 
         A unit is a whole group (or a batch of shuffled samples). Small ones are computed together with the
@@ -83,7 +83,7 @@ class Trainer(Protocol):
         """Divide what was accumulated by its own samples or tokens, clip, and step once; a gradient that is
         not finite is left out, and the step is counted all the same."""
 
-    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         """Effective sample size of the units' tokens under the current weights, a share in (0, 1]:
         (sum w)^2 / (N sum w^2) over tokens, on unclamped w = pi/mu (PipelineRL 5). A forward pass."""
 
