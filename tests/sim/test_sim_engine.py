@@ -12,7 +12,7 @@ from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import Group, Prompt, Sample, SampleId, Span
 from tailrace.weights.base import Weights
-from virtual import EXACT, change
+from helpers.virtual import EXACT, change
 
 TEN = EXACT.engines
 

@@ -12,7 +12,7 @@ from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimTrain
 from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
-from virtual import EXACT, change
+from helpers.virtual import EXACT, change
 
 
 def sample(prompt: int = 0, number: int = 0) -> Sample:
@@ -27,13 +27,13 @@ def test_a_step_trains_what_was_accumulated_since_the_last_and_counts_its_own_ti
         samples = [sample(number) for number in range(3)]
         for one in samples:
             one.grow(6, version=0)
-        await trainer.accumulate([samples[:1]])
+        await trainer.accumulate([samples[:1]], version=0)
         await asyncio.sleep(100)
-        await trainer.accumulate([samples[1:2]])
+        await trainer.accumulate([samples[1:2]], version=0)
         first = await trainer.step()
         assert (clock.now(), first.compute_s, first.num_steps, first.num_tokens) == (104.5, 4.5, 1, 12)
         assert first.samples == (samples[0].id, samples[1].id)
-        await trainer.accumulate([samples[2:]])
+        await trainer.accumulate([samples[2:]], version=0)
         second = await trainer.step()
         assert (second.compute_s, second.num_steps, second.samples) == (2.5, 2, (samples[2].id,))
 
@@ -47,8 +47,10 @@ def test_the_effective_sample_size_is_one_on_policy_and_falls_with_age() -> None
         await trainer.publish(3)
         fresh.grow(10, version=3)
         stale.grow(10, version=1)
-        assert await trainer.ess([[fresh]]) == 1.0
-        assert 0 < await trainer.ess([[stale]]) < await trainer.ess([[fresh, stale]]) < 1
+        assert await trainer.ess([[fresh]], version=3) == 1.0
+        assert (
+            0 < await trainer.ess([[stale]], version=3) < await trainer.ess([[fresh, stale]], version=3) < 1
+        )
 
     clock.run(main(), virtual=True)
 

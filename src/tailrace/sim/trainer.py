@@ -47,8 +47,7 @@ class SimTrainer:
         await self._work(_num_positions(samples) / self._cost.tokens_per_s / 3)
         spans = [span for sample in samples for span in sample.spans]
         squares = sum(
-            span.num_tokens * math.exp((self._cost.drift * (version - span.version)) ** 2)
-            for span in spans
+            span.num_tokens * math.exp((self._cost.drift * (version - span.version)) ** 2) for span in spans
         )
         return sum(span.num_tokens for span in spans) / squares
 
