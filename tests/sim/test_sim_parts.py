@@ -1,6 +1,7 @@
 """The simulated trainer, rewards and lengths."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -80,15 +81,36 @@ def test_rewards_take_time_on_a_bounded_number_of_workers() -> None:
     clock.run(main(), virtual=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason", "time_s"), [("failing", "raised", 3.0), ("hanging", "timeout", 10.0)]
-)
-def test_a_reward_that_fails_or_hangs_says_so(fault: str, reason: str, time_s: float) -> None:
+def test_a_reward_that_fails_says_so() -> None:
     async def main() -> None:
-        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), **{fault: 1.0}), seed=0)
+        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), failing=1.0), seed=0)
         with pytest.raises(RewardFailed) as caught:
             await rewards.score(sample())
-        assert (caught.value.reason, clock.now()) == (reason, time_s)
+        assert (caught.value.reason, clock.now()) == ("raised", 3.0)
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_reward_that_times_out_is_zero_and_is_marked() -> None:
+    async def main() -> None:
+        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), hanging=1.0), seed=0)
+        one = sample()
+        assert (await rewards.score(one), one.timed_out, clock.now()) == (0.0, True, 10.0)
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_step_reports_the_effective_sample_size_of_its_own_tokens() -> None:
+    """Ten tokens of age 0 and ten of age 2: 20 / (10 + 10 exp((0.5 * 2)^2))."""
+
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings(drift=0.5))
+        fresh, stale = sample(0), sample(1)
+        fresh.grow(10, version=3)
+        stale.grow(10, version=1)
+        await trainer.accumulate([[fresh], [stale]], version=3)
+        assert (await trainer.step()).ess == pytest.approx(20 / (10 + 10 * math.e))
+        assert (await trainer.step()).ess == 1.0
 
     clock.run(main(), virtual=True)
 
