@@ -1,6 +1,7 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests
 # make check        ruff and mypy
+# make docs         docs/configuration.md, from the settings
 # make bench        every benchmark that needs no peer, and the peers' own where they are installed
 #
 # Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -25,6 +26,9 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m tailrace.commands.config_reference docs/configuration.md
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/orchestrator.py

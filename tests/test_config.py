@@ -228,7 +228,7 @@ def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
         check_resumable(old, load(tmp_path, overrides=changed))
     remedy = "change it back, or begin a new run in another --output-dir"
     assert str(refused.value).splitlines() == [
-        f"reward.function = 'mine:score': the run was begun with None; {remedy}",
+        f"reward.function = 'mine:score': the run was begun without it; {remedy}",
         f"run.group_size = 8: the run was begun with 4; {remedy}",
         f"run.seed = 1: the run was begun with 0; {remedy}",
     ]

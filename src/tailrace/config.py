@@ -198,10 +198,14 @@ def check_resumable(old: str, config: RunConfig) -> list[Change]:
     if refused:
         remedy = "change it back, or begin a new run in another --output-dir"
         raise _joined(
-            ConfigError(change.key, change.new, f"the run was begun with {change.old!r}", remedy)
+            ConfigError(change.key, change.new, f"the run was begun {_with(change.old)}", remedy)
             for change in refused
         )
     return allowed
+
+
+def _with(value: object) -> str:
+    return "without it" if value is None else f"with {value!r}"
 
 
 def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:

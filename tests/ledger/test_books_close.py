@@ -16,6 +16,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import simulated_parts
@@ -36,7 +37,6 @@ from tailrace.sim.settings import (
 from tailrace.sim.trainer import SimTrainer
 from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
-from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 
 ADMISSIONS = st.one_of(
     st.builds(AtMost, requests_per_engine=st.sampled_from([None, 1, 5])),

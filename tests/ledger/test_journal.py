@@ -7,6 +7,7 @@ from threading import Event, get_ident
 
 import pytest
 
+from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
@@ -18,7 +19,6 @@ from tailrace.ledger.writer import DirectWriter, ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId
-from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 
 
 class Cuts(MemoryStore):

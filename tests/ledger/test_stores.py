@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
@@ -35,7 +36,6 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.types import SampleId
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 ROWS = [

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from helpers.virtual import simulate
 from tailrace.config import RunConfig
-from tailrace.errors import ConfigError
 from tailrace.controller.base import RunSettings
+from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import resolve, shared_parameters
-from helpers.virtual import simulate
+from tailrace.schedules.resolve import check_parameter_names, resolve, shared_parameters
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
 
@@ -52,6 +52,36 @@ def test_a_schedule_of_its_own_in_a_race_wins_over_the_shared_section() -> None:
         "groups_per_round": 8,
         "groups_per_step": 4,
     }
+
+
+def test_a_key_that_none_of_the_compared_schedules_has_is_refused() -> None:
+    shared = config("serial", groups_per_round=8, groups_per_step=4, groups_launched=16)
+    check_parameter_names(shared, ["rolloutpipe", "april"])
+    with pytest.raises(ConfigError) as caught:
+        check_parameter_names(shared, ["rolloutpipe"])
+    assert str(caught.value) == (
+        "schedule.groups_launched = 16: the schedule has no such parameter; it has: groups_per_round, "
+        "groups_per_step, max_tokens_per_batch, admission"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"april": {"groups_lunched": 8}},
+            "schedules.april.groups_lunched = 8: the schedule has no such param",
+        ),
+        ({"apirl": {}}, "schedules.apirl = 'apirl': there is no such schedule; choose from serial, "),
+    ],
+)
+def test_the_section_of_a_schedule_that_does_not_run_is_checked_too(
+    section: dict[str, dict[str, int]], said: str
+) -> None:
+    serial = {"name": "serial", "groups_per_round": 8, "groups_per_step": 4}
+    with pytest.raises(ConfigError) as caught:
+        resolve(RunConfig(run=SETTINGS, schedule=serial, schedules=section))
+    assert str(caught.value).startswith(said)
 
 
 NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divisible by it"

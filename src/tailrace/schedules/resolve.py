@@ -5,23 +5,24 @@ waits for in vain comes out before anything real starts; so does what a schedule
 """
 
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.config import RunConfig, explain
+from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.settings import SimLengthSettings, SimSettings
-from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters: waits for the run."""
@@ -64,21 +65,22 @@ def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> No
         ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
     """
     names = dict.fromkeys((config.schedule.get("name"), *compared))
-    _check_keys("schedule", config.schedule, {"name"}.union(*map(_parameters_of, names)))
+    accepted = dict.fromkeys(chain(["name"], *map(_parameters_of, names)))
+    _check_keys("schedule", config.schedule, accepted)
     for name, section in config.schedules.items():
         if ":" not in name:  # a file need not be importable while another schedule runs
             _check_keys(f"schedules.{name}", section, _parameters_of(name, f"schedules.{name}"))
 
 
-def _check_keys(section: str, given: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    for name in given.keys() - set(accepted):
-        has = ", ".join(sorted(set(accepted) - {"name"}))
-        raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", f"it has: {has}")
+def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
+    for name in (name for name in given if name not in accepted):
+        remedy = f"it has: {', '.join(each for each in accepted if each != 'name')}"
+        raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
 
 
-def _parameters_of(name: object, key: str = "schedule.name") -> set[str]:
+def _parameters_of(name: object, key: str = "schedule.name") -> list[str]:
     _, *names = inspect.signature(_find(name, key)).parameters  # the first is the run
-    return set(names)
+    return names
 
 
 def _find(name: object, key: str = "schedule.name") -> Schedule:
