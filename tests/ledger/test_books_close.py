@@ -22,8 +22,8 @@ from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import simulated_parts
 from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES

@@ -31,8 +31,8 @@ from tailrace.ledger.base import (
 )
 from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.open import create_store, has_begun, open_store
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.types import SampleId

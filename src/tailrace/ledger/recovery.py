@@ -38,7 +38,7 @@ from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
 
 
 @dataclass(slots=True)
-class Past:
+class StartingPoint:
     """The state with which a life begins. The defaults are those of a new run."""
 
     run: RunRow = field(default_factory=lambda: RunRow(FORMAT, 0, 0))
@@ -73,14 +73,14 @@ class Past:
     """The rows to commit when the life begins. Until then the store is unchanged."""
 
 
-def first_life(config: str = "{}") -> Past:
+def first_life(config: str = "{}") -> StartingPoint:
     """Return the state with which a new run begins.
 
     Args:
         config: the resolved config, as JSON.
     """
     run = RunRow(FORMAT, 0, 0)
-    return Past(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0, config)]))
+    return StartingPoint(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0, config)]))
 
 
 def next_life(
@@ -92,7 +92,7 @@ def next_life(
     num_generated: int,
     prompt_of: Callable[[int], Prompt],
     seed: int,
-) -> Past:
+) -> StartingPoint:
     """Return the state with which a resumed run begins. The store changes only when `opening` is committed.
 
     Args:
@@ -126,7 +126,7 @@ def next_life(
     born = LifeRow(life, base.life, base.round, base.version, base.step, crash, config)
     books.lives[life] = born
     totals.wasted_tokens.update({"crash": crash} if crash else {})
-    past = Past(
+    starting_point = StartingPoint(
         books.run,
         life=life,
         round=base.round,
@@ -145,8 +145,10 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(past, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed)
-    return past
+    _revive(
+        starting_point, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed
+    )
+    return starting_point
 
 
 def totals_of(books: Books) -> Totals:
@@ -232,21 +234,30 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
 
 
 def _revive(
-    past: Past, books: Books, partial_rollouts: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
+    starting_point: StartingPoint,
+    books: Books,
+    partial_rollouts: Sequence[int],
+    prompt_of: Callable[[int], Prompt],
+    seed: int,
 ) -> None:
     """Restore each group without a fate: parked, or among the interrupted ones in the order drawn."""
     members = _members(books)
     living = {
-        row.prompt: _group(past, books, row, members[row.prompt], prompt_of(row.prompt), seed)
+        row.prompt: _group(starting_point, books, row, members[row.prompt], prompt_of(row.prompt), seed)
         for row in books.groups.values()
         if row.fate is None
     }
-    past.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
-    past.interrupted = list(living.values())
+    starting_point.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
+    starting_point.interrupted = list(living.values())
 
 
 def _group(
-    past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
+    starting_point: StartingPoint,
+    books: Books,
+    row: GroupRow,
+    members: Sequence[SampleRow],
+    prompt: Prompt,
+    seed: int,
 ) -> Group:
     group = Group(
         prompt,
@@ -260,7 +271,7 @@ def _group(
     kept = msgspec.json.decode(row.kept, type=list[int])
     rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
     samples = {
-        number: _sample(past, books, sample, group, seed)
+        number: _sample(starting_point, books, sample, group, seed)
         for number, sample in rows.items()
         if sample.fate is None or number in kept
     }
@@ -270,11 +281,11 @@ def _group(
         samples[number] = Sample(id, group, seed=noise_seed(seed, id))
     group.samples = [samples[number] for number in sorted(samples)]
     group.kept = [samples[number] for number in kept]
-    past.rows[group] = row
+    starting_point.rows[group] = row
     return group
 
 
-def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
+def _sample(starting_point: StartingPoint, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
     sample = Sample(
         row.id,
         group,
@@ -286,13 +297,13 @@ def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -
         failure=row.failure,
         fate=row.fate,
     )
-    past.origins[sample] = row.origins
-    here = (past.life, past.version)
+    starting_point.origins[sample] = row.origins
+    here = (starting_point.life, starting_point.version)
     for origin in row.origins:
         age = distance(books.lives, here, (origin.life, origin.version))
-        sample.grow(origin.num_tokens, past.version - age)
-        if age != past.version - origin.version:
-            past.dead.add(group)
+        sample.grow(origin.num_tokens, starting_point.version - age)
+        if age != starting_point.version - origin.version:
+            starting_point.dead.add(group)
     for tokens in books.tokens.get(row.id, ()):
         sample.completion_ids.extend(array("i", tokens.ids))
         sample.behavior_logprobs.extend(array("f", tokens.logprobs))
