@@ -33,7 +33,7 @@ from statistics import fmean, median
 from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
 from tailrace.ledger.journal import Journal, Unwritten
@@ -214,7 +214,7 @@ async def laps(
         async def lap(past: Past, journal: Journal | Unwritten) -> tuple[float, float]:
             await rewind(parts, start, version=0)
             meter, began_s = RoundMeter(), time.process_time()
-            await drive(schedule, parts, config.run, Recorder(meter), past=past, journal=journal)
+            await execute(schedule, parts, config.run, Recorder(meter), past=past, journal=journal)
             return fmean(report.main_time_s for report in meter.reports), time.process_time() - began_s
 
         for repeat in range(-1, repeats):  # the first is a warm-up

@@ -35,7 +35,7 @@ from tailrace.processor import environment
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 VOCABULARY = 64
@@ -68,7 +68,7 @@ class Timing:
     loss: float
 
 
-def make_samples(num_groups: int) -> list[TrainSample]:
+def make_samples(num_groups: int) -> list[TrainingSample]:
     """Responses with a long tail: lognormal, median 32, sigma 1.2, clipped to 4..320 tokens."""
     chance = random.Random(0)
     samples = []
@@ -77,7 +77,7 @@ def make_samples(num_groups: int) -> list[TrainSample]:
         for number in range(GROUP_SIZE):
             length = max(4, min(320, round(32 * chance.lognormvariate(0, 1.2))))
             samples.append(
-                TrainSample(
+                TrainingSample(
                     id=SampleId(prompt, 0, number),
                     prompt_ids=prompt_ids,
                     completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],
@@ -111,7 +111,7 @@ def save_model(workload: Workload, folder: Path) -> int:
 class Ours:
     """One step at a time, in this process, which `main` started with one thread a library."""
 
-    def __init__(self, model: Path, samples: Sequence[TrainSample]) -> None:
+    def __init__(self, model: Path, samples: Sequence[TrainingSample]) -> None:
         torch.set_num_threads(1)
         settings = TrainerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
         algorithm = AlgorithmSettings(clip_low=CLIP, clip_high=CLIP)
@@ -129,7 +129,7 @@ class Ours:
 class Trl:
     """One step at a time, in a process of TRL's own environment."""
 
-    def __init__(self, python: Path, model: Path, samples: Sequence[TrainSample], folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, samples: Sequence[TrainingSample], folder: Path) -> None:
         batch = folder / "batch.json"
         batch.write_text(
             json.dumps(
@@ -142,7 +142,7 @@ class Trl:
                     "vocabulary": VOCABULARY,
                     "prompt_ids": [sample.prompt_ids for sample in samples],
                     "completion_ids": [sample.completion_ids for sample in samples],
-                    "logprobs": [sample.logprobs for sample in samples],
+                    "logprobs": [sample.behavior_logprobs for sample in samples],
                     "advantages": [sample.advantage for sample in samples],
                 }
             )

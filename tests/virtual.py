@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.materialise import Materialise
-from tailrace.drive import drive
+from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.controller.execution import execute
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal
@@ -19,10 +19,10 @@ from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
 from tailrace.ledger.writer import DirectWriter, Writer
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
@@ -33,7 +33,7 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Sample, SampleId
 
 E = TypeVar("E")
@@ -219,7 +219,7 @@ def dying(*deaths: Death) -> Beside:
         engine.die()
         await asyncio.sleep(death.down_s)
         engine.version, engine.open = run.version, True
-        run.fleet.engines_changed()
+        run.router.engines_changed()
 
     async def all_of_them(parts: Parts, run: Run) -> None:
         await asyncio.gather(*(one(death, parts, run) for death in deaths))
@@ -264,7 +264,7 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    materialise = Materialise(algorithm, sim.lengths.max_tokens)
+    materialise = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
         reference = algorithm.needs_reference
@@ -287,12 +287,12 @@ def simulate(
 
         try:
             async with asyncio.timeout(kill_at_s):
-                await drive(
+                await execute(
                     watched,
                     outcome.parts,
                     settings,
                     Recorder(outcome),
-                    materialise=materialise,
+                    compute_advantages=materialise,
                     folder=folder,
                     past=past,
                     journal=journal,

@@ -21,7 +21,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings

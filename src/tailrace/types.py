@@ -113,8 +113,8 @@ class Sample:
         if num_tokens == 0:
             return
         self.num_tokens += num_tokens
-        born = self.group.born
-        self.group.born = version if born is None else min(version, born)
+        born = self.group.oldest_version
+        self.group.oldest_version = version if born is None else min(version, born)
         if self.spans and self.spans[-1].version == version:
             num_tokens += self.spans.pop().num_tokens
         self.spans.append(Span(version, num_tokens))
@@ -136,7 +136,7 @@ class Group:
     """
 
     prompt: Prompt
-    need: int
+    num_required: int
     samples: list[Sample]
     num_launched: int = 0
     """How many samples it was drawn with."""
@@ -162,7 +162,7 @@ class Group:
     @property
     def complete(self) -> bool:
         """Trainable-complete but for the filter: generated and judged (RolloutPipe 3.3)."""
-        return self.serving_complete and all(sample.judged for sample in self.kept)
+        return self.serving_complete and all(sample.scored for sample in self.kept)
 
     @property
     def trainable(self) -> list[Sample]:

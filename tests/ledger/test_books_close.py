@@ -21,7 +21,7 @@ from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
 from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -33,7 +33,7 @@ from tailrace.sim.settings import (
     SimTrainerSettings,
 )
 from tailrace.sim.trainer import SimTrainer
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
 from virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate

@@ -55,7 +55,7 @@ def looks(group: Group) -> list[object]:
     fields = ("id", "seed", "completion_ids", "logprobs", "spans", "num_tokens", "finish_reason", "text")
     judged = ("reference_logprobs", "reward", "failure", "fate", "judged")
     return [
-        (group.prompt.index, group.need, group.num_launched, group.attempt, group.born, group.deferrals),
+        (group.prompt.index, group.num_required, group.num_launched, group.attempt, group.oldest_version, group.deferrals),
         [sample.id for sample in group.kept],
         [[getattr(sample, field) for field in (*fields, *judged)] for sample in group.samples],
     ]
@@ -75,7 +75,7 @@ class Life:
         self.journal = Journal(DirectWriter(store), past, flush_s=1.0)
         self.ledger = Ledger(Recorder(), past.totals, self.journal)
         self.journal.follow(self.ledger)
-        self.ledger.recall([*past.shelf, *past.interrupted])
+        self.ledger.recall([*past.partial_rollouts, *past.interrupted])
 
     def draw(self, *lengths: int, version: int = 0) -> Group:
         """A group of finished samples, with tokens."""
@@ -131,7 +131,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
             life.ledger.draw(group)
         await life.mark(folder, 5, 7, parked=alive[:1])
         past = life.next(folder, sum(group.num_tokens for group in alive))
-        assert [looks(group) for group in past.shelf] == [looks(group) for group in alive[:1]]
+        assert [looks(group) for group in past.partial_rollouts] == [looks(group) for group in alive[:1]]
         assert [looks(group) for group in past.interrupted] == [looks(group) for group in alive[1:]]
         assert (past.life, past.round, past.version, past.step) == (2, 5, 5, 7)
         assert (past.longest, past.steps_at) == ({7: 5}, {5: 7})
@@ -149,7 +149,7 @@ def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_no
         life.ledger.train(after.samples, 2)
         await life.journal.finish()
         past = life.next(tmp_path, 15)
-        assert [group.prompt.index for group in past.shelf] == [2]
+        assert [group.prompt.index for group in past.partial_rollouts] == [2]
         assert [group.prompt.index for group in past.interrupted] == [1]
         assert past.interrupted[0].samples[0].completion_ids == [0, 1, 2]
         assert past.totals.trained_tokens == 10 and past.totals.groups == {"trained": 1}
@@ -241,7 +241,7 @@ def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path
         await life.journal.finish()
         past = life.next(tmp_path, 3)
         assert past.version == 2
-        assert [group.born for group in past.interrupted] == [1, 2, 0]
+        assert [group.oldest_version for group in past.interrupted] == [1, 2, 0]
         again = Life(life.store, past)
         again.past.interrupted[2].samples[0].extend([7], [0.0], 3)
         await again.journal.finish()

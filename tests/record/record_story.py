@@ -73,7 +73,7 @@ class Story:
         self.num_steps += 1
         lags = Lags()
         for sample in group.kept:
-            lags.add(sample, sample.oldest + lag, lambda version: 3 * lag)
+            lags.add(sample, sample.oldest_version + lag, lambda version: 3 * lag)
         ids = tuple(sample.id for sample in group.kept)
         stats = StepStats(
             num_steps=self.num_steps,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.rolloutpipe import rolloutpipe
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Group, Sample
 from virtual import EXACT, SETTINGS, SIM, ZERO_VARIANCE, Death, change, dying, in_service, simulate, worlds
 

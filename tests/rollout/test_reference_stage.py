@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Sample
 from virtual import EXACT, change, simulate
 

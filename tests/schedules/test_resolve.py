@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES

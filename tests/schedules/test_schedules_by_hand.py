@@ -9,7 +9,7 @@ from math import exp
 
 import pytest
 
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import (
     Accumulated,
     EssTaken,

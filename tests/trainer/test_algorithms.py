@@ -14,7 +14,7 @@ from trainer_cases import MAX_TOKENS, Unit, first_moments, make_units
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.reference import TorchReference
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 Make = Callable[..., TorchTrainer]
@@ -36,8 +36,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def with_reference(units: list[Unit]) -> list[Unit]:
     """The same, with log-probs under a reference; every other sample's first half was carried over."""
 
-    def of(sample: TrainSample) -> TrainSample:
-        reference_logprobs = [logprob - 0.3 for logprob in sample.logprobs]
+    def of(sample: TrainingSample) -> TrainingSample:
+        reference_logprobs = [logprob - 0.3 for logprob in sample.behavior_logprobs]
         carried = len(sample.completion_ids) // 2 if sample.id.number % 2 else 0
         return replace(sample, reference_logprobs=reference_logprobs, num_carried=carried)
 
@@ -87,7 +87,7 @@ def test_another_order_and_packing_change_only_the_rounding(
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_empty_completions_give_no_nan(make_trainer: Make, name: str) -> None:
     trainer = make_trainer(**ALGORITHMS[name])
-    empty = TrainSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
+    empty = TrainingSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
     trainer.accumulate([[empty, empty]])
     stats = trainer.step()
     assert (stats.loss, stats.grad_norm, stats.ess, stats.value_loss) == (0.0, 0.0, 1.0, 0.0)
@@ -204,14 +204,14 @@ def test_masked_tokens_are_as_if_they_were_prompt(make_trainer: Make, tmp_path: 
     torch.testing.assert_close(masked, plain, atol=1e-6, rtol=0)
 
 
-def as_prompt(sample: TrainSample, n: int) -> TrainSample:
+def as_prompt(sample: TrainingSample, n: int) -> TrainingSample:
     """The first n tokens of the completion given to the prompt."""
     ids = sample.completion_ids
     return replace(
         sample,
         prompt_ids=sample.prompt_ids + ids[:n],
         completion_ids=ids[n:],
-        logprobs=sample.logprobs[n:],
+        logprobs=sample.behavior_logprobs[n:],
         num_carried=0,
     )
 
@@ -226,8 +226,8 @@ def test_a_step_says_its_effective_sample_size_and_its_kl_to_the_reference(make_
     trainer.accumulate(units)
     stats = trainer.step()
     assert stats.ess == pytest.approx(guard, rel=1e-6) and 0 < stats.ess < 0.99
-    tokens = [s for unit in units for sample in unit for s in sample.logprobs]
-    current = [x for unit in recorded_by(make_trainer(), units) for s in unit for x in s.logprobs]
+    tokens = [s for unit in units for sample in unit for s in sample.behavior_logprobs]
+    current = [x for unit in recorded_by(make_trainer(), units) for s in unit for x in s.behavior_logprobs]
     away = [p - (mu - 0.3) for p, mu in zip(current, tokens, strict=True)]
     assert stats.reference_kl == pytest.approx(sum(away) / len(away), abs=1e-5)
 

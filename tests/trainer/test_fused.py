@@ -17,7 +17,7 @@ from transformers import (
 
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.packing import MicroBatch, by_prompt
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 SHAPE = {
@@ -37,13 +37,13 @@ def make_model(config: type, model: type, **changes: object) -> PreTrainedModel:
     return made
 
 
-def make_samples(lengths: list[int], prompts: list[int] | None = None) -> list[TrainSample]:
+def make_samples(lengths: list[int], prompts: list[int] | None = None) -> list[TrainingSample]:
     """Samples of so many completion tokens; those whose prompt has the same number have it in common."""
     chance = random.Random(0)
     numbers = range(len(lengths)) if prompts is None else prompts
     texts = {number: [chance.randrange(50) for _ in range(5 + 30 * number)] for number in set(numbers)}
     return [
-        TrainSample(
+        TrainingSample(
             SampleId(0, 0, index),
             texts[numbers[index]],
             [chance.randrange(50) for _ in range(length)],

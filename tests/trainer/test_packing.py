@@ -13,12 +13,12 @@ from tailrace.trainer.packing import (
     pack,
     share,
 )
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 
-def sample(index: int, prompt_length: int, length: int) -> TrainSample:
-    return TrainSample(
+def sample(index: int, prompt_length: int, length: int) -> TrainingSample:
+    return TrainingSample(
         SampleId(0, 0, index),
         list(range(100, 100 + prompt_length)),
         list(range(length)),
@@ -27,7 +27,7 @@ def sample(index: int, prompt_length: int, length: int) -> TrainSample:
     )
 
 
-def alone(sample: TrainSample) -> int:
+def alone(sample: TrainingSample) -> int:
     """Fed tokens of a family of one."""
     return fed_tokens([sample])
 

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import BOTH_WAYS, Passes
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 
-def sample(num_tokens: int, advantage: float) -> TrainSample:
+def sample(num_tokens: int, advantage: float) -> TrainingSample:
     completion = [1] * num_tokens
-    return TrainSample(SampleId(0, 0, 0), [2, 3, 4], completion, [-1.0] * num_tokens, advantage)
+    return TrainingSample(SampleId(0, 0, 0), [2, 3, 4], completion, [-1.0] * num_tokens, advantage)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tailrace.errors import ConfigError
 from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.policy import Policy
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 CPU = torch.device("cpu")
@@ -83,9 +83,9 @@ def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     assert {parameter.dtype for parameter in rough.parameters().values()} == {torch.float32}
 
 
-def answers_to(prompt_ids: list[int], *completions: list[int]) -> list[TrainSample]:
+def answers_to(prompt_ids: list[int], *completions: list[int]) -> list[TrainingSample]:
     return [
-        TrainSample(SampleId(0, 0, i), prompt_ids, ids, [0.0] * len(ids), 0.0)
+        TrainingSample(SampleId(0, 0, i), prompt_ids, ids, [0.0] * len(ids), 0.0)
         for i, ids in enumerate(completions)
     ]
 

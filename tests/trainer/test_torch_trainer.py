@@ -12,7 +12,7 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.policy import Policy
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 Make = Callable[..., TorchTrainer]
@@ -43,7 +43,7 @@ def test_streamed_accumulation_equals_the_one_call_bit_for_bit(
 
 
 def test_small_units_are_computed_together_at_most_until_the_step(make_trainer: Make) -> None:
-    unit = [TrainSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]  # ten tokens fed
+    unit = [TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]  # ten tokens fed
     trainer = make_trainer(token_budget=1000, least_tokens=30)
     trainer.accumulate([unit] * 2)
     assert not trainer_gradient(trainer).any()
@@ -78,7 +78,7 @@ def test_samples_without_advantage_are_counted_and_measured_as_if_they_had_one(
 
 
 def test_samples_without_advantage_have_a_gradient_of_the_kl_in_the_loss(make_trainer: Make) -> None:
-    sample = TrainSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 0.0, [-3.0] * 9)
+    sample = TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 0.0, [-3.0] * 9)
     trainer = make_trainer(least_tokens=1)
     trainer.accumulate([[sample]])
     assert not trainer_gradient(trainer).any()
@@ -149,7 +149,7 @@ def test_empty_completions_count_as_samples_and_give_no_nan(
 ) -> None:
     trainer = make_trainer(normalize=normalize, loss=loss)
     before = {name: tensor.clone() for name, tensor in trainer.state().items()}
-    empty = TrainSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
+    empty = TrainingSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
     trainer.accumulate([[empty, empty]])
     stats = trainer.step()
     assert (stats.num_tokens, stats.num_micro_batches, len(stats.samples)) == (0, 0, 2)
@@ -171,11 +171,11 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
     assert stats.compute_s > 0
 
 
-def recorded_by(model_path: Path, sample: TrainSample) -> TrainSample:
+def recorded_by(model_path: Path, sample: TrainingSample) -> TrainingSample:
     """The same sample with the log-probs that the model itself gives it."""
     policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
     recorded = policy.logprobs(MicroBatch.of([[sample]], policy.device)).logprobs.tolist()
-    return TrainSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
+    return TrainingSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
 
 
 def test_log_probs_recorded_by_the_policy_itself_have_ratio_one(make_trainer: Make, model_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_clipping_scales_the_gradient_to_the_allowed_norm(make_trainer: Make, tm
 
 def test_repeated_steps_raise_the_likelihood_of_what_was_rewarded(make_trainer: Make) -> None:
     trainer = make_trainer(loss="reinforce", learning_rate=1e-2)
-    sample = TrainSample(SampleId(0, 0, 0), [3, 4], [5, 6, 7, 8], [0.0] * 4, 1.0)
+    sample = TrainingSample(SampleId(0, 0, 0), [3, 4], [5, 6, 7, 8], [0.0] * 4, 1.0)
     losses = []
     for _ in range(20):
         trainer.accumulate([[sample]])

@@ -24,7 +24,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 BY_EITHER_LIBRARY = [
@@ -54,7 +54,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
         max_tokens=MAX_TOKENS,
     )
     trainer = TorchTrainer(passes)
-    samples = [TrainSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
+    samples = [TrainingSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
     trainer.accumulate([samples[:3], samples[3:]])
     stats = trainer.step()
     trainer.save(tmp_path / "trained")

@@ -11,24 +11,24 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 VOCABULARY = 24
 MAX_TOKENS = 50
 """The limit of a completion."""
-Unit = list[TrainSample]
+Unit = list[TrainingSample]
 
 
 def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit]:
     """Groups of samples of unequal lengths, one with an empty completion in each second group."""
     chance = random.Random(seed)
 
-    def sample(prompt: int, index: int) -> TrainSample:
+    def sample(prompt: int, index: int) -> TrainingSample:
         length = min(40, int(chance.lognormvariate(1.8, 0.9)) + 1)
         if index == 1 and prompt % 2:
             length = 0
-        return TrainSample(
+        return TrainingSample(
             id=SampleId(prompt, 0, index),
             prompt_ids=[chance.randrange(VOCABULARY) for _ in range(3 + prompt % 3)],
             completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],

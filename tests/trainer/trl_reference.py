@@ -81,7 +81,7 @@ def reference_model() -> PreTrainedModel:
 
 
 def reference_samples() -> list[dict[str, Any]]:
-    """Six samples as plain values, by the names of TrainSample."""
+    """Six samples as plain values, by the names of TrainingSample."""
     chance = random.Random(5)
     samples = []
     for prompt_length, length in ((3, 9), (3, 2), (3, 5), (5, 1), (5, 14), (5, 4)):

@@ -15,7 +15,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.base import SamplingSettings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 from tailrace.workers.helper import LocalHelper, helpers_of, make_helped, passes_of
 from tailrace.workers.messages import TrainerJob
@@ -41,11 +41,11 @@ def trainer_of(model: Path, folder: Path, helpers: int) -> Iterator[tuple[TorchT
         yield trainer, spawned
 
 
-def units(number: int) -> list[list[TrainSample]]:
+def units(number: int) -> list[list[TrainingSample]]:
     """Of twelve prompts; every fifth sample has no advantage."""
     return [
         [
-            TrainSample(
+            TrainingSample(
                 SampleId(prompt, number, index),
                 [2 + prompt, 3, 4],
                 [2 + (prompt * token + index) % 29 for token in range(5 + 4 * index)],

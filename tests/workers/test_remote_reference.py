@@ -33,7 +33,7 @@ def test_the_reference_gives_the_log_probs_of_the_first_weights_whatever_is_trai
 
             await asyncio.gather(*map(roll_out, samples))
             for number, sample in enumerate(samples):
-                assert sample.reference_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+                assert sample.reference_logprobs == pytest.approx(sample.behavior_logprobs, abs=1e-4)
                 sample.advantage = number - 2.5
             for _ in range(2):
                 await opened.trainer.accumulate([samples])
@@ -42,7 +42,7 @@ def test_the_reference_gives_the_log_probs_of_the_first_weights_whatever_is_trai
             again = await opened.reference.logprobs(samples[0])
             assert again == pytest.approx(samples[0].reference_logprobs, abs=1e-5)
 
-    drive(main())
+    execute(main())
 
 
 def test_without_a_kl_there_is_no_process_for_it(model_path: Path, tmp_path: Path, drive: Drive) -> None:
@@ -51,7 +51,7 @@ def test_without_a_kl_there_is_no_process_for_it(model_path: Path, tmp_path: Pat
             assert opened.reference is None
         assert not (tmp_path / "logs" / "reference.log").exists()
 
-    drive(main())
+    execute(main())
 
 
 def test_its_death_ends_the_run_and_who_waits_for_it_learns_why(
@@ -66,7 +66,7 @@ def test_its_death_ends_the_run_and_who_waits_for_it_learns_why(
                 os.kill(opened.reference.process.pid, signal.SIGKILL)
                 await opened.reference.logprobs(sample)
 
-    drive(main())
+    execute(main())
 
 
 def test_a_cancelled_request_leaves_the_others_their_answers(
@@ -85,4 +85,4 @@ def test_a_cancelled_request_leaves_the_others_their_answers(
             assert isinstance(found[1], asyncio.CancelledError)
             assert [len(each) for each in (found[0], found[2])] == [1, 3]  # type: ignore[arg-type]
 
-    drive(main())
+    execute(main())

@@ -23,7 +23,7 @@ from tailrace.commands.race import Racer, race
 from tailrace.config import RunConfig, require_sections
 from tailrace.errors import ConfigError
 from tailrace.record.timeline import draw
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.resolve import resolve, shared_parameters
 
 BASELINE = "serial"

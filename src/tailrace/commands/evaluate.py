@@ -12,7 +12,7 @@ from tailrace.commands.live import check_live, open_parts
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples
-from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.router import Router
 
 
 def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
@@ -37,4 +37,4 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
     learns_nothing = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
     async with open_parts(learns_nothing, scratch) as parts:
         samples = held_out_samples(parts.held_out, config.run.eval_prompts, config.run.seed, 0)
-        return await evaluate(samples, Fleet(parts.engines, Recorder()), parts.rewards)
+        return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
 from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
-from tailrace.parts import Parts
+from tailrace.controller.base import Parts
 from tailrace.reward.functions import Scorer
 from tailrace.workers.base import left_to_the_trainer, plan_pins
 from tailrace.workers.local import open_local
@@ -62,10 +62,10 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
-def live_materialise(config: RunConfig) -> Materialise:
+def live_advantages(config: RunConfig) -> ComputeAdvantages:
     """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
     assert config.sampling
-    return Materialise(config.algorithm, config.sampling.max_completion_tokens)
+    return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
 
 
 @asynccontextmanager

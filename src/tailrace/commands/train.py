@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
+from tailrace.commands.live import check_live, live_advantages, open_parts, rewind, training_prompts
 from tailrace.config import RunConfig
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, Unwritten
@@ -156,12 +156,12 @@ async def _train(
         )
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
             journal = Journal(writer, past, flush_s=config.ledger.flush_s) if writer else Unwritten()
-            await drive(
+            await execute(
                 schedule,
                 parts,
                 config.run,
                 recorder,
-                materialise=live_materialise(config),
+                compute_advantages=live_advantages(config),
                 folder=checkpoints,
                 past=past,
                 journal=journal,

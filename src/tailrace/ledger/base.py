@@ -87,7 +87,7 @@ class MarkRow(Row, frozen=True, array_like=True):
     """Optimizer steps made."""
     checkpoint: str
     """The name of its folder."""
-    shelf: str
+    partial_rollouts: str
     """The parked prompts in their order, as JSON."""
     longest: str = "{}"
     """What rollout/history.py knows, as JSON: {row of the data: tokens}. Only the last two marks have it."""
@@ -104,7 +104,7 @@ class GroupRow(Row, frozen=True, array_like=True):
     life: int
     round: int
     """When it was drawn."""
-    need: int
+    num_required: int
     num_launched: int
     attempt: int
     deferrals: int

@@ -95,7 +95,7 @@ class Journal:
             version,
             step,
             checkpoint,
-            shelf=_json([group.prompt.index for group in parked]),
+            partial_rollouts=_json([group.prompt.index for group in parked]),
             longest=_json(longest),
             steps_at=_json(steps_at),
         )
@@ -182,8 +182,8 @@ class Journal:
         row = GroupRow(
             prompt=group.prompt.index,
             life=old.life if old else self._life,
-            round=group.drawn,
-            need=group.need,
+            round=group.round_drawn,
+            num_required=group.num_required,
             num_launched=group.num_launched,
             attempt=group.attempt,
             deferrals=group.deferrals,
@@ -214,7 +214,7 @@ class Journal:
         seen = self._samples.get(sample)
         start = seen[0] if seen else 0
         if ids := sample.completion_ids[start:]:
-            logprobs = array("f", sample.logprobs[start:])
+            logprobs = array("f", sample.behavior_logprobs[start:])
             yield TokensRow(*sample.id, start, array("i", ids).tobytes(), logprobs.tobytes())
 
     def _sample_row(self, sample: Sample, *, pruned: bool = False) -> SampleRow:

@@ -3,7 +3,7 @@
 The base is the newest checkpoint that the ledger has a mark of. What was trained after the mark was trained
 into weights that are gone: it is undone, and its groups live again with their tokens. What was filtered,
 dropped or wasted stays so, and the next prompt is the next after all that were ever drawn. Groups of the
-shelf at the mark are on the shelf again; all others that live were interrupted, and come first when prompts
+partial_rollouts at the mark are on the partial-rollout buffer again; all others that live were interrupted, and come first when prompts
 are asked for.
 
 A token is as old as there are publications between its own and the base's, along the tree of lives
@@ -55,7 +55,7 @@ class Past:
     """Of each row of the data: its longest response when it was last trained."""
     steps_at: dict[int, int] = field(default_factory=dict)
     """Optimizer steps at each publication."""
-    shelf: list[Group] = field(default_factory=list)
+    partial_rollouts: list[Group] = field(default_factory=list)
     interrupted: list[Group] = field(default_factory=list)
     rows: dict[Group, GroupRow] = field(default_factory=dict)
     """Of the living groups, as they are stored."""
@@ -141,7 +141,7 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(past, books, msgspec.json.decode(base.shelf, type=list[int]), prompt_of, seed)
+    _revive(past, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed)
     return past
 
 
@@ -223,16 +223,16 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
 
 
 def _revive(
-    past: Past, books: Books, shelf: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
+    past: Past, books: Books, partial_rollouts: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
 ) -> None:
-    """Every group that lives, onto the shelf or among the interrupted, in the order drawn."""
+    """Every group that lives, onto the partial-rollout buffer or among the interrupted, in the order drawn."""
     members = _members(books)
     living = {
         row.prompt: _group(past, books, row, members[row.prompt], prompt_of(row.prompt), seed)
         for row in books.groups.values()
         if row.fate is None
     }
-    past.shelf = [living.pop(prompt) for prompt in shelf if prompt in living]
+    past.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
     past.interrupted = list(living.values())
 
 
@@ -240,9 +240,9 @@ def _group(
     past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
 ) -> Group:
     group = Group(
-        prompt, row.need, [], num_launched=row.num_launched, attempt=row.attempt, deferrals=row.deferrals
+        prompt, row.num_required, [], num_launched=row.num_launched, attempt=row.attempt, deferrals=row.deferrals
     )
-    group.drawn = row.round
+    group.round_drawn = row.round
     kept = msgspec.json.decode(row.kept, type=list[int])
     rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
     samples = {
@@ -281,5 +281,5 @@ def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -
             past.dead.add(group)
     for tokens in books.tokens.get(row.id, ()):
         sample.completion_ids.extend(array("i", tokens.ids))
-        sample.logprobs.extend(array("f", tokens.logprobs))
+        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
     return sample

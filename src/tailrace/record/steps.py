@@ -228,7 +228,7 @@ def _ages(event: Stepped, round: int) -> Row:
     groups = dict.fromkeys(sample.group for sample in event.samples)
     versions = Counter(len({span.version for span in sample.spans}) for sample in event.samples)
     deferrals = Counter(group.deferrals for group in groups)
-    ages = Counter(round - group.drawn for group in groups)
+    ages = Counter(round - group.round_drawn for group in groups)
     row: Row = {
         "staleness/mean": mean_of(lags.steps),
         "staleness/max": max(lags.steps, default=0),

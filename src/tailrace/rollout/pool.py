@@ -21,14 +21,14 @@ from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
-from tailrace.rollout.fleet import Fleet
-from tailrace.rollout.ring import Full, Ring
+from tailrace.rollout.router import Router
+from tailrace.rollout.ready_queue import Full, ReadyQueue
 from tailrace.rollout.selection import Select, earliest
-from tailrace.rollout.shelf import Shelf
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.types import Group, Sample
 
 Draw = Callable[[int], list[Group]]
-Materialise = Callable[[Group], str | None]
+ComputeAdvantages = Callable[[Group], str | None]
 """Sets the advantages of a judged group; or says why it must not be trained."""
 
 
@@ -38,20 +38,20 @@ class Pool:
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
-        fleet: Fleet,
+        router: Router,
         rewards: Rewards,
         ledger: Ledger,
-        shelf: Shelf,
+        partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
         *,
         replace: Callable[[int], list[Group]],
-        materialise: Materialise,
+        materialise: ComputeAdvantages,
     ) -> None:
         self.admission: Admission = FIFO
-        self.ready = Ring("the pool", drop=self.drop, coming=self._coming)
-        self.ready.on_taken = fleet.on_changed = self._pump
-        self._tasks, self._fleet, self._rewards = tasks, fleet, rewards
-        self._ledger, self._shelf, self._recorder = ledger, shelf, recorder
+        self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
+        self.ready.on_taken = router.on_changed = self._pump
+        self._tasks, self._router, self._rewards = tasks, router, rewards
+        self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
         self._replace, self._materialise = replace, materialise
         self._groups: dict[Group, None] = {}  # here and not complete
         self._frontier: dict[Group, None] = {}  # being served, and lacking responses
@@ -110,7 +110,7 @@ class Pool:
             yield groups
 
     async def park(self) -> None:
-        """Stop everything. Whatever nobody has taken goes to the shelf with its tokens, finished
+        """Stop everything. Whatever nobody has taken goes to the partial-rollout buffer with its tokens, finished
         siblings and rewards: complete groups first, then in the order of launch. Afterwards the pool is
         empty."""
         self._park([*self.ready.clear(), *self._groups])
@@ -174,7 +174,7 @@ class Pool:
             for sample in [s for s in group.samples if s not in group.kept]:
                 self._discard(sample, "raced")
         for sample in group.kept:
-            if not sample.judged and sample not in self._scoring and not self._shut:
+            if not sample.scored and sample not in self._scoring and not self._shut:
                 self._start_scoring(sample)
         if group.complete:
             self._complete(group)
@@ -182,12 +182,12 @@ class Pool:
     @staticmethod
     def _keep_finished(group: Group) -> None:
         for sample in group.samples:
-            full = len(group.kept) >= group.need
+            full = len(group.kept) >= group.num_required
             if sample.finish_reason and not full and sample not in group.kept:
                 group.kept.append(sample)
 
     def _complete(self, group: Group) -> None:
-        """Materialise: RolloutPipe's trainable-complete, or the end of the group."""
+        """ComputeAdvantages: RolloutPipe's trainable-complete, or the end of the group."""
         del self._groups[group]
         if not group.trainable:
             reasons = Counter(sample.failure or "" for sample in group.kept)
@@ -214,14 +214,14 @@ class Pool:
         if self._pumping or self._shut:
             return
         self._pumping = True
-        slots = self._fleet.slots
+        slots = self._router.slots
         while (sample := self._head(slots)) and len(self._serving) < slots:
             if not self.admission.admits(sample.group, self):
                 break
             heapq.heappop(self._line)
             del self._waiting[sample]
             self._frontier[sample.group] = None
-            self._serving[sample] = task = self._tasks.create_task(self._fleet.serve(sample))
+            self._serving[sample] = task = self._tasks.create_task(self._router.serve(sample))
             # Not try/finally inside: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._left, sample))
         self._pumping = False
@@ -305,7 +305,7 @@ class Pool:
         for group in groups:
             self._keep_finished(group)  # what finished in the same instant counts
             group.deferrals += 1
-        self._shelf.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
+        self._partial_rollouts.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
 
     def shut(self) -> None:
         """The end, or an error. Nobody is served any more; otherwise every task that is cancelled would

@@ -1,4 +1,4 @@
-"""One file a paper. A schedule is an async function over the vocabulary of `tailrace.run.Run`.
+"""One file a paper. A schedule is an async function over the vocabulary of `tailrace.controller.run.Run`.
 
 Its parameters are its settings: what stands in the config's [schedule] section, checked against the types
 of the signature. What cannot be said by a type, the function says with `require` before it starts.

@@ -8,7 +8,7 @@ Its largest lag is G - 1 optimizer steps: the fair opponent of a PipelineRL with
 
 from math import ceil
 
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count
 from tailrace.types import batched
 

@@ -12,8 +12,8 @@ its oldest (section 4, ring buffers).
 from math import inf
 
 from tailrace.rollout.admission import AtMost
-from tailrace.rollout.ring import Full
-from tailrace.run import Run
+from tailrace.rollout.ready_queue import Full
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, Share, require
 from tailrace.types import KV, Group
 

@@ -13,16 +13,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.config import RunConfig, explain
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters: waits for the run."""
@@ -136,7 +136,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
             )
 
     async def two_rounds() -> None:
-        await drive(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
+        await execute(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)

@@ -11,7 +11,7 @@ All R groups have the round's weights, and the old policy of every step is the r
 
 from tailrace.rollout.admission import FIFO, Admission
 from tailrace.rollout.selection import feasible, fits
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, require_divisible
 
 

@@ -1,6 +1,6 @@
 """Serial rollout, then training: Slime and veRL, the baseline of RolloutPipe (section 2.1) and RollPacker."""
 
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, require_divisible
 from tailrace.types import batched
 

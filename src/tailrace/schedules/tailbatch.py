@@ -10,7 +10,7 @@ from functools import partial
 from math import ceil, inf
 
 from tailrace.rollout.admission import AtMost
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, Factor
 from tailrace.types import Group
 
@@ -47,7 +47,7 @@ async def tailbatch_dapo(run: Run, P0: Count, requests: Count, eta_responses: Fa
         if long := long_round(run, P0):
             run.pool.launch(run.restart(long))
         else:
-            run.pool.feed(partial(run.prompts, samples=ceil(eta_responses * run.K)), room=inf, full="hold")
+            run.pool.feed(partial(run.prompts, samples=ceil(eta_responses * run.group_size)), room=inf, full="hold")
         batch = await run.pool.take(len(long) or P0)
         await run.pool.park()
         await run.train(batch)
@@ -77,4 +77,4 @@ def long_round(run: Run, P0: int) -> list[Group]:
 
 
 def short_round(run: Run, P0: int, eta_prompts: float, eta_responses: float) -> list[Group]:
-    return run.prompts(ceil(eta_prompts * P0), samples=ceil(eta_responses * run.K))
+    return run.prompts(ceil(eta_prompts * P0), samples=ceil(eta_responses * run.group_size))

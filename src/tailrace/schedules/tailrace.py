@@ -4,7 +4,7 @@
 
 from math import ceil
 
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Bound, Count, Factor, Share
 from tailrace.schedules.window import window
 from tailrace.types import KV, Group

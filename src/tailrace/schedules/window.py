@@ -14,7 +14,7 @@ from collections.abc import Collection
 from itertools import accumulate
 
 from tailrace.rollout.selection import Select
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import require
 from tailrace.types import Group
 

@@ -4,7 +4,7 @@ import math
 import random
 
 from tailrace.data.epochs import Epochs
-from tailrace.parts import Parts
+from tailrace.controller.base import Parts
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import SimRewards

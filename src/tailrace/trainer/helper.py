@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 
 
 class Helper(Protocol):
@@ -15,7 +15,7 @@ class Helper(Protocol):
     """[number of parameters]: its sum, in memory that both see; the trainer's to read and to empty once it
     has finished."""
 
-    def begin(self, samples: Sequence[TrainSample]) -> None:
+    def begin(self, samples: Sequence[TrainingSample]) -> None:
         """Have it compute them, after what it was given before. Returns at once."""
 
     def finish(self) -> list[float]:

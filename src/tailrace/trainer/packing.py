@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 WORTH_SHARING = 400
 """Cost, in tokens of a forward pass, of what two processes compute faster than one."""
 
 
-Family = Sequence[TrainSample]
+Family = Sequence[TrainingSample]
 """Samples with one prompt."""
 
 
@@ -67,7 +67,7 @@ class MicroBatch:
             layout.add(family)
         samples = [sample for family in families for sample in family]
         targets = [token for sample in samples for token in sample.completion_ids]
-        recorded = [logprob for sample in samples for logprob in sample.logprobs]
+        recorded = [logprob for sample in samples for logprob in sample.behavior_logprobs]
         reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
         carried = [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))]
         counts = [len(sample.completion_ids) for sample in samples]
@@ -127,9 +127,9 @@ def fed_tokens(family: Family) -> int:
     return len(family[0].prompt_ids) + sum(max(0, len(sample.completion_ids) - 1) for sample in family)
 
 
-def by_prompt(samples: Sequence[TrainSample]) -> list[Family]:
+def by_prompt(samples: Sequence[TrainingSample]) -> list[Family]:
     """Families as large as can be, in the order in which their prompts come first."""
-    found: dict[tuple[int, ...], list[TrainSample]] = {}
+    found: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         found.setdefault(tuple(sample.prompt_ids), []).append(sample)
     return list(found.values())
@@ -156,7 +156,7 @@ def pack(families: Sequence[Family], budget: int) -> list[list[Family]]:
 
 
 def _cut(family: Family, budget: int) -> list[Family]:
-    parts: list[list[TrainSample]] = []
+    parts: list[list[TrainingSample]] = []
     for sample in family:
         if not sample.completion_ids:
             continue
@@ -167,13 +167,13 @@ def _cut(family: Family, budget: int) -> list[Family]:
 
 
 def share(
-    samples: Sequence[TrainSample], num_parts: int, cost: Callable[[TrainSample], float]
-) -> list[list[TrainSample]]:
+    samples: Sequence[TrainingSample], num_parts: int, cost: Callable[[TrainingSample], float]
+) -> list[list[TrainingSample]]:
     """Cut samples into parts of like cost: the dearest first, each to the part that has least. One part where
     that is faster."""
     if num_parts == 1 or sum(map(cost, samples)) < WORTH_SHARING:
         return [list(samples)]
-    parts: list[list[TrainSample]] = [[] for _ in range(num_parts)]
+    parts: list[list[TrainingSample]] = [[] for _ in range(num_parts)]
     costs = [0.0] * num_parts
     for sample in sorted(samples, key=cost, reverse=True):
         least = costs.index(min(costs))

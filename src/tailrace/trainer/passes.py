@@ -22,7 +22,7 @@ from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.packing import MicroBatch, fed_tokens
 from tailrace.trainer.policy import DTYPES, Policy
 from tailrace.trainer.tally import Sums
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 
 BOTH_WAYS = 2.5
 """What forward and backward cost, the forward pass alone being one; by operations it would be 3."""
@@ -72,24 +72,24 @@ class Passes:
         critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
         return cls(policy, critic, settings, algorithm, max_tokens=max_tokens, source=path)
 
-    def teaches(self, sample: TrainSample) -> bool:
+    def teaches(self, sample: TrainingSample) -> bool:
         """Whether it has a gradient; of all others the statistics are all that is computed."""
         return sample.advantage != 0.0 or self.algorithm.learns_without_advantage
 
-    def cost(self, sample: TrainSample) -> float:
+    def cost(self, sample: TrainingSample) -> float:
         """In tokens of a forward pass without attention, which costs a long sample as much again."""
         num_tokens = fed_tokens([sample])
         ways = BOTH_WAYS if self.teaches(sample) else 1.0
         return num_tokens * (1 + num_tokens * self.policy.attention_cost) * ways
 
-    def run(self, samples: Sequence[TrainSample]) -> list[Sums[Tensor]]:
+    def run(self, samples: Sequence[TrainingSample]) -> list[Sums[Tensor]]:
         """Add the samples' gradients to the sum. Returns the statistics of each micro-batch."""
         taught = [sample for sample in samples if self.teaches(sample)]
         others = [sample for sample in samples if not self.teaches(sample)]
         learned = [self._learn(batch) for batch in self._batches(taught)]
         return [*learned, *(self._measure(batch) for batch in self._batches(others))]
 
-    def _batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+    def _batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         return self.policy.batches(samples, self.settings.token_budget)
 
     def _learn(self, batch: MicroBatch) -> Sums[Tensor]:

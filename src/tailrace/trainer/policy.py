@@ -19,7 +19,7 @@ from tailrace.trainer.flat import halves, num_elements
 from tailrace.trainer.fused import can_fuse, fused_hidden_states
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import Family, MicroBatch, by_prompt, pack
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,7 +75,7 @@ class Policy:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return cls(model, temperature=temperature, device=device, dtype=dtype)
 
-    def batches(self, samples: Sequence[TrainSample], budget: int) -> list[MicroBatch]:
+    def batches(self, samples: Sequence[TrainingSample], budget: int) -> list[MicroBatch]:
         """All samples with a completion, in micro-batches of at most `budget` fed tokens.
 
         Where the decoder is ours, a prompt that several samples have is computed once.
@@ -118,7 +118,7 @@ class Policy:
         vocabulary = len(self.model.get_output_embeddings().weight)
         ids = [i % vocabulary for i in range(1, 8)]
         samples = [
-            TrainSample(SampleId(0, 0, i), part[:1], part[1:], [0.0] * (len(part) - 1), 0.0)
+            TrainingSample(SampleId(0, 0, i), part[:1], part[1:], [0.0] * (len(part) - 1), 0.0)
             for i, part in enumerate((ids[:4], ids[3:]))
         ]
         self.model.set_attn_implementation("eager")
@@ -131,7 +131,7 @@ class Policy:
         tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
         return torch.allclose(alone, packed, atol=tolerance, rtol=tolerance)
 
-    def _plain_logprobs(self, sample: TrainSample) -> Tensor:
+    def _plain_logprobs(self, sample: TrainingSample) -> Tensor:
         """[num_tokens] by the model's own forward."""
         ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.device)
         logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]

@@ -7,7 +7,7 @@ import torch
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.policy import DTYPES, Policy
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 
@@ -31,7 +31,7 @@ class TorchReference:
         return cls(policy, settings.token_budget)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """[num_tokens] of each sample, in the order of the samples."""
         found: dict[SampleId, list[float]] = {sample.id: [] for sample in samples}
         for batch in self._policy.batches(samples, self._token_budget):

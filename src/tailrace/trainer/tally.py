@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import SampleId
 
 N = TypeVar("N", Tensor, float)
@@ -51,7 +51,7 @@ class Tally:
         self._totals = torch.zeros(NUM_SUMS + 3, dtype=torch.float64, device=device)
         """The sums, then the counts in the order of Totals."""
 
-    def count(self, unit: Sequence[TrainSample]) -> None:
+    def count(self, unit: Sequence[TrainingSample]) -> None:
         """Count the samples of a unit, those with an empty completion too."""
         self.samples += [sample.id for sample in unit]
         self._totals[NUM_SUMS] += len(unit)

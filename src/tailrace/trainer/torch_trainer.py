@@ -30,7 +30,7 @@ from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import fed_tokens, share
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.tally import Tally
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 
 
 class TorchTrainer:
@@ -42,9 +42,9 @@ class TorchTrainer:
         self._optimizer = Optimizer(self._policy.parameters(), passes.settings)
         self._tally = Tally(self._policy.device)
         self._helpers: Sequence[Helper] = ()
-        self._waiting: list[TrainSample] = []
+        self._waiting: list[TrainingSample] = []
         """Accumulated and not computed yet."""
-        self._without_gradient: list[TrainSample] = []
+        self._without_gradient: list[TrainingSample] = []
         """The same; of these the statistics are all that is computed."""
 
     @property
@@ -58,7 +58,7 @@ class TorchTrainer:
         self._helpers = helpers
         self._optimizer.move(weights)
 
-    def accumulate(self, units: Sequence[Sequence[TrainSample]], *, num_helpers: int = 0) -> None:
+    def accumulate(self, units: Sequence[Sequence[TrainingSample]], *, num_helpers: int = 0) -> None:
         """Add the units' gradients to the sum; the weights stay as they are.
 
         Units wait until together they are worth a pass, at most until the step. That is a matter of their
@@ -123,7 +123,7 @@ class TorchTrainer:
         )
 
     @torch.no_grad()
-    def ess(self, units: Sequence[Sequence[TrainSample]]) -> float:
+    def ess(self, units: Sequence[Sequence[TrainingSample]]) -> float:
         """Effective sample size of the units' tokens under the current weights (algo/ess.py).
 
         The pass counts as compute of the step it guards. Each rank answers for its own units.
@@ -210,7 +210,7 @@ class TorchTrainer:
             torch.cuda.synchronize(self._policy.device)
 
 
-def _take(waiting: list[TrainSample], least_tokens: int) -> list[TrainSample]:
+def _take(waiting: list[TrainingSample], least_tokens: int) -> list[TrainingSample]:
     """What waits, which then waits no longer; nothing, if it has fewer tokens."""
     if sum(fed_tokens([sample]) for sample in waiting) < least_tokens:
         return []

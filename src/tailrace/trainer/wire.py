@@ -7,12 +7,12 @@ import msgspec
 from tailrace.types import Sample, SampleId
 
 
-class TrainSample(msgspec.Struct, frozen=True):
+class TrainingSample(msgspec.Struct, frozen=True):
     """One response, ready to be trained on.
 
     Example:
-        >>> sample = TrainSample(SampleId(7, 0, 1), [5, 6], [8, 9], [-0.5, -0.1], advantage=1.5)
-        >>> msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainSample) == sample
+        >>> sample = TrainingSample(SampleId(7, 0, 1), [5, 6], [8, 9], [-0.5, -0.1], advantage=1.5)
+        >>> msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainingSample) == sample
         True
     """
 
@@ -31,7 +31,7 @@ class TrainSample(msgspec.Struct, frozen=True):
     """Leading tokens, up to the last that an older version than the published one drew."""
 
     @classmethod
-    def of(cls, sample: Sample, *, published: int = 0) -> "TrainSample":
+    def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
         """published: the version of the weights that were published last."""
         ends = itertools.accumulate(span.num_tokens for span in sample.spans)
         carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
@@ -39,7 +39,7 @@ class TrainSample(msgspec.Struct, frozen=True):
             sample.id,
             list(sample.prompt.ids),
             sample.completion_ids,
-            sample.logprobs,
+            sample.behavior_logprobs,
             sample.advantage,
             sample.reference_logprobs,
             max(carried, default=0),

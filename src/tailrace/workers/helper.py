@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.exits import exit_cause
 from tailrace.workers.messages import BadConfig, Compute, Computed, FromHelper, HelperJob, TrainerJob
@@ -108,7 +108,7 @@ class LocalHelper:
             raise first.error()
         self.gradient = mapped(self._job.gradient, num_parameters)
 
-    def begin(self, samples: Sequence[TrainSample]) -> None:
+    def begin(self, samples: Sequence[TrainingSample]) -> None:
         """As Helper.begin."""
         self._unfinished += 1
         with suppress(BrokenPipeError):  # it has ended: `finish` says why

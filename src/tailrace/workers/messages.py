@@ -17,7 +17,7 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, Tailrac
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import KV, FinishReason
 from tailrace.weights.base import Weights
 
@@ -162,7 +162,7 @@ class TrainerReady(msgspec.Struct, tag=True):
 
 
 class Accumulate(msgspec.Struct, tag=True):
-    units: list[list[TrainSample]]
+    units: list[list[TrainingSample]]
     num_helpers: int = 0
     """That may take part, now."""
 
@@ -170,7 +170,7 @@ class Accumulate(msgspec.Struct, tag=True):
 class Ess(msgspec.Struct, tag=True):
     """Ask for the effective sample size of units under the current weights."""
 
-    units: list[list[TrainSample]]
+    units: list[list[TrainingSample]]
 
 
 class EssOf(msgspec.Struct, tag=True):
@@ -231,7 +231,7 @@ FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Re
 class Compute(msgspec.Struct, tag=True):
     """Answered by Computed."""
 
-    samples: list[TrainSample]
+    samples: list[TrainingSample]
 
 
 class Computed(msgspec.Struct, tag=True):
@@ -248,7 +248,7 @@ FromHelper = Ready | BadConfig | Computed
 class Refer(msgspec.Struct, tag=True):
     """Answered by Referred."""
 
-    samples: list[TrainSample]
+    samples: list[TrainingSample]
 
 
 class Referred(msgspec.Struct, tag=True):

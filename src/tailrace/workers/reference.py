@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.clock import waiting
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import Sample
 from tailrace.workers.messages import FromReference, Ready, Refer, ReferenceJob, Referred
 from tailrace.workers.process import WorkerProcess
@@ -19,7 +19,7 @@ class RemoteReference:
 
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
-        self._asked: list[tuple[TrainSample, Outcome]] = []
+        self._asked: list[tuple[TrainingSample, Outcome]] = []
         """The next batch."""
         self._computed: list[Outcome] = []
         """Of the batch being computed, in its order."""
@@ -48,7 +48,7 @@ class RemoteReference:
             WorkerDied: the process ended.
         """
         outcome: Outcome = self.process.promise()
-        self._asked.append((TrainSample.of(sample), outcome))
+        self._asked.append((TrainingSample.of(sample), outcome))
         if not self._computed:
             self._send()
         with waiting("the reference model"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.trainer.base import StepStats
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.wire import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.workers.messages import (
@@ -99,5 +99,5 @@ class RemoteTrainer:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
 
-    def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
-        return [[TrainSample.of(sample, published=self._published) for sample in unit] for unit in units]
+    def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainingSample]]:
+        return [[TrainingSample.of(sample, published=self._published) for sample in unit] for unit in units]

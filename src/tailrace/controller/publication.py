@@ -1,4 +1,4 @@
-"""Arriving: published weights on their way to the engines."""
+"""WeightUpdate: published weights on their way to the engines."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from tailrace.types import KV, Group
 from tailrace.weights.base import Weights
 
 
-class Arriving:
+class WeightUpdate:
     """One publication, until every open engine has it."""
 
     def __init__(
@@ -21,7 +21,7 @@ class Arriving:
     ) -> None:
         """living: the groups that engines may be working on."""
         self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines if engine.open]
-        self._unborn = {group for group in living if group.born is None}
+        self._unborn = {group for group in living if group.oldest_version is None}
 
     def awaits(self, group: Group) -> bool:
         """Whether its first token may be one of the version before, or be one and not be known yet: an engine

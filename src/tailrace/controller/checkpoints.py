@@ -6,22 +6,22 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.ledger import Ledger
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
-from tailrace.rollout.fleet import Fleet
-from tailrace.standing import Standing
+from tailrace.rollout.router import Router
+from tailrace.controller.state import RunState
 from tailrace.types import Group
 
 
-class Between:
+class Checkpoints:
     """Saves and evaluates as often as the settings say, and after the last round."""
 
     def __init__(
         self,
         parts: Parts,
         settings: RunSettings,
-        fleet: Fleet,
+        router: Router,
         ledger: Ledger,
         journal: Journal | Unwritten,
         recorder: Recorder,
@@ -30,17 +30,17 @@ class Between:
         base: str | None,
     ) -> None:
         """folder: where checkpoints go; none without. base: the checkpoint that the run began with."""
-        self._parts, self._settings, self._fleet = parts, settings, fleet
+        self._parts, self._settings, self._router = parts, settings, router
         self._ledger, self._journal, self._recorder = ledger, journal, recorder
         self._folder, self._base = folder, base
 
     async def save(
-        self, standing: Standing, parked: list[Group], longest: Mapping[int, int], *, last: bool
+        self, standing: RunState, parked: list[Group], longest: Mapping[int, int], *, last: bool
     ) -> None:
         """A checkpoint, if one is due.
 
         Args:
-            parked: on the shelf, to be found there by whoever resumes.
+            parked: on the partial-rollout buffer, to be found there by whoever resumes.
             longest: of the run's history.
         """
         every, round = self._settings.checkpoint_every, standing.round
@@ -67,7 +67,7 @@ class Between:
         if not _due(settings.eval_every, round, last):
             return
         samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, round)
-        result = await evaluate(samples, self._fleet, parts.rewards)
+        result = await evaluate(samples, self._router, parts.rewards)
         self._ledger.totals.evaluated_tokens += result.num_tokens
         mean_tokens = result.num_tokens / len(samples)
         self._recorder.emit(Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens))

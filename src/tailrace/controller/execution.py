@@ -5,17 +5,17 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tailrace.algo.materialise import GRPO
+from tailrace.algo.compute_advantages import GRPO
 from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.past import Past
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.types import Group
 
 
-async def drive(
+async def execute(
     schedule: Callable[[Run], Coroutine[Any, Any, None]],
     parts: Parts,
     settings: RunSettings,
@@ -34,7 +34,7 @@ async def drive(
                 settings,
                 recorder,
                 tasks,
-                materialise=materialise,
+                compute_advantages=materialise,
                 folder=folder,
                 past=past,
                 journal=journal,

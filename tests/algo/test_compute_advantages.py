@@ -3,7 +3,7 @@
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 REWARDS = (1.0, 0.0, 0.5, None)
@@ -24,7 +24,7 @@ def group(rewards: tuple[float | None, ...] = REWARDS) -> Group:
 
 
 def advantages(made: Group, **settings: object) -> list[float]:
-    assert Materialise(AlgorithmSettings.model_validate(settings), max_tokens=10)(made) is None
+    assert ComputeAdvantages(AlgorithmSettings.model_validate(settings), max_tokens=10)(made) is None
     return [sample.advantage for sample in made.trainable]
 
 
@@ -36,7 +36,7 @@ def test_only_samples_with_a_reward_are_compared() -> None:
 
 def test_a_group_of_equal_rewards_is_filtered_if_it_is_to_be() -> None:
     equal = group((1.0, 1.0, None, 1.0))
-    assert Materialise(AlgorithmSettings(filter="zero_variance"), 10)(equal) == "zero variance"
+    assert ComputeAdvantages(AlgorithmSettings(filter="zero_variance"), 10)(equal) == "zero variance"
     assert advantages(equal) == [0.0, 0.0, 0.0]
 
 
@@ -49,7 +49,7 @@ def test_length_is_punished_in_the_advantage_and_the_task_s_reward_stays() -> No
 
 
 def test_lengths_do_not_save_a_group_from_the_filter() -> None:
-    dapo = Materialise(AlgorithmSettings(name="dapo"), max_tokens=10)
+    dapo = ComputeAdvantages(AlgorithmSettings(name="dapo"), max_tokens=10)
     assert dapo(group((0.0, 0.0, 0.0, 0.0))) == "zero variance"
 
 

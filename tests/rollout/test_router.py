@@ -6,7 +6,7 @@ from collections import Counter
 from tailrace import clock
 from tailrace.errors import Evicted
 from tailrace.record.events import Recorder
-from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.router import Router
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -31,11 +31,11 @@ def served(*lots: list[Sample], gone: str = "") -> Counter[str | None]:
         engines = [SimEngine(name, settings, lambda sample: 100) for name in ("a", "b")]
         for engine in engines:
             engine.open = engine.name != gone
-        fleet = Fleet(engines, Recorder())
+        router = Router(engines, Recorder())
         async with asyncio.TaskGroup() as tasks:
             for lot in lots:
                 for sample in lot:
-                    tasks.create_task(fleet.serve(sample))
+                    tasks.create_task(router.serve(sample))
 
     clock.run(main(), virtual=True)
     return Counter(sample.engine for lot in lots for sample in lot)
@@ -68,8 +68,8 @@ def test_an_engine_that_gave_a_request_back_holds_nothing_of_it() -> None:
 
     async def main() -> Sample:
         (sample,) = samples_of("a", 1)
-        fleet = Fleet([Full("a", SimEngineSettings(slots=SLOTS), lambda sample: 100)], Recorder())
-        serving = asyncio.create_task(fleet.serve(sample))
+        router = Router([Full("a", SimEngineSettings(slots=SLOTS), lambda sample: 100)], Recorder())
+        serving = asyncio.create_task(router.serve(sample))
         await asyncio.sleep(1)
         serving.cancel()
         return sample

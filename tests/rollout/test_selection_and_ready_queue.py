@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tailrace import clock
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.rollout.ring import Ring
+from tailrace.rollout.ready_queue import ReadyQueue
 from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
-from tailrace.rollout.shelf import Shelf
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -90,7 +90,7 @@ def test_no_admission_of_nothing(admission: type) -> None:
 def test_a_ring_drops_the_oldest_or_says_that_it_is_full() -> None:
     async def main() -> None:
         dropped: list[tuple[int, str]] = []
-        ring = Ring("a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0)
+        ring = ReadyQueue("a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0)
         ring.room, ring.full = 2, "hold"
         groups = [group_of(index, [1]) for index in range(4)]
         ring.put(groups[0])
@@ -109,7 +109,7 @@ def test_a_ring_drops_the_oldest_or_says_that_it_is_full() -> None:
 
 def test_a_shelf_is_first_in_first_out_and_gives_what_it_has() -> None:
     groups = [group_of(index, [1]) for index in range(3)]
-    shelf = Shelf(groups[:1])
-    shelf.put(groups[1:])
-    assert shelf.pop(2) == groups[:2]
-    assert shelf.pop(2) == groups[2:] and len(shelf) == 0
+    partial_rollouts = PartialRolloutBuffer(groups[:1])
+    partial_rollouts.put(groups[1:])
+    assert partial_rollouts.pop(2) == groups[:2]
+    assert partial_rollouts.pop(2) == groups[2:] and len(partial_rollouts) == 0

@@ -21,25 +21,25 @@ from pathlib import Path
 
 from tailrace import clock
 from tailrace.ahead import Ahead
-from tailrace.algo.materialise import GRPO
-from tailrace.between import Between
-from tailrace.drawing import Drawing
+from tailrace.algo.compute_advantages import GRPO
+from tailrace.controller.checkpoints import Checkpoints
+from tailrace.controller.prompts import PromptSource
 from tailrace.errors import GroupsLost, ScheduleError, StalenessError
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.past import Past
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record import events
 from tailrace.record.lags import Lags
-from tailrace.rollout.arriving import Arriving
-from tailrace.rollout.fleet import Fleet
+from tailrace.controller.publication import WeightUpdate
+from tailrace.rollout.router import Router
 from tailrace.rollout.history import History
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.reference import WithReference
-from tailrace.rollout.shelf import Shelf
-from tailrace.standing import Standing
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.controller.state import RunState
 from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
-from tailrace.watchdog import Watchdog
+from tailrace.controller.watchdog import Watchdog
 
 
 class Run:
@@ -62,14 +62,14 @@ class Run:
         past = past or Past()
         self.K = settings.group_size
         self._parts, self._settings, self._recorder = parts, settings, recorder
-        self._standing, self._dead = Standing(past), past.dead
+        self._standing, self._dead = RunState(past), past.dead
         self.promised: float | None = None
         """The bound on staleness that the schedule declared, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
         self._answered_s = 0.0
         """When the trainer did the last thing that it was asked to."""
         self._tasks = tasks
-        self._arriving: Arriving | None = None
+        self._arriving: WeightUpdate | None = None
         self._one_after_another = asyncio.Lock()  # of publications
         self._lags = Lags()
         self._generated_before = past.num_generated - self._produced()
@@ -77,14 +77,14 @@ class Run:
         self._ledger = Ledger(recorder, past.totals, self._journal)
         self._journal.follow(self._ledger)
         self.history = History(past.longest)
-        self.parked, self._interrupted = Shelf(past.shelf), past.interrupted
+        self.parked, self._interrupted = PartialRolloutBuffer(past.partial_rollouts), past.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
-        self.fleet = Fleet(parts.engines, recorder)
-        self._drawing = Drawing(parts.prompts, settings, self._ledger, recorder)
-        self._between = Between(
+        self.router = Router(parts.engines, recorder)
+        self._drawing = PromptSource(parts.prompts, settings, self._ledger, recorder)
+        self._between = Checkpoints(
             parts,
             settings,
-            self.fleet,
+            self.router,
             self._ledger,
             self._journal,
             recorder,
@@ -93,13 +93,13 @@ class Run:
         )
         self.pool = Pool(
             tasks,
-            self.fleet,
+            self.router,
             WithReference(parts.rewards, parts.reference) if parts.reference else parts.rewards,
             self._ledger,
             self.parked,
             recorder,
             replace=lambda samples: self.prompts(1, samples=samples),
-            materialise=materialise,
+            compute_advantages=materialise,
         )
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]
@@ -158,7 +158,7 @@ class Run:
                 if sample.fate is None and sample.num_tokens:
                     self._ledger.waste(sample, reason)
             group.attempt += 1
-            group.kept, group.born, group.num_launched = [], None, self.K
+            group.kept, group.oldest_version, group.num_launched = [], None, self.K
             group.samples = self._drawing.samples(group, self.K)
         return groups
 
@@ -217,9 +217,9 @@ class Run:
     def staleness(self, group: Group) -> int:
         """How many publications ago its oldest token was produced. One that has none may still get it from
         the version before, where the published one has not arrived."""
-        if group.born is None:
+        if group.oldest_version is None:
             return int(self._arriving is not None and self._arriving.awaits(group))
-        return self.version - group.born
+        return self.version - group.oldest_version
 
     def shuffled(self, batch: Batch) -> list[Sample]:
         """The samples in an order that depends on the seed and the round only."""
@@ -276,7 +276,7 @@ class Run:
         async with self._one_after_another:
             await self._arrived()
             self._standing.version = version
-            self._arriving = Arriving(self._tasks, self._parts.engines, weights, kv, self.pool.living)
+            self._arriving = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.living)
             await asyncio.sleep(0)  # the engines are told before anything else is asked of them
             self._emit(events.Published(start_s, clock.now(), version))
 
@@ -294,9 +294,9 @@ class Run:
                 raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
             self._accumulated[sample.id] = sample
             self._lags.add(sample, version, self._standing.steps_since)
-            if sample.spans and version - sample.oldest > self._bound:
+            if sample.spans and version - sample.oldest_version > self._bound:
                 raise StalenessError(
-                    f"sample {sample.id} has tokens {version - sample.oldest} publications old and the "
+                    f"sample {sample.id} has tokens {version - sample.oldest_version} publications old and the "
                     f"schedule promised at most {self._bound}: {sample.spans}, now {version}"
                 )
         return units

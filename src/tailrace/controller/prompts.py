@@ -1,10 +1,10 @@
-"""Drawing: from numbered rows of the data to groups of fresh samples."""
+"""PromptSource: from numbered rows of the data to groups of fresh samples."""
 
 from tailrace import clock
 from tailrace.data.base import Prompts
 from tailrace.errors import BadRow, ConfigError
 from tailrace.ledger.ledger import Ledger
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
 
@@ -12,7 +12,7 @@ MAX_SKIPPED_IN_A_ROW = 10_000
 """Rows without a usable prompt are skipped and counted; so many together are no accident."""
 
 
-class Drawing:
+class PromptSource:
     """Draws each row once, in order; the ledger knows how many were."""
 
     def __init__(self, prompts: Prompts, settings: RunSettings, ledger: Ledger, recorder: Recorder) -> None:
@@ -24,7 +24,7 @@ class Drawing:
         Raises:
             ConfigError: the data has no more usable rows.
         """
-        group = Group(self._next_prompt(), self._settings.group_size, [], num_samples, drawn=round)
+        group = Group(self._next_prompt(), self._settings.group_size, [], num_samples, round_drawn=round)
         group.samples = self.samples(group, num_samples)
         self._ledger.draw(group)
         return group

@@ -1,4 +1,4 @@
-"""Fleet: the engines, and which of them gets a request."""
+"""Router: the engines, and which of them gets a request."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ SLACK = 1 / 8
 because it may have kept the keys and values, which another would compute anew."""
 
 
-class Fleet:
+class Router:
     """Serves a sample on the least loaded engine, or on the one that served it last if that has room; and on
     another one if that gives it back."""
 

@@ -3,7 +3,7 @@
 from tailrace.ledger.past import Past
 
 
-class Standing:
+class RunState:
     """Goes on from where an earlier life stood."""
 
     def __init__(self, past: Past) -> None:

@@ -9,7 +9,7 @@ from tailrace.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Materialise:
+class ComputeAdvantages:
     """Sets the advantages of a judged group, or says why it must not be trained.
 
     `Sample.reward` stays what the task gave; what shapes it is in the advantage only. The filter, too, asks
@@ -43,10 +43,10 @@ class Materialise:
                 penalty=settings.overlong_penalty,
             )
         if settings.kl_coef and settings.kl_in == "reward":
-            penalty = kl_penalty(sample.logprobs, sample.reference_logprobs, settings.kl_estimator)
+            penalty = kl_penalty(sample.behavior_logprobs, sample.reference_logprobs, settings.kl_estimator)
             reward -= settings.kl_coef * penalty
         return reward
 
 
-GRPO = Materialise(AlgorithmSettings(), max_tokens=1)
+GRPO = ComputeAdvantages(AlgorithmSettings(), max_tokens=1)
 """The defaults, in which no length matters."""

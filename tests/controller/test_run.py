@@ -13,7 +13,7 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.read import read_books
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import (
     Accumulated,
     Evaluated,
@@ -28,10 +28,10 @@ from tailrace.record.events import (
     Stepped,
     Waiting,
 )
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import Group, Prompt, Sample
 from tailrace.weights.base import Weights

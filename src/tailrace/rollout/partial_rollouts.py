@@ -1,4 +1,4 @@
-"""Shelf: parked groups, first in, first out. It belongs to the run, not to the schedule, so a checkpoint
+"""PartialRolloutBuffer: parked groups, first in, first out. It belongs to the run, not to the schedule, so a checkpoint
 saves it."""
 
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from tailrace.types import Group
 
 
-class Shelf:
+class PartialRolloutBuffer:
     """Groups that were stopped and will go on."""
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Ring: a line of complete groups between two stages, with what happens when it is full.
+"""ReadyQueue: a line of complete groups between two stages, with what happens when it is full.
 
 Nothing leaves the line before all that a take wants is there, so cancelling a take loses no group.
 """
@@ -16,7 +16,7 @@ Full = Literal["hold", "drop"]
 """hold: whoever fills the ring looks at `is_full` first. drop: the oldest group is thrown out."""
 
 
-class Ring:
+class ReadyQueue:
     """Complete groups, in the order they came."""
 
     def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
