@@ -236,9 +236,7 @@ def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
 
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:
     old = load(tmp_path).to_json()
-    assert check_resumable(old, load(tmp_path, overrides={"run.rounds": "9"})) == [
-        Change("run.rounds", 3, 9)
-    ]
+    assert check_resumable(old, load(tmp_path, overrides={"run.rounds": "9"})) == [Change("run.rounds", 3, 9)]
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
