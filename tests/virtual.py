@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.drive import drive
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
@@ -264,7 +264,7 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    materialise = Materialise(algorithm, sim.lengths.max_tokens)
+    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
         reference = algorithm.needs_reference
@@ -292,7 +292,7 @@ def simulate(
                     outcome.parts,
                     settings,
                     Recorder(outcome),
-                    materialise=materialise,
+                    compute_advantages=compute_advantages,
                     folder=folder,
                     past=past,
                     journal=journal,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tailrace.algo.materialise import GRPO
+from tailrace.algo.compute_advantages import GRPO
 from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.past import Past
@@ -21,7 +21,7 @@ async def drive(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    materialise: Callable[[Group], str | None] = GRPO,
+    compute_advantages: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
     past: Past | None = None,
     journal: Journal | Unwritten | None = None,
@@ -34,7 +34,7 @@ async def drive(
                 settings,
                 recorder,
                 tasks,
-                materialise=materialise,
+                compute_advantages=compute_advantages,
                 folder=folder,
                 past=past,
                 journal=journal,

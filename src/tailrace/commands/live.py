@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
 from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
@@ -62,10 +62,10 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
-def live_materialise(config: RunConfig) -> Materialise:
+def advantages_of(config: RunConfig) -> ComputeAdvantages:
     """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
     assert config.sampling
-    return Materialise(config.algorithm, config.sampling.max_completion_tokens)
+    return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_materialise, open_parts, rewind, training_prompts
+from tailrace.commands.live import advantages_of, open_parts, rewind, training_prompts
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
 from tailrace.drive import drive
@@ -121,7 +121,7 @@ async def _lap(
         parts,
         settings,
         Recorder(meter, *pictures),
-        materialise=live_materialise(config),
+        compute_advantages=advantages_of(config),
         folder=checkpoints,
     )
     return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)
