@@ -51,7 +51,7 @@ def test_an_unknown_preset_is_refused(name: object) -> None:
 @pytest.mark.parametrize("advantage", ["group", "none", "rloo"])
 def test_a_group_of_one_needs_a_critic(advantage: str) -> None:
     assert said(1, advantage=advantage) == (
-        f"algorithm.advantage = '{advantage}': the advantage in a group of one sample is always zero; "
+        f"algorithm.advantage = '{advantage}': a group of one sample always has an advantage of zero; "
         "raise run.group_size, or use a critic: 'gae'"
     )
 

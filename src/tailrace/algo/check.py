@@ -58,7 +58,7 @@ def _check_group(algorithm: AlgorithmSettings, group_size: int) -> None:
         raise ConfigError(
             "algorithm.advantage",
             algorithm.advantage,
-            "the advantage in a group of one sample is always zero",
+            "a group of one sample always has an advantage of zero",
             "raise run.group_size, or use a critic: 'gae'",
         )
 
