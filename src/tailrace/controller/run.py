@@ -52,13 +52,13 @@ class Run:
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
         *,
-        materialise: Callable[[Group], str | None] = GRPO,
+        compute_advantages: Callable[[Group], str | None] = GRPO,
         folder: Path | None = None,
         past: Past | None = None,
         journal: Journal | Unwritten | None = None,
     ) -> None:
-        """materialise: of the algorithm. folder: where checkpoints go. past: what an earlier life left.
-        journal: writes this one down."""
+        """compute_advantages: sets the advantages of a complete group. folder: where checkpoints go.
+        past: what an earlier life left. journal: writes this one down."""
         past = past or Past()
         self.K = settings.group_size
         self._parts, self._settings, self._recorder = parts, settings, recorder
@@ -99,7 +99,7 @@ class Run:
             self.parked,
             recorder,
             replace=lambda samples: self.prompts(1, samples=samples),
-            compute_advantages=materialise,
+            compute_advantages=compute_advantages,
         )
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]

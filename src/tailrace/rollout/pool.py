@@ -45,14 +45,14 @@ class Pool:
         recorder: Recorder,
         *,
         replace: Callable[[int], list[Group]],
-        materialise: ComputeAdvantages,
+        compute_advantages: ComputeAdvantages,
     ) -> None:
         self.admission: Admission = FIFO
         self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
         self.ready.on_taken = router.on_changed = self._pump
         self._tasks, self._router, self._rewards = tasks, router, rewards
         self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
-        self._replace, self._materialise = replace, materialise
+        self._replace, self._compute_advantages = replace, compute_advantages
         self._groups: dict[Group, None] = {}  # here and not complete
         self._frontier: dict[Group, None] = {}  # being served, and lacking responses
         self._serving: dict[Sample, asyncio.Task[None]] = {}
@@ -187,12 +187,12 @@ class Pool:
                 group.kept.append(sample)
 
     def _complete(self, group: Group) -> None:
-        """ComputeAdvantages: RolloutPipe's trainable-complete, or the end of the group."""
+        """Set the advantages of a complete group and make it ready to train, or drop it with the reason."""
         del self._groups[group]
         if not group.trainable:
             reasons = Counter(sample.failure or "" for sample in group.kept)
             self.drop(group, reasons.most_common(1)[0][0])
-        elif reason := self._materialise(group):
+        elif reason := self._compute_advantages(group):
             self.drop(group, reason, "filtered")
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:  # None: not parked since
