@@ -42,7 +42,7 @@ INSIDES = {
     ("rollout", "ledger.ledger"),
     # The loss is the trainer's; it stands apart because it is pure.
     ("trainer", "algo.advantages"),
-    ("trainer", "algo.corrections"),
+    ("trainer", "algo.importance_weights"),
     ("trainer", "algo.ess"),
     ("trainer", "algo.kl"),
     ("trainer", "algo.losses"),
@@ -54,11 +54,8 @@ INSIDES = {
     ("workers", "engine.native.engine"),
     ("workers", "reward.functions"),
     ("workers", "trainer.reference"),
-    ("workers", "trainer.flat"),
-    ("workers", "trainer.passes"),
-    ("workers", "trainer.tally"),
-    ("workers", "trainer.torch_trainer"),
-    ("workers", "trainer.wire"),
+    ("workers", "trainer.trainer"),
+    ("workers", "trainer.batch"),
     ("workers", "weights.shared"),
     # The simulated parts are handed over as what a run is wired from.
     ("sim", "parts"),

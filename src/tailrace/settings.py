@@ -10,4 +10,4 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """One section of the config."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
