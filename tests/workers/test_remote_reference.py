@@ -110,7 +110,7 @@ def test_the_reference_stays_at_the_first_weights_while_the_policy_is_trained(
                 assert sample.reference_logprobs == pytest.approx(sample.behavior_logprobs, abs=1e-4)
                 sample.advantage = number - 2.5
             for _ in range(2):
-                await opened.trainer.accumulate([samples])
+                await opened.trainer.accumulate([samples], version=0)
                 stats = await opened.trainer.step()
             assert stats.reference_kl > 1e-4, "the policy has changed"
             again = await opened.reference.logprobs(samples[0])
