@@ -18,7 +18,7 @@ def test_a_sample_crosses_the_wire_unchanged() -> None:
 def test_carried_tokens_are_those_up_to_the_last_of_an_older_version(
     versions: tuple[int, ...], num_carried: int
 ) -> None:
-    group = Group(Prompt(0, [1]), need=1, samples=[])
+    group = Group(Prompt(0, [1]), num_required=1, samples=[])
     sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5)
     for version in versions:
         sample.extend([1, 2, 3], [-1.0, -2.0, -3.0], version)
