@@ -3,7 +3,7 @@
 Each picture shows `serial` above and one schedule below, on one time axis, in virtual time. All pictures have
 the same simulated set-up: two engines of 32 slots each, one trainer on a device of its own, group_size 4.
 Response lengths are lognormal with a median of 600 tokens and a limit of 16,384. A run trains 480 groups; a
-picture shows the last 96, so that schedules that carry responses from round to round are seen in their steady state.
+picture shows the last 96, so that schedules that carry responses over are seen in their steady state.
 """
 
 import sys
@@ -78,7 +78,9 @@ def simulated(name: str) -> Timeline:
 
     async def run() -> None:
         settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-        await execute(schedule, simulated_parts(SIM, 0), settings, Recorder(FromRound(rounds - pictured, timeline)))
+        await execute(
+            schedule, simulated_parts(SIM, 0), settings, Recorder(FromRound(rounds - pictured, timeline))
+        )
 
     clock.run(run(), virtual=True)
     return timeline

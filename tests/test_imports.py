@@ -2,8 +2,8 @@
 
     ground <- rooms <- controller <- config <- schedules <- commands <- cli
 
-A room may import the ground and the contracts (`base.py`) of the rooms in its row of the table. Everything else
-that it imports from another room stands in INSIDES, with a reason.
+A room may import the ground and the contracts (`base.py`) of the rooms in its row of the table. Everything
+else that it imports from another room stands in INSIDES, with a reason.
 """
 
 import ast
@@ -62,7 +62,9 @@ MAX_FILE_LINES, MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 330, 13_00
 
 
 def modules() -> dict[str, Path]:
-    names = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {
+        path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
+    }
     return {name.removesuffix(".__init__"): path for path, name in names.items() if name != "__init__"}
 
 
@@ -184,7 +186,8 @@ def test_the_architecture_page_names_every_room_and_every_root_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["controller.execution", "config", "schedules", "schedules.resolve", "controller.simulation", "cli"]
+    "module",
+    ["controller.execution", "config", "schedules", "schedules.resolve", "controller.simulation", "cli"],
 )
 def test_the_controller_does_not_load_torch(module: str) -> None:
     code = f"import sys, tailrace.{module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
