@@ -49,7 +49,7 @@ class Checkpoints:
         """
         every = self._settings.checkpoint_every
         name = f"round_{state.round:06d}"
-        due = last or (every > 0 and state.round > 0 and state.round % every == 0)
+        due = last or (every > 0 and state.round % every == 0)
         if not self._folder or not due or name == self._newest:
             return
         folder = self._folder / name

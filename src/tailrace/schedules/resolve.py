@@ -1,7 +1,7 @@
-"""From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
+"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. Whatever a schedule refuses, promises in vain or
-waits for in vain comes out before anything real starts; so does what a schedule from outside gets wrong.
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a broken
+promise and a wait without an end are found before any process starts, also in a schedule of the user's own.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
-"""A schedule with its parameters: waits for the run."""
+"""A schedule with its parameters; it is called with the run."""
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
@@ -44,7 +44,7 @@ def resolve(config: RunConfig) -> BoundSchedule:
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """What [schedule] says for another schedule than the one it names: the parameters it has too.
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
 
     Raises:
         ConfigError: there is no such schedule.

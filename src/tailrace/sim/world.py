@@ -9,7 +9,7 @@ from tailrace.types import Prompt, Sample
 
 
 class SimPrompts:
-    """Prompts of one length and no text."""
+    """Prompts of one length without text."""
 
     def __init__(self, num_tokens: int, epochs: Epochs | None = None) -> None:
         self._ids = range(num_tokens)
@@ -21,8 +21,10 @@ class SimPrompts:
 
 
 class Lengths:
-    """How long each response will be, fixed by its id and the seed; what it shares with its group is the
-    row's own, in every epoch."""
+    """The length of each response, a function of its id and the seed.
+
+    The part that a group shares is a function of the row of the data, and so the same in every epoch.
+    """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
