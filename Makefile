@@ -2,7 +2,7 @@
 # make test         the tests
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
-# make pictures     the pictures of docs/schedules
+# make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
 # make bench        every benchmark that needs no peer, and the peers' own where they are installed
 #
 # Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test check install-check pictures bench clean
+.PHONY: quickstart test check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -37,7 +37,8 @@ install-check:
 	"$$folder/bin/pip" --quiet --disable-pip-version-check install --constraint constraints.txt . pytest; \
 	"$$folder/bin/python" -m pytest tests/docs/test_your_own_run.py
 
-pictures: $(VENV)/dev.stamp
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m tailrace.commands.config_reference docs/configuration.md
 	$(BIN)/python docs/make_pictures.py
 
 bench: $(VENV)/dev.stamp
