@@ -3,6 +3,7 @@
 Only sizes are changed: the model is a tiny random one with a BPE tokenizer, and the run is short.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -115,10 +116,8 @@ def test_the_commands_of_the_page_run_in_their_order(folder: Path) -> None:
     assert commands()[2] == "train run.toml --output-dir runs/first"
     for command in commands():
         run(folder, "-m", "tailrace.cli", *command.split())
-    first = folder / "runs" / "first"
-    assert (
-        len((first / "metrics.jsonl").read_text().splitlines()) == 2 + 1
-    )  # two steps, one evaluation at least
+    rows = (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(row)["step"] for row in rows) == 2
 
 
 def test_the_output_folder_has_what_the_page_lists(folder: Path) -> None:
