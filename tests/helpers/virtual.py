@@ -281,7 +281,7 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    materialise = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
+    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
         reference = algorithm.needs_reference
@@ -309,7 +309,7 @@ def simulate(
                     outcome.parts,
                     settings,
                     Recorder(outcome),
-                    compute_advantages=materialise,
+                    compute_advantages=compute_advantages,
                     folder=folder,
                     starting_point=starting_point,
                     journal=journal,
