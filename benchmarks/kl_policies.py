@@ -1,8 +1,8 @@
 """The behavior policies of kl_study.py: their responses, and the KL of these to on-policy.
 
 The embedded engine generates the responses and records the log-prob of each drawn token. A KL needs the whole
-distribution. So `transformers` computes the responses again, with the weights mixed in the same way, the KV cache
-kept or not.
+distribution. So `transformers` computes the responses again, with the weights mixed in the same way, the KV
+cache kept or not.
 """
 
 from collections import defaultdict

@@ -2,9 +2,9 @@
 
     python benchmarks/learning.py [--seeds 3] [--rounds N] [--json F]
 
-Trains the quickstart's model from several seeds, each time with the task's reward and with a control: the same
-rewards, assigned to other responses. Prints the held-out accuracy before and after. The accuracy of the control
-must not rise.
+Trains the quickstart's model from several seeds, each time with the task's reward and with a control: the
+same rewards, assigned to other responses. Prints the held-out accuracy before and after. The accuracy of the
+control must not rise.
 """
 
 import argparse

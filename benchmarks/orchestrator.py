@@ -2,10 +2,11 @@
 
     python benchmarks/orchestrator.py [--schedules serial,rolloutpipe] [--repeats N] [--json F]
 
-In virtual time no task waits in real time. So the CPU time of a run is that of the controller (schedule, pool,
-ledger, events) and of the simulated engines, trainer and rewards. The figure is an upper bound for the controller.
-The work is O(R K): `max/min` is the largest cost of a sample over the smallest. Repetitions take the sizes in
-turn, and the shortest time of each counts, because other processes on the machine can only add to it.
+In virtual time no task waits in real time. So the CPU time of a run is that of the controller (schedule,
+pool, ledger, events) and of the simulated engines, trainer and rewards. The figure is an upper bound for the
+controller. The work is O(R K): `max/min` is the largest cost of a sample over the smallest. Repetitions take
+the sizes in turn, and the shortest time of each counts, because other processes on the machine can only add
+to it.
 """
 
 import argparse
@@ -18,12 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.controller.execution import execute
 from tailrace.controller.base import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
-from tailrace.controller.simulation import simulated_parts
 
 R_SIZES = (100, 1_000, 10_000)
 K, U = 8, 2

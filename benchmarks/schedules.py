@@ -3,14 +3,15 @@
     python benchmarks/schedules.py [--rounds 60] [--only NAME]
     python benchmarks/schedules.py --equal-devices
 
-64 groups of 8 samples a step, 512 prompts that are repeated every epoch. The first two epochs (16 rounds) are not
-counted, because length histories fill and the population in flight settles in them. The length bias is the mean
-trained length over the mean length of all prompts, each counted equally.
+64 groups of 8 samples a step, 512 prompts that are repeated every epoch. The first two epochs (16 rounds) are
+not counted, because length histories fill and the population in flight settles in them. The length bias is
+the mean trained length over the mean length of all prompts, each counted equally.
 
 --equal-devices asks how much of tailrace's lead over april is due to the devices. Its first table gives both
-the same engines and the same trainer, on devices of their own. A stop-and-go schedule leaves the trainer's devices
-idle while it generates, and the engines' while it trains. In the second table april is therefore colocated: all
-devices generate, then all devices train, at no cost for the change. tailrace splits the same devices.
+the same engines and the same trainer, on devices of their own. A stop-and-go schedule leaves the trainer's
+devices idle while it generates, and the engines' while it trains. In the second table april is therefore
+colocated: all devices generate, then all devices train, at no cost for the change. tailrace splits the same
+devices.
 """
 
 import argparse
@@ -114,10 +115,11 @@ class Devices:
     @property
     def words(self) -> str:
         engine = SimEngineSettings()
+        step = f"{1e3 * engine.base_s:.0f} ms + {1e3 * engine.slope_s:.2f} ms a sequence and decode step"
+        lengths = f"median {LENGTHS.median_tokens:.0f}, limit {MAX_TOKENS} tokens"
         return (
-            f"simulated costs, no model; lengths: median {LENGTHS.median_tokens:.0f}, limit {MAX_TOKENS} tokens; "
-            f"{self.engines} engines ({1e3 * engine.base_s:.0f} ms + {1e3 * engine.slope_s:.2f} ms a sequence "
-            f"and decode step), trainer {self.trainer_tokens_per_s:,.0f} tokens/s"
+            f"simulated costs, no model; lengths: {lengths}; {self.engines} engines ({step}), "
+            f"trainer {self.trainer_tokens_per_s:,.0f} tokens/s"
         )
 
 

@@ -1,7 +1,8 @@
 """What the checkpoints of a lap can do. It is measured after the lap, so that it does not disturb the lap.
 
-The lengths of uninterrupted responses are measured on the prompts that the lap drew. For the prompts drawn between
-two checkpoints, half of the samples are generated with the weights of the one, half with those of the other.
+The lengths of uninterrupted responses are measured on the prompts that the lap drew. For the prompts drawn
+between two checkpoints, half of the samples are generated with the weights of the one, half with those of the
+other.
 """
 
 import asyncio
@@ -90,8 +91,8 @@ def length_bias(
 ) -> float | None:
     """Mean trained length over the mean uninterrupted length of the same prompts, minus 1.
 
-    Prompts drawn at the end of the lap are left out, because they may still be in flight. A prompt that was drawn
-    before and never trained counts in the uninterrupted lengths only: leaving it out is a bias, too.
+    Prompts drawn at the end of the lap are left out, because they may still be in flight. A prompt that was
+    drawn before and never trained counts in the uninterrupted lengths only: leaving it out is a bias, too.
     """
     probed = [probe for probe in probes if probe.round >= warm_up_rounds and probe.lengths]
     if not probed:

@@ -3,9 +3,9 @@
     python benchmarks/race [--seeds 3] [--schedules a,b,...] [--results DIR]
 
 A lap of each schedule a seed, the schedules in another order each time. The laps of a seed are kept in
-DIR/seed-N.json: a race that was stopped continues with the seed that is missing. Printed are the figures of every
-schedule, means over the seeds, and ratios between schedules with the same seed, prompts and initial weights, with
-a 95 % t-interval. The model, the data and the sizes are in race.toml and racers.py.
+DIR/seed-N.json: a race that was stopped continues with the seed that is missing. Printed are the figures of
+every schedule, means over the seeds, and ratios between schedules with the same seed, prompts and initial
+weights, with a 95 % t-interval. The model, the data and the sizes are in race.toml and racers.py.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from statistics import fmean, stdev
 
 from probe import LapLog, length_bias, probe, time_to
 from racers import CONFIG, ENTRIES, Entry
+
 from tailrace import clock
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_advantages, training_prompts
+from tailrace.commands.live import advantages_of, training_prompts
 from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute
@@ -89,10 +90,8 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap
     parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
     meter = LapMeter(config.sampling.max_completion_tokens, warm_up_rounds=entry.warm_up_rounds)
     log = LapLog()
-    recorder, advantages = Recorder(meter, log), live_advantages(config)
-    await execute(
-        racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder
-    )
+    recorder, advantages = Recorder(meter, log), advantages_of(config)
+    await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)
     probes = await probe(parts, log.checkpoints, config.run)
     return replace(
         meter.lap(),
@@ -137,10 +136,11 @@ def set_up() -> str:
     config = load_config(CONFIG)
     assert config.model and config.sampling
     size = (config.model.path / "model.safetensors").stat().st_size / 4e6
+    engine, trainer = config.engine, config.trainer
     return (
-        f"model of {size:.2f}M parameters (float32), at most {config.sampling.max_completion_tokens} tokens a "
-        f"response; {os.cpu_count()} cores, {config.engine.replicas} engine and 1 trainer on {config.engine.device}, "
-        f"{config.engine.threads} and {config.trainer.threads} threads"
+        f"model of {size:.2f}M parameters (float32), at most {config.sampling.max_completion_tokens} tokens "
+        f"a response; {os.cpu_count()} cores, {engine.replicas} engine and 1 trainer on {engine.device}, "
+        f"{engine.threads} and {trainer.threads} threads"
     )
 
 

@@ -1,8 +1,8 @@
 """Who races: every schedule, and what its laps count.
 
-The first rounds of a lap do not count: a schedule that keeps long responses in flight has few of them in its first
-batches. With tail batching's factor of 5/4 every fifth round is long, so warm-ups and laps are whole fives. A round
-of conventional has as many optimizer steps as eight rounds of pipelinerl.
+The first rounds of a lap do not count: a schedule that keeps long responses in flight has few of them in its
+first batches. With tail batching's factor of 5/4 every fifth round is long, so warm-ups and laps are whole
+fives. A round of conventional has as many optimizer steps as eight rounds of pipelinerl.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tailrace.commands.race import Racer
 from tailrace.config import load_config
-from tailrace.schedules.resolve import resolve
+from tailrace.schedules.resolve import resolve, with_published_defaults
 
 CONFIG = Path(__file__).with_name("race.toml")
 
@@ -31,7 +31,7 @@ class Entry:
         overrides = {"schedule.name": self.schedule, "run.seed": str(seed)}
         overrides |= {"run.checkpoint_every": str(self.probe_every)} | self.overrides
         config = load_config(CONFIG, overrides)
-        return Racer(config, resolve(config))
+        return Racer(with_published_defaults(config), resolve(config))
 
 
 ENTRIES: dict[str, Entry] = {
@@ -40,9 +40,7 @@ ENTRIES: dict[str, Entry] = {
     "rolloutpipe_eager": Entry("rolloutpipe_eager"),
     "april": Entry("april"),
     "tailbatch": Entry("tailbatch"),
-    "tailbatch_responses": Entry(
-        "tailbatch", overrides={"schedules.tailbatch.response_speculation": "1.25"}
-    ),
+    "tailbatch_responses": Entry("tailbatch", overrides={"schedules.tailbatch.response_speculation": "1.25"}),
     "tailbatch_dapo": Entry("tailbatch_dapo"),
     "tailbatch_async": Entry("tailbatch_async"),
     "rollpacker": Entry("rollpacker"),

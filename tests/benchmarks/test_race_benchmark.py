@@ -1,11 +1,11 @@
 """The race benchmark: who races, what its probes measure, what it prints."""
 
 import pytest
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 from probe import LapLog, Probe, length_bias, time_to
-from race import interval, print_ratios, print_table, ratios
 from racers import ENTRIES
 
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
+from race import interval, print_ratios, print_table, ratios
 from tailrace.record.events import RoundEnded, RoundStarted
 from tailrace.schedules import SCHEDULES
 

@@ -128,5 +128,5 @@ def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
     path = tmp_path / "sim.toml"
     path.write_text(SIMULATED + "groups_launched = 9\n")
     assert main(["compare", str(path), "--virtual", "--repeats", "1"]) == 2
-    message = "schedule.groups_launched = 9: none of serial, rolloutpipe has such a parameter; they have: "
+    message = "schedule.groups_launched = 9: the schedule has no such parameter; it has: "
     assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""PipelineRL's guard in real processes, with a learning rate that makes the sequences in flight off-policy."""
+"""PipelineRL's guard in real processes, with a learning rate that makes the sequences in flight
+off-policy."""
 
 from pathlib import Path
 

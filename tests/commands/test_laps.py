@@ -5,8 +5,8 @@ from functools import partial
 
 import msgspec
 import pytest
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
 from tailrace.schedules import SCHEDULES

@@ -40,7 +40,14 @@ def test_the_cluster_runs_every_schedule(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One round, with an eighth of the engines and of the samples: a round of the file takes seconds."""
-    words = ["simulate", str(EXAMPLES / "cluster.toml"), "--schedule.name", name, "--output-dir", str(tmp_path)]
+    words = [
+        "simulate",
+        str(EXAMPLES / "cluster.toml"),
+        "--schedule.name",
+        name,
+        "--output-dir",
+        str(tmp_path),
+    ]
     small = ["--run.rounds", "1", "--run.group_size", "2", "--sim.engines.count", "8"]
     assert main([*words, *small]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -3,7 +3,6 @@
 from functools import partial
 
 from helpers.virtual import SETTINGS, SIM, change, simulate
-
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
 

@@ -18,7 +18,12 @@ from tailrace.commands.race import Measured, Racer, race_live, race_virtual
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.run import Run
 from tailrace.record.timeline import draw
-from tailrace.schedules.resolve import resolve, configs_of
+from tailrace.schedules.resolve import (
+    check_parameter_names,
+    resolve,
+    shared_parameters,
+    with_published_defaults,
+)
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
 
@@ -52,7 +57,9 @@ def compare(
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    measured = race_virtual(racers, config.compare.repeats, folder) if virtual else _live(config, racers, folder)
+    measured = (
+        race_virtual(racers, config.compare.repeats, folder) if virtual else _live(config, racers, folder)
+    )
     comparison = Comparison(measured.laps)
     if folder:
         typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.schedules}
@@ -66,11 +73,17 @@ def compare(
 
 
 def _racers(config: RunConfig) -> dict[str, Racer]:
-    configs = configs_of(config, config.compare.schedules)
-    racers = {name: Racer(each, resolve(each)) for name, each in configs.items()}
+    check_parameter_names(config, config.compare.schedules)
+    racers = {name: _racer(config, name) for name in config.compare.schedules}
     if config.run.rounds == 1 and (groups := _groups_per_step(racers.values())):
-        racers[FIRST_GROUPS] = Racer(config, partial(first_groups, groups_per_step=groups))
+        first, *_ = racers.values()
+        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups))
     return racers
+
+
+def _racer(config: RunConfig, name: str) -> Racer:
+    config = config.model_copy(update={"schedule": shared_parameters(config, name)})
+    return Racer(with_published_defaults(config), resolve(config))
 
 
 def _groups_per_step(racers: Iterable[Racer]) -> int | None:

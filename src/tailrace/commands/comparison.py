@@ -1,9 +1,9 @@
 """What a race comes to: medians of the laps, as a table and as numbers for scripts.
 
 The bound is a lower bound on the main time of a round for all schedules that generate with the weights of the
-round: max(rollout alone, first groups alone + trainer compute). The rollout alone is serial's. The first groups
-alone is the time after which the groups of one optimizer step are complete if nothing else is generated.
-"""
+round: max(rollout alone, first groups alone + trainer compute). The rollout alone is serial's. The first
+groups alone is the time after which the groups of one optimizer step are complete if nothing else is
+generated."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

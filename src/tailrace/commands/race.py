@@ -1,9 +1,8 @@
 """Racing schedules: each runs from the same weights, on the same prompts, with the same seeds.
 
 Live, racers whose workers are made from the same settings share them. Others run one after another, so that
-no two sets of workers run at the same time. In virtual time every lap has parts of its own, and each repetition
-has another seed, because the same seed gives the same lap.
-"""
+no two sets of workers run at the same time. In virtual time every lap has parts of its own, and each
+repetition has another seed, because the same seed gives the same lap."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_advantages, open_parts, rewind
+from tailrace.commands.live import advantages_of, open_parts, rewind
 from tailrace.commands.virtual import run_virtual, sim_max_tokens
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
@@ -109,7 +108,7 @@ async def race_live(
                     await arena.parts(racer),
                     settings,
                     Recorder(meter, *_pictures(name, racer, timeline, folder if pictured else None)),
-                    compute_advantages=live_advantages(racer.config),
+                    compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
                     measured.add(name, meter, timeline)

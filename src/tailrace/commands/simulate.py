@@ -21,7 +21,7 @@ from tailrace.record.metrics import MetricsWriter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import resolve
+from tailrace.schedules.resolve import resolve, with_published_defaults
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
@@ -35,6 +35,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         ConfigError: the schedule or its parameters cannot work.
     """
     schedule, name = resolve(config), str(config.schedule["name"])
+    config = with_published_defaults(config)
     timeline, meter = Timeline(), LapMeter(sim_max_tokens(config))
     summary = Summary(folder / "summary.json" if folder else None)
     sinks: list[Sink] = [meter, summary]

@@ -5,7 +5,7 @@ promise and a wait without an end are found before any process starts, also in a
 """
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, get_type_hints
@@ -13,28 +13,44 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
+from tailrace.algo.check import check_algorithm
 from tailrace.config import RunConfig, explain
+from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.controller.run import Run
-from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimLengthSettings, SimSettings
-from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
+
+
+def with_published_defaults(config: RunConfig) -> RunConfig:
+    """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
+
+    Raises:
+        ConfigError: the algorithm cannot be combined with it.
+    """
+    algorithm = config.algorithm
+    if algorithm.old_policy is None:
+        recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
+        algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
+    check_algorithm(algorithm, group_size=config.run.group_size, sampling=config.sampling)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
     """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it.
 
     Raises:
-        ConfigError: the schedule is not found, or its parameters do not fit it or one another.
+        ConfigError: it is not found, or its parameters do not fit it or one another.
     """
-    _check_sections(config)
+    config = with_published_defaults(config)
+    check_parameter_names(config)
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
@@ -45,34 +61,42 @@ def resolve(config: RunConfig) -> BoundSchedule:
     return bound
 
 
-def configs_of(config: RunConfig, names: Sequence[str]) -> dict[str, RunConfig]:
-    """The config for each of several schedules: [schedule] without the parameters that the schedule lacks.
+def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
 
     Raises:
-        ConfigError: there is no such schedule, or a parameter in [schedule] belongs to none of them.
+        ConfigError: there is no such schedule.
     """
-    accepted = {name: [*inspect.signature(_find(name)).parameters][1:] for name in names}
-    given = {key: value for key, value in config.schedule.items() if key != "name"}
-    parameters = list(dict.fromkeys(chain.from_iterable(accepted.values())))
-    for key in (key for key in given if key not in parameters):
-        problem = f"none of {', '.join(names)} has such a parameter"
-        raise ConfigError(f"schedule.{key}", given[key], problem, f"they have: {', '.join(parameters)}")
-    sections = {
-        name: {key: value for key, value in given.items() if key in accepted[name]} | {"name": name}
-        for name in names
-    }
-    return {name: config.model_copy(update={"schedule": sections[name]}) for name in names}
+    accepted = {"name", *inspect.signature(_find(name)).parameters}
+    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
-def _check_sections(config: RunConfig) -> None:
-    """Refuse a [schedules.NAME] of no schedule, or with a key that the schedule lacks. Schedules from outside
-    the package are checked when they are used."""
+def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
+    """Check that a schedule has each key of [schedule], and that each [schedules.NAME] fits its schedule.
+
+    Args:
+        compared: other schedules that take their parameters from [schedule].
+
+    Raises:
+        ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
+    """
+    names = dict.fromkeys((config.schedule.get("name"), *compared))
+    accepted = dict.fromkeys(chain(["name"], *map(_parameters_of, names)))
+    _check_keys("schedule", config.schedule, accepted)
     for name, section in config.schedules.items():
-        if ":" not in name:
-            accepted = [*inspect.signature(_find(name, f"schedules.{name}")).parameters][1:]
-            for key in (key for key in section if key not in accepted):
-                problem, remedy = "the schedule has no such parameter", f"it has: {', '.join(accepted)}"
-                raise ConfigError(f"schedules.{name}.{key}", section[key], problem, remedy)
+        if ":" not in name:  # a file need not be importable while another schedule runs
+            _check_keys(f"schedules.{name}", section, _parameters_of(name, f"schedules.{name}"))
+
+
+def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
+    for name in (name for name in given if name not in accepted):
+        remedy = f"it has: {', '.join(each for each in accepted if each != 'name')}"
+        raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
+
+
+def _parameters_of(name: object, key: str = "schedule.name") -> list[str]:
+    _, *names = inspect.signature(_find(name, key)).parameters  # the first is the run
+    return names
 
 
 def _find(name: object, key: str = "schedule.name") -> Schedule:
@@ -96,7 +120,7 @@ def _find(name: object, key: str = "schedule.name") -> Schedule:
 def _checked(
     schedule: Callable[..., Any], accepted: Mapping[str, inspect.Parameter], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The given parameters, converted to the types of the signature."""
+    """The given parameters, as the types of the signature."""
     hints = get_type_hints(schedule, include_extras=True)
     for name in (name for name in given if name not in accepted):
         raise ConfigError(
@@ -131,7 +155,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
         ConfigError: the schedule cannot run with these parameters.
     """
     short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
-    group_size = min(settings.group_size, 2)  # promises and waits do not depend on K
+    group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 
     async def watched(run: Run) -> None:
