@@ -13,7 +13,7 @@ def test_a_live_run_needs_a_model(config_path: Path) -> None:
     text = config_path.read_text()
     model = text[text.index("[model]") : text.index("[data]")]
     config_path.write_text(text.replace(model, ""))
-    with pytest.raises(ConfigError, match=r"model: this command needs the section; add \[model\]"):
+    with pytest.raises(ConfigError, match=r"model = None: this command needs the section"):
         check_live(load_config(config_path))
 
 

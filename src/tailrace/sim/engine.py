@@ -39,9 +39,8 @@ class SimEngine:
         self._length: dict[Sample, int] = {}  # a running sample will have this many
         self._suspended: dict[Sample, int] = {}  # KV positions kept of aborted requests, the oldest first
         self._suspended_tokens = 0
-        self._prompts: Counter[Group] = (
-            Counter()
-        )  # running samples whose prompt the present weights have computed
+        # Running samples whose prompt the present weights have computed:
+        self._prompts: Counter[Group] = Counter()
         self._prompt_version: dict[Sample, int] = {}  # the version that computed a running sample's prompt
         self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
         self._ties = itertools.count()
