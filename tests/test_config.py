@@ -179,7 +179,7 @@ def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None
 VARIANT = """
 [engine]
 threads = 1
-max_running = 7
+max_num_seqs = 7
 [variants.wide]
 schedule = { name = "conventional", U = 2, G = 3 }
 engine = { replicas = 2 }
@@ -189,7 +189,7 @@ engine = { replicas = 2 }
 def test_a_variant_replaces_the_schedule_and_single_keys_of_other_sections(tmp_path: Path) -> None:
     wide = load(tmp_path, VARIANT).variant("wide")
     assert wide.schedule == {"name": "conventional", "U": 2, "G": 3}
-    assert (wide.engine.replicas, wide.engine.max_running) == (2, 7)
+    assert (wide.engine.replicas, wide.engine.max_num_seqs) == (2, 7)
     assert wide.run == load(tmp_path, VARIANT).run
 
 
