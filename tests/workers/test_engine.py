@@ -171,7 +171,9 @@ def test_published_weights_sign_the_tokens_that_come_after_them(
             assert sample.spans == sorted(sample.spans)
             num_old = sum(span.num_tokens for span in sample.spans if span.version == 0)
             assert uniform not in sample.behavior_logprobs[:num_old]
-            assert sample.behavior_logprobs[num_old:] == pytest.approx([uniform] * (sample.num_tokens - num_old))
+            assert sample.behavior_logprobs[num_old:] == pytest.approx(
+                [uniform] * (sample.num_tokens - num_old)
+            )
         await served.engine.load(Weights(0, str(original)), kv="recompute")
 
     served.run(main())
