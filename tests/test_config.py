@@ -253,7 +253,7 @@ def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None
 VARIANT = """
 [engine]
 threads = 1
-max_running = 7
+max_num_seqs = 7
 [variants.wide]
 schedule = { name = "conventional", U = 2, G = 3 }
 engine = { replicas = 2 }
@@ -263,7 +263,7 @@ engine = { replicas = 2 }
 def test_a_variant_replaces_the_schedule_and_single_keys_of_other_sections(tmp_path: Path) -> None:
     wide = load(tmp_path, VARIANT).variant("wide")
     assert wide.schedule == {"name": "conventional", "U": 2, "G": 3}
-    assert (wide.engine.replicas, wide.engine.max_running) == (2, 7)
+    assert (wide.engine.replicas, wide.engine.max_num_seqs) == (2, 7)
     assert wide.run == load(tmp_path, VARIANT).run
 
 
@@ -280,7 +280,7 @@ def test_a_wrong_key_in_a_variant_is_named_with_the_variant(tmp_path: Path) -> N
 
 
 def test_variants_and_their_comparison_do_not_make_it_another_run(tmp_path: Path) -> None:
-    plain = "[engine]\nthreads = 1\nmax_running = 7\n"
+    plain = "[engine]\nthreads = 1\nmax_num_seqs = 7\n"
     old = load(tmp_path, plain).to_json()
     _, refused = changed_keys(old, load(tmp_path, VARIANT + "[compare]\nrepeats = 3\nseeds = 'own'\n"))
     assert refused == []
