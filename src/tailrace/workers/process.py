@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tailrace import processor
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
 from tailrace.settings import Settings
@@ -211,9 +210,7 @@ class _Log:
         return ""
 
 
-_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""For glibc: what a step has freed, the next one needs. To give it back to the system and to be given it
-again, page by page, was a twentieth of a training step. 32 MiB is the most that the first may be."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -221,8 +218,7 @@ def _environment(threads: int) -> dict[str, str]:
     the controller finds them; what it prints, and the stack of a crash, are in its log at once."""
     return {
         **os.environ,
-        **processor.environment(threads),
-        **_KEPT_MEMORY,
+        **{name: str(threads) for name in _THREAD_VARIABLES},
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
