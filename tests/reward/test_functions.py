@@ -121,7 +121,10 @@ def test_the_largest_float_is_a_reward():
 
 
 def test_bools_and_numpy_bools_are_zero_and_one():
-    assert [scored(lambda: value) for value in (True, np.bool_(True), False)] == [1.0, 1.0, 0.0]
+    assert [scored(lambda completion_ids: completion_ids[0], ids=[v]) for v in (True, np.bool_(False))] == [
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), AssertionError(), KeyboardInterrupt()])
