@@ -54,12 +54,10 @@ INSIDES = {
     ("workers", "engine.native.engine"),
     ("workers", "reward.functions"),
     ("workers", "trainer.reference"),
-    ("workers", "trainer.flat"),
     ("workers", "trainer.passes"),
-    ("workers", "trainer.tally"),
     ("workers", "trainer.torch_trainer"),
     ("workers", "trainer.wire"),
-    ("workers", "weights.shared"),
+    ("workers", "weights.shared_memory"),
     # The simulated parts are handed over as what a run is wired from.
     ("sim", "parts"),
     # Simulated rows come in epochs as real ones do.

@@ -86,6 +86,8 @@ class Sample:
     text: str = ""
     """The completion as the reward saw it; set when it is scored."""
     reward: float | None = None
+    timed_out: bool = False
+    """Its reward is zero because the reward function exceeded its time limit."""
     failure: str | None = None
     """Why it has no reward; None while it may still get one."""
     advantage: float = 0.0

@@ -15,7 +15,6 @@ from worker_cases import is_running, until_gone, words_of
 
 from tailrace import clock
 from tailrace.errors import WorkerDied
-from tailrace.processor import environment
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready, Settle
 from tailrace.workers.process import WorkerProcess
@@ -24,10 +23,11 @@ Drive = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
 
 
-async def spawn(manner: str, logs: Path, pin: int | None = None) -> WorkerProcess:
+async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = True) -> WorkerProcess:
     job = StandInJob.model_validate({"manner": manner})
     worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, threads=3, pin=pin)
-    await worker.answered(Ready, "the stand-in")
+    if ready:
+        await worker.answered(Ready, "the stand-in")
     return worker
 
 
@@ -103,7 +103,7 @@ def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> 
 def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         worker = await spawn("babble", tmp_path)
-        with pytest.raises(WorkerDied, match="could not handle what it said: DecodeError") as died:
+        with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
             await worker.ask(Settle(), Done)
         assert isinstance(died.value.__cause__, msgspec.DecodeError)
 
@@ -150,7 +150,6 @@ def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, drive: Dr
         worker = await spawn("obey", tmp_path)
         found = set(Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0"))
         assert {b"OMP_NUM_THREADS=3", b"MKL_NUM_THREADS=3", b"OPENBLAS_NUM_THREADS=3"} <= found
-        assert {f"{name}={value}".encode() for name, value in environment(3).items()} <= found
         await worker.close()
 
     execute(main())
@@ -161,12 +160,14 @@ import asyncio, sys
 from pathlib import Path
 from test_process import spawn
 from tailrace.workers.messages import Settle
+from tailrace.workers.process import WorkerProcess
 
 async def main():
     workers = [await spawn(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
     for worker in workers:
         worker.next_answer()
         worker.send(Settle())
+    workers.append(await spawn("start for ever", Path(sys.argv[1]) / "starting", ready=False))
     await asyncio.sleep(0.1)
     print(*(worker.pid for worker in workers), flush=True)
     await asyncio.sleep(60)
@@ -175,23 +176,34 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_controller_is_killed_also_in_the_midst_of_work(
-    tmp_path: Path, drive: Drive
-) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_end_when_their_controller_is_killed(tmp_path: Path, drive: Drive, stopped: bool) -> None:
+    """While they wait, work, are still starting, and while they are stopped."""
+
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            CONTROLLER,
-            tmp_path,
+            *(sys.executable, "-c", CONTROLLER, tmp_path),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 2 and all(is_running(pid) for pid in pids)
+        assert len(pids) == 3 and all(is_running(pid) for pid in pids)
+        for pid in pids if stopped else []:
+            os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)
         await controller.communicate()
+
+    execute(main())
+
+
+def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        worker = await spawn("obey", tmp_path)
+        os.kill(worker.pid, signal.SIGSTOP)
+        await worker.close()
+        with pytest.raises(WorkerDied, match="ended: exit code 0"):
+            await worker.died()
 
     execute(main())

@@ -71,7 +71,6 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
-    lend: bool = False,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -83,7 +82,6 @@ async def workers(
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),
         folder=folder,
-        lend=lend,
     ) as opened:
         yield opened
 

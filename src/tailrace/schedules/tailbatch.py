@@ -28,7 +28,7 @@ async def tailbatch(run: Run, P0: Count, eta_prompts: Factor = 1.25, eta_respons
 
 async def rollpacker(run: Run, P0: Count, eta_prompts: Factor = 1.25, eta_responses: Factor = 1.25) -> None:
     """With the stream trainer (Algorithm 1, line 23): complete groups are accumulated while the rollout goes
-    on, and the optimizer steps at its end. Whether devices are lent is the host's to say (`host.lend`)."""
+    on, and the optimizer steps at its end."""
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
         run.pool.launch(groups := next_round(run, P0, eta_prompts, eta_responses))

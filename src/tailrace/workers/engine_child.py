@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tailrace.engine.native.engine import Delta, NativeEngine, Request
-from tailrace.weights.shared import WeightsReader
+from tailrace.weights.shared_memory import read_weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.counter import TokenCounter
@@ -46,7 +46,6 @@ class EngineLoop:
         counter: TokenCounter | None = None,
     ) -> None:
         self._engine, self._channel, self._counter = engine, channel, counter
-        self._weights = WeightsReader()
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
         self._gained_s = 0.0
@@ -84,7 +83,7 @@ class EngineLoop:
                 self._gain([delta] if delta else [])
                 self._aborted.append(id)
             case Load(weights=weights, kv=kv):
-                tensors = self._weights.read(weights)
+                tensors = read_weights(weights)
                 self._gain(self._engine.load(tensors, version=weights.version, kv=kv))
                 self._answer()
             case CheckIntegrity():

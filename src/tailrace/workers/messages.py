@@ -4,7 +4,7 @@ A job says what a worker is; it is part of the command line the worker starts wi
 message. A worker answers in the order it was asked; a `Report` comes unasked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
-from tailrace.reward.base import RewardSettings
+from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.wire import TrainingSample
@@ -43,18 +43,6 @@ class TrainerJob(Settings):
     trainer: TrainerSettings
     algorithm: AlgorithmSettings
     sampling: SamplingSettings
-    helpers: int = 0
-    """Processes that compute with it when it is told that they may."""
-
-
-class HelperJob(Settings):
-    """Help to train a model."""
-
-    trainer: TrainerJob
-    weights: Path
-    """A file of the trainer's weights: float32, one after another."""
-    gradient: Path
-    """A file for the sum of gradients: the same, and this helper's own."""
 
 
 class ReferenceJob(Settings):
@@ -68,7 +56,7 @@ class ReferenceJob(Settings):
 
 
 class ScorerJob(Settings):
-    """Score completions."""
+    """Call a reward function."""
 
     reward: RewardSettings
     data: DataSettings
@@ -225,23 +213,6 @@ ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
 FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
 
 
-# -- helper -------------------------------------------------------------------------------------------
-
-
-class Compute(msgspec.Struct, tag=True):
-    """Answered by Computed."""
-
-    samples: list[TrainingSample]
-
-
-class Computed(msgspec.Struct, tag=True):
-    figures: list[float]
-    """Of a Tally."""
-
-
-FromHelper = Ready | BadConfig | Computed
-
-
 # -- reference ---------------------------------------------------------------------------------------
 
 
@@ -262,42 +233,36 @@ FromReference = Ready | BadConfig | Referred
 # -- scorer -----------------------------------------------------------------------------------------
 
 
-class Call(msgspec.Struct, array_like=True):
-    """What a reward function is called with."""
-
-    prompt: str
-    completion: str
-    row: Mapping[str, object]
-
-
 class Score(msgspec.Struct, tag=True):
-    """Calls to be made in turn. Answered by Scored of the same number, or by Serving where one of them ended
-    the process."""
+    """Make one call of the reward function. Answered by Scored of the same number, or by Serving where the
+    call ended its process."""
 
     number: int
-    calls: list[Call]
+    call: Call
 
 
 class Serving(msgspec.Struct, tag=True):
     """A process is ready for calls."""
 
     pid: int
-    """Of the process group in which calls are made."""
+    """The process, and the process group that it leads."""
     ended: str
-    """How the one before it ended; empty for the first."""
+    """How the process before it ended; empty for the first one."""
 
 
 class Failed(msgspec.Struct, array_like=True):
-    """A RewardFailed."""
+    """A RewardFailed, as data."""
 
     reason: str
     detail: str
+    is_defect: bool = False
 
 
 class Scored(msgspec.Struct, tag=True):
+    """The outcome of a call."""
+
     number: int
-    outcomes: list[float | Failed]
-    """Of each call."""
+    outcome: float | Failed
 
 
 ToScorer = Score

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import CheckpointError, ScheduleError
+from tailrace.trainer.passes import Passes
 from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.weights.shared import SharedWeights, own_folder
+from tailrace.weights.shared_memory import SharedWeights, own_folder
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.helper import helpers_of, make_helped, passes_of
 from tailrace.workers.messages import (
     Accumulate,
     Done,
@@ -50,17 +50,22 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
 
 def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> None:
     """Do what is asked until the controller says no more. folder: in shared memory."""
-    with helpers_of(job, folder) as helpers:
-        with config_errors_sent(channel):
-            trainer = TorchTrainer(passes_of(job))
-            make_helped(trainer, helpers, folder)
-        shared = SharedWeights(folder)
-        channel.send(TrainerReady(str(folder)))
-        for message in channel:
-            try:
-                channel.send(obey(message, trainer, shared))
-            except (CheckpointError, ScheduleError) as error:
-                channel.send(Refused.of(error))
+    with config_errors_sent(channel):
+        passes = Passes.load(
+            job.model,
+            job.trainer,
+            job.algorithm,
+            temperature=job.sampling.temperature,
+            max_tokens=job.sampling.max_completion_tokens,
+        )
+        trainer = TorchTrainer(passes)
+    shared = SharedWeights(folder)
+    channel.send(TrainerReady(str(folder)))
+    for message in channel:
+        try:
+            channel.send(obey(message, trainer, shared))
+        except (CheckpointError, ScheduleError) as error:
+            channel.send(Refused.of(error))
 
 
 def main() -> None:
