@@ -35,7 +35,7 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import Group, Prompt, Sample
 from tailrace.weights.base import Weights
-from virtual import (
+from helpers.virtual import (
     EXACT,
     FLUSHING,
     SCHEDULES_BY_NAME,
@@ -253,35 +253,15 @@ def test_on_policy_waits_for_groups_without_an_older_token() -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_step_and_publication_are_asked_for_with_the_gradients_and_each_begins_in_its_turn() -> None:
-    asked: list[tuple[str, float]] = []
-
-    class Listening(SimTrainer):
-        async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
-            asked.append(("accumulate", clock.now()))
-            await super().accumulate(units)
-
-        async def step(self) -> StepStats:
-            asked.append(("step", clock.now()))
-            return await super().step()
-
-        async def publish(self, version: int) -> Weights:
-            asked.append(("publish", clock.now()))
-            return await super().publish(version)
-
+def test_gradients_step_and_publication_begin_one_after_another() -> None:
     async def once(run: Run) -> None:
         async for _ in run.rounds():
             run.pool.launch(run.prompts(2))
-            await run.train(await run.pool.take(2), publish="keep")
+            await run.train(await run.pool.take(2))
+            await run.publish()
 
     world = change(EXACT, trainer=change(EXACT.trainer, step_s=3.0, publish_s=2.0))
-    outcome = simulate(
-        once,
-        ONE_ROUND,
-        world,
-        parts=lambda: replace(simulated_parts(world, seed=0), trainer=Listening(world.trainer)),
-    )
-    assert asked == [("accumulate", 10), ("step", 10), ("publish", 10)]
+    outcome = simulate(once, ONE_ROUND, world)
     assert [(event.start_s, event.end_s) for event in outcome.of(Accumulated)] == [(10, 54)]
     assert [(event.start_s, event.end_s) for event in outcome.of(Stepped)] == [(54, 57)]
     assert [(event.start_s, event.end_s) for event in outcome.of(Published)] == [(57, 59)]
@@ -344,7 +324,9 @@ def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
 
 def test_a_step_is_what_patience_waits_for() -> None:
     settings = RunSettings(rounds=3, group_size=2, patience_s=40.0, give_up_s=100.0)
-    outcome = simulate(partial(serial, R=2, U=2), settings, EXACT)  # a step every 10 + 44 s
+    outcome = simulate(
+        partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT
+    )  # a step every 10 + 44 s
     assert [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)] == [(40, 40), (94, 40), (148, 40)]
 
 
@@ -362,7 +344,7 @@ def test_evaluations_stand_at_the_start_between_rounds_and_at_the_end_outside_th
 def test_an_evaluation_survives_that_all_engines_are_away() -> None:
     settings = change(ONE_ROUND, eval_every=1, eval_prompts=4)
     beside = dying(Death(0.0, 0, 20.0))
-    outcome = simulate(partial(serial, R=2, U=2), settings, EXACT, beside=beside)
+    outcome = simulate(partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT, beside=beside)
     assert [event.time_s for event in outcome.of(Evaluated)] == [30, 94]
 
 
@@ -376,7 +358,12 @@ def test_rows_without_a_prompt_are_counted_and_the_next_one_is_drawn() -> None:
     def parts() -> Parts:
         return replace(simulated_parts(EXACT, seed=0), prompts=Rows(), held_out=Rows())
 
-    outcome = simulate(partial(serial, R=4, U=2), change(ONE_ROUND, eval_every=1), EXACT, parts=parts)
+    outcome = simulate(
+        partial(serial, groups_per_round=4, groups_per_step=2),
+        change(ONE_ROUND, eval_every=1),
+        EXACT,
+        parts=parts,
+    )
     assert outcome.trained == [0, 2, 3, 5]
     skipped = [(event.prompt, event.reason) for event in outcome.of(RowSkipped)]
     assert skipped == [(1, "no prompt"), (4, "no prompt")]
@@ -391,8 +378,10 @@ def test_data_without_any_usable_row_ends_the_run_and_says_so() -> None:
     def parts() -> Parts:
         return replace(simulated_parts(EXACT, seed=0), prompts=NoRows())
 
-    with pytest.raises(ConfigError, match="data = 'no prompt': 10000 rows in a row have no usable prompt"):
-        simulate(partial(serial, R=4, U=2), ONE_ROUND, EXACT, parts=parts)
+    with pytest.raises(
+        ConfigError, match="data = 'no prompt': 10000 rows in succession have no usable prompt"
+    ):
+        simulate(partial(serial, groups_per_round=4, groups_per_step=2), ONE_ROUND, EXACT, parts=parts)
 
 
 # -- the rest of the vocabulary ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tailrace.ledger.writer import DirectWriter, ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId
-from virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
+from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 
 
 class Cuts(MemoryStore):
@@ -97,24 +97,26 @@ def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     clock.run(main(), virtual=True)
 
 
-def test_the_round_in_which_a_group_was_drawn_is_told() -> None:
+def test_the_round_in_which_a_group_was_drawn_is_told(tmp_path: Path) -> None:
     book = Book()
-    simulate(partial(serial, R=4, U=2), SETTINGS, book=book, folder=Path("nowhere"))
+    simulate(
+        partial(serial, groups_per_round=4, groups_per_step=2), SETTINGS, book=book, folder=tmp_path
+    )
     rounds = [row.round for row in book.store.rows(GroupRow) if isinstance(row, GroupRow)]
     assert rounds == [0] * 4 + [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
-def test_a_store_that_is_full_ends_the_run_with_its_error(room: int) -> None:
+def test_a_store_that_is_full_ends_the_run_with_its_error(room: int, tmp_path: Path) -> None:
     """room: the first cut opens the life."""
     outcome = Outcome()
     with pytest.raises(LedgerError, match="disk full"):
         simulate(
-            partial(serial, R=4, U=2),
+            partial(serial, groups_per_round=4, groups_per_step=2),
             change(SETTINGS, rounds=100),
             EXACT,
             book=Book(store=Full(room)),
-            folder=Path("nowhere"),
+            folder=tmp_path,
             into=outcome,
         )
     assert len(outcome.of(Stepped)) < 10

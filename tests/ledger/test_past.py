@@ -52,10 +52,26 @@ def groups(draw: st.DrawFn, index: int) -> Group:
 
 def looks(group: Group) -> list[object]:
     """All that a group is, but for the pool's line and identity, and what materialising sets."""
-    fields = ("id", "seed", "completion_ids", "logprobs", "spans", "num_tokens", "finish_reason", "text")
-    judged = ("reference_logprobs", "reward", "failure", "fate", "judged")
+    fields = (
+        "id",
+        "seed",
+        "completion_ids",
+        "behavior_logprobs",
+        "spans",
+        "num_tokens",
+        "finish_reason",
+        "text",
+    )
+    judged = ("reference_logprobs", "reward", "failure", "fate", "scored")
     return [
-        (group.prompt.index, group.num_required, group.num_launched, group.attempt, group.oldest_version, group.deferrals),
+        (
+            group.prompt.index,
+            group.num_required,
+            group.num_launched,
+            group.attempt,
+            group.oldest_version,
+            group.deferrals,
+        ),
         [sample.id for sample in group.kept],
         [[getattr(sample, field) for field in (*fields, *judged)] for sample in group.samples],
     ]

@@ -34,7 +34,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.types import SampleId
-from virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 ROWS = [

@@ -12,7 +12,7 @@ from tailrace.record.events import Stepped
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
-from virtual import SCHEDULES_BY_NAME, simulate
+from helpers.virtual import SCHEDULES_BY_NAME, simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)

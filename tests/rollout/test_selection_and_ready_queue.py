@@ -1,4 +1,4 @@
-"""Which complete groups go out, and the line they stand in: pure functions and a small container."""
+"""Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small containers."""
 
 import pytest
 from hypothesis import given
@@ -58,8 +58,8 @@ def test_the_selection_is_the_first_feasible_batch_of_what_is_wanted(
 class Service:
     """Who is served, for an admission to ask."""
 
-    def __init__(self, requests: int, groups: list[Group]) -> None:
-        self.num_requests, self.groups = requests, groups
+    def __init__(self, requests: int, groups: list[Group], num_engines: int = 1) -> None:
+        self.num_requests, self.groups, self.num_engines = requests, groups, num_engines
 
     @property
     def num_groups(self) -> int:
@@ -72,8 +72,10 @@ class Service:
 def test_admissions_answer_one_pure_question() -> None:
     inside, outside = group_of(0, [1] * 4), group_of(1, [1] * 4)
     assert AtMost().admits(outside, Service(10**6, []))
-    assert AtMost(requests=3).admits(outside, Service(2, []))
-    assert not AtMost(requests=3).admits(outside, Service(3, []))
+    assert AtMost(requests_per_engine=3).admits(outside, Service(2, []))
+    assert not AtMost(requests_per_engine=3).admits(outside, Service(3, []))
+    assert AtMost(requests_per_engine=3).admits(outside, Service(5, [], num_engines=2))
+    assert not AtMost(requests_per_engine=3).admits(outside, Service(6, [], num_engines=2))
     assert Frontier(groups=1).admits(inside, Service(3, [inside]))
     assert not Frontier(groups=1).admits(outside, Service(1, [inside]))
     assert Frontier(groups=2).admits(outside, Service(7, [inside]))
@@ -81,23 +83,36 @@ def test_admissions_answer_one_pure_question() -> None:
     assert not FrontierFirst(groups=2).admits(outside, Service(8, [inside]))
 
 
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 8))
+def test_frontier_first_admits_what_fifo_with_a_cap_of_as_many_requests_admits(
+    requests: int, width: int, group_size: int
+) -> None:
+    group = group_of(0, [1] * group_size)
+    capped = AtMost(requests_per_engine=width * group_size)
+    assert FrontierFirst(groups=width).admits(group, Service(requests, [])) == capped.admits(
+        group, Service(requests, [])
+    )
+
+
 @pytest.mark.parametrize("admission", [AtMost, Frontier, FrontierFirst])
 def test_no_admission_of_nothing(admission: type) -> None:
     with pytest.raises(ValueError, match="greater than or equal to 1"):
-        admission(**({"requests": 0} if admission is AtMost else {"groups": 0}))
+        admission(**({"requests_per_engine": 0} if admission is AtMost else {"groups": 0}))
 
 
-def test_a_ring_drops_the_oldest_or_says_that_it_is_full() -> None:
+def test_a_full_ready_queue_drops_its_oldest_group_or_says_that_it_is_full() -> None:
     async def main() -> None:
         dropped: list[tuple[int, str]] = []
-        ring = ReadyQueue("a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0)
-        ring.room, ring.full = 2, "hold"
+        ring = ReadyQueue(
+            "a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0
+        )
+        ring.room, ring.full = 2, "block"
         groups = [group_of(index, [1]) for index in range(4)]
         ring.put(groups[0])
         assert not ring.is_full
         ring.put(groups[1])
         assert ring.is_full
-        ring.full = "drop"
+        ring.full = "drop_oldest"
         assert not ring.is_full
         ring.put(groups[2])
         assert (ring.groups, dropped) == ([groups[1], groups[2]], [(0, "a ring overflow")])
@@ -107,7 +122,7 @@ def test_a_ring_drops_the_oldest_or_says_that_it_is_full() -> None:
     clock.run(main(), virtual=True)
 
 
-def test_a_shelf_is_first_in_first_out_and_gives_what_it_has() -> None:
+def test_the_partial_rollout_buffer_is_first_in_first_out() -> None:
     groups = [group_of(index, [1]) for index in range(3)]
     partial_rollouts = PartialRolloutBuffer(groups[:1])
     partial_rollouts.put(groups[1:])

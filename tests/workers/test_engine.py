@@ -24,7 +24,7 @@ from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
 
 
@@ -171,7 +171,9 @@ def test_published_weights_sign_the_tokens_that_come_after_them(
             assert sample.spans == sorted(sample.spans)
             num_old = sum(span.num_tokens for span in sample.spans if span.version == 0)
             assert uniform not in sample.behavior_logprobs[:num_old]
-            assert sample.behavior_logprobs[num_old:] == pytest.approx([uniform] * (sample.num_tokens - num_old))
+            assert sample.behavior_logprobs[num_old:] == pytest.approx(
+                [uniform] * (sample.num_tokens - num_old)
+            )
         await served.engine.load(Weights(0, str(original)), kv="recompute")
 
     served.run(main())
@@ -193,7 +195,9 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
     served.run(main())
 
 
-def test_a_killed_engine_fails_what_it_served_by_name(model_path: Path, tmp_path: Path, drive: Drive) -> None:
+def test_a_killed_engine_fails_what_it_served_by_name(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
         samples = make_samples(4)
         async with engine(job(model_path), tmp_path) as remote:

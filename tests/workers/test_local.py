@@ -18,9 +18,10 @@ from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.weights.shared_memory import read_weights
+from tailrace.workers import process as process_module
 from tailrace.workers.local import Workers, ended_by_death
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 
 
 async def roll_out(opened: Workers, num: int) -> list[Sample]:
@@ -40,7 +41,7 @@ async def publish(opened: Workers, version: int) -> Weights:
 
 
 async def train(opened: Workers, samples: list[Sample]) -> StepStats:
-    await opened.trainer.accumulate([samples[:4], samples[4:]])
+    await opened.trainer.accumulate([samples[:4], samples[4:]], version=0)
     return await opened.trainer.step()
 
 
@@ -49,7 +50,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     await opened.trainer.save(start)
     first = await roll_out(opened, 8)
     assert [s.reward for s in first] == [len(s.text) + len("what?") / 8 for s in first]
-    assert await opened.trainer.ess([first]) == pytest.approx(1.0, abs=1e-4)
+    assert await opened.trainer.ess([first], version=0) == pytest.approx(1.0, abs=1e-4)
     stats = await train(opened, first)
     assert stats.samples == tuple(sample.id for sample in first)
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
@@ -71,7 +72,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
 
 
 def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         with pytest.raises(WorkerDied, match=r"trainer \(process \d+\) ended: signal SIGKILL"):
@@ -91,7 +92,11 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
     execute(main())
 
 
-def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive: Drive) -> None:
+def test_one_bad_job_ends_all_the_others(
+    model_path: Path, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "CLOSE_S", 0.1)  # the others are still loading
+
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"reward\.function"):
             async with workers(model_path, tmp_path, function="reward_cases:nothing"):
@@ -100,7 +105,7 @@ def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive
     execute(main())
 
 
-def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
+def test_an_error_in_the_block_is_raised_as_it_is(execute: Execute) -> None:
     async def main() -> None:
         with pytest.raises(KeyError, match="in the block"):
             async with ended_by_death([]):
@@ -127,11 +132,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
 def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
-    model_path: Path, tmp_path: Path, drive: Drive, stopped: bool
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
-    """Neither processes nor shared memory, also where the workers were stopped."""
+    """Neither processes nor shared memory, while the engine works and all others are stopped."""
 
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
@@ -143,7 +147,8 @@ def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
         location, *words = (await controller.stdout.readline()).decode().split()
         pids = [int(pid) for pid in words]
         assert all(is_running(pid) for pid in pids) and Path(location).exists()
-        for pid in pids if stopped else []:
+        trainer, _, *scorers = pids
+        for pid in (trainer, *scorers):
             os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)

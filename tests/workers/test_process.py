@@ -19,7 +19,7 @@ from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready, Settle
 from tailrace.workers.process import WorkerProcess
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
 
 
@@ -31,7 +31,7 @@ async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = T
     return worker
 
 
-def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, drive: Drive) -> None:
+def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         assert await asyncio.gather(*(worker.ask(Settle(), Done) for _ in range(100))) == [Done()] * 100
@@ -41,7 +41,7 @@ def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, drive: Drive
     execute(main())
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, drive: Drive) -> None:
+def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         forgotten = asyncio.create_task(worker.ask(Settle(), Done))
@@ -55,7 +55,7 @@ def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path
 
 
 def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         worker = await spawn("raise", tmp_path)
@@ -72,7 +72,7 @@ def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_trac
     execute(main())
 
 
-def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, drive: Drive) -> None:
+def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         (tmp_path / "worker-7.log").write_text("words of yesterday\n")
         worker = await spawn("obey", tmp_path)
@@ -84,7 +84,7 @@ def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, driv
     execute(main())
 
 
-def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> None:
+def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("work for ever", tmp_path)
         calls = [asyncio.create_task(worker.ask(Settle(), Done)) for _ in range(3)]
@@ -100,7 +100,7 @@ def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> 
     execute(main())
 
 
-def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, drive: Drive) -> None:
+def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("babble", tmp_path)
         with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
@@ -111,7 +111,7 @@ def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path
 
 
 def test_a_worker_that_does_not_end_is_killed(
-    tmp_path: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "CLOSE_S", 0.1)
 
@@ -123,7 +123,7 @@ def test_a_worker_that_does_not_end_is_killed(
     execute(main())
 
 
-def test_a_worker_ignores_ctrl_c(tmp_path: Path, drive: Drive) -> None:
+def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         os.kill(worker.pid, signal.SIGINT)
@@ -134,7 +134,7 @@ def test_a_worker_ignores_ctrl_c(tmp_path: Path, drive: Drive) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, drive: Drive) -> None:
+def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         cpu = min(os.sched_getaffinity(0))
         worker = await spawn("obey", tmp_path, pin=cpu)
@@ -145,7 +145,7 @@ def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, drive: Drive) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, drive: Drive) -> None:
+def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         found = set(Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0"))
@@ -177,7 +177,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_workers_end_when_their_controller_is_killed(tmp_path: Path, drive: Drive, stopped: bool) -> None:
+def test_workers_end_when_their_controller_is_killed(tmp_path: Path, execute: Execute, stopped: bool) -> None:
     """While they wait, work, are still starting, and while they are stopped."""
 
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_workers_end_when_their_controller_is_killed(tmp_path: Path, drive: Driv
     execute(main())
 
 
-def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, drive: Drive) -> None:
+def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         os.kill(worker.pid, signal.SIGSTOP)

@@ -20,7 +20,7 @@ from tailrace.workers.messages import ScorerJob
 from tailrace.workers.reward import Outcome, RemoteScorer, RewardPool
 from tailrace.workers.reward_child import MAX_LOG_BYTES, copy_bounded
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 ROWS = RowsSettings(path=Path("rows.jsonl"))
 
 
@@ -71,7 +71,7 @@ async def server_of(one: RemoteScorer) -> int:
 
 
 def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
@@ -91,7 +91,9 @@ def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
     execute(main())
 
 
-def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: Path, drive: Drive) -> None:
+def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(
+    tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
         async with scorer(job(timeout_s=1.0), tmp_path) as one:
             pool = pool_of(one)
@@ -102,7 +104,7 @@ def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: P
     execute(main())
 
 
-def test_what_ended_a_call_or_kept_it_from_being_made_is_told(tmp_path: Path, drive: Drive) -> None:
+def test_what_ended_a_call_or_kept_it_from_being_made_is_told(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             pool = pool_of(one)
@@ -124,7 +126,7 @@ def test_what_ended_a_call_or_kept_it_from_being_made_is_told(tmp_path: Path, dr
     execute(main())
 
 
-def test_a_timeout_is_a_reward_of_zero_that_is_marked(tmp_path: Path, drive: Drive) -> None:
+def test_a_timeout_is_a_reward_of_zero_that_is_marked(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         one_job = job("score_by_reason", timeout_s=1.0, on_timeout="zero")
         async with scorer(one_job, tmp_path) as one:
@@ -138,7 +140,7 @@ def test_a_timeout_is_a_reward_of_zero_that_is_marked(tmp_path: Path, drive: Dri
 
 
 def test_a_process_that_a_hung_call_started_ends_with_the_call(
-    tmp_path: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LEFT_PROCESS", str(tmp_path / "left"))
 
@@ -150,7 +152,7 @@ def test_a_process_that_a_hung_call_started_ends_with_the_call(
     execute(main())
 
 
-def test_a_process_that_a_call_left_ends_with_the_worker(tmp_path: Path, drive: Drive) -> None:
+def test_a_process_that_a_call_left_ends_with_the_worker(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job("leave_process"), tmp_path) as one:
             left = await made(one, "fine")
@@ -161,7 +163,7 @@ def test_a_process_that_a_call_left_ends_with_the_worker(tmp_path: Path, drive: 
 
 
 def test_a_process_that_the_import_started_lives_on_when_a_call_is_killed(
-    tmp_path: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POOL_AT_IMPORT", "1")
 
@@ -178,7 +180,7 @@ def test_a_process_that_the_import_started_lives_on_when_a_call_is_killed(
 
 
 def test_what_a_function_prints_is_bounded(
-    tmp_path: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_end, write_end = os.pipe()
     log = tmp_path / "log"
@@ -204,7 +206,7 @@ def test_what_a_function_prints_is_bounded(
 
 
 def test_one_row_is_scored_with_an_empty_completion_and_defects_are_refused(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         one_job = job("first_row", timeout_s=1.0)
@@ -227,7 +229,7 @@ def test_one_row_is_scored_with_an_empty_completion_and_defects_are_refused(
     execute(main())
 
 
-def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: Drive) -> None:
+def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job("score_later", timeout_s=1.0), tmp_path) as one:
             assert await outcomes(pool_of(one), "four", "hang", "fives") == [
@@ -239,7 +241,7 @@ def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: D
     execute(main())
 
 
-def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> None:
+def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path / "a") as first, scorer(job(), tmp_path / "b") as second:
             pool = pool_of(first, second)
@@ -252,7 +254,7 @@ def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> N
 
 
 def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         async with scorer(job("score_later"), tmp_path) as one:
@@ -265,7 +267,7 @@ def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
     execute(main())
 
 
-def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, drive: Drive) -> None:
+def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             os.kill(await server_of(one), signal.SIGKILL)
@@ -277,7 +279,7 @@ def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Pa
     execute(main())
 
 
-def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive) -> None:
+def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             server = await server_of(one)
@@ -291,7 +293,7 @@ def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive
     execute(main())
 
 
-def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
+def test_closing_ends_a_call_in_the_midst(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
             server = await server_of(one)
@@ -304,7 +306,7 @@ def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
     execute(main())
 
 
-def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive: Drive) -> None:
+def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError) as wrong:
             async with scorer(job("scroe"), tmp_path):
@@ -333,7 +335,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_all_processes_of_rewards_end_when_the_controller_is_killed(
-    tmp_path: Path, drive: Drive, stopped: bool
+    tmp_path: Path, execute: Execute, stopped: bool
 ) -> None:
     """A call that holds the interpreter's lock, and a process with a session of its own that a call left."""
 

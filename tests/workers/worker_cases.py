@@ -24,7 +24,7 @@ def make_samples(
 ) -> list[Sample]:
     """Fresh samples of one prompt."""
     prompt = Prompt(index=0, ids=prompt_ids, text="what?", row={} if row is None else row)
-    group = Group(prompt, need=num, samples=[])
+    group = Group(prompt, num_required=num, samples=[])
     group.samples += [Sample(SampleId(0, 0, index), group, seed=index) for index in range(num)]
     return group.samples
 

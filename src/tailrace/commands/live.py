@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
+from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.native.support import check_model
 from tailrace.errors import BadRow
-from tailrace.controller.base import Parts
 from tailrace.reward.functions import Scorer
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
@@ -69,8 +69,8 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
-def live_advantages(config: RunConfig) -> ComputeAdvantages:
-    """Return what computes the advantages of a judged group."""
+def advantages_of(config: RunConfig) -> ComputeAdvantages:
+    """Return what computes the advantages of a scored group."""
     assert config.sampling
     return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
 

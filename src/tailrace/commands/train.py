@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, live_advantages, open_parts, rewind, training_prompts
+from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, DiskFull
@@ -161,7 +161,7 @@ async def _train(
                 parts,
                 config.run,
                 recorder,
-                compute_advantages=live_advantages(config),
+                compute_advantages=advantages_of(config),
                 folder=checkpoints,
                 past=past,
                 journal=journal,

@@ -1,4 +1,4 @@
-"""What a run is made of: its settings, and the parts it is wired from."""
+"""The parts that a run is made of, and its settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,27 +13,31 @@ from tailrace.trainer.base import Reference, Trainer
 
 
 class RunSettings(Settings):
-    """How long a run is, and what it does between rounds."""
+    """The [run] section: how long a run is, and what it does between rounds."""
 
     rounds: int = Field(ge=1)
+    """Rounds of the schedule."""
     group_size: int = Field(ge=1)
-    """K: samples of one prompt."""
-    seed: int = 0
+    """Samples of one prompt (K)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the prompt order and of the sampling noise."""
     eval_every: int = Field(default=0, ge=0)
-    """Rounds between evaluations, which also stand at the start and at the end; 0: none."""
+    """Rounds between evaluations; there is also one at the start and one at the end. 0: none."""
     eval_prompts: int = Field(default=128, ge=1)
-    """Held-out prompts, one sample each, at the sampling temperature."""
+    """Held-out prompts of an evaluation, one sample each."""
+    eval_greedy: bool = True
+    """Whether evaluations take the most likely token; false: they sample as training does."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Rounds between checkpoints, the last round always among them; 0: none."""
-    patience_s: float = Field(default=300.0, gt=0)
-    """So long without an optimizer step, and the run says who waits for what."""
-    give_up_s: float = Field(default=86_400.0, gt=0)
-    """So long without an optimizer step, and the run ends with that as its error."""
+    """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
+    patience_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds without an optimizer step after which the run says which task waits for what."""
+    give_up_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
+    """Seconds without an optimizer step after which the run ends with that as its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is wired from: live or simulated."""
+    """What a run is made of, live or simulated."""
 
     engines: Sequence[Engine]
     trainer: Trainer
@@ -41,4 +45,4 @@ class Parts:
     prompts: Prompts
     held_out: Prompts
     reference: Reference | None = None
-    """Where the algorithm wants a KL to it."""
+    """None if the algorithm has no KL to a reference."""

@@ -1,4 +1,4 @@
-"""A run from its first round to its closed books."""
+"""A run from its first round to its closed ledger."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.algo.compute_advantages import GRPO
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.run import Run
 from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, Unwritten
 from tailrace.ledger.past import Past
-from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Recorder
-from tailrace.controller.run import Run
 from tailrace.types import Group
 
 
@@ -21,12 +21,19 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    materialise: Callable[[Group], str | None] = GRPO,
+    compute_advantages: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
     past: Past | None = None,
     journal: Journal | Unwritten | None = None,
 ) -> None:
-    """Run a schedule to its end and close the books; the first error of anything ends it."""
+    """Run a schedule to its end and check the ledger. The first error of any task ends the run.
+
+    Args:
+        compute_advantages: sets the advantages of a complete group, or returns why it is filtered.
+        folder: where checkpoints go; None: none are written.
+        past: what earlier processes of this run left.
+        journal: writes the ledger down; None: it stays in memory.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             run = Run(
@@ -34,7 +41,7 @@ async def execute(
                 settings,
                 recorder,
                 tasks,
-                compute_advantages=materialise,
+                compute_advantages=compute_advantages,
                 folder=folder,
                 past=past,
                 journal=journal,

@@ -1,4 +1,4 @@
-"""WeightUpdate: published weights on their way to the engines."""
+"""Publication of weights: one version on its way from the trainer to the engines."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,13 @@ from tailrace.weights.base import Weights
 
 
 class WeightUpdate:
-    """One publication, until every open engine has it."""
+    """Loads one version into every open engine, between two decode steps.
+
+    Args:
+        tasks: the loads run in this task group.
+        kv: whether engines keep or recompute the KV cache of requests in flight.
+        in_flight: the groups that engines may be working on.
+    """
 
     def __init__(
         self,
@@ -17,18 +23,20 @@ class WeightUpdate:
         engines: Sequence[Engine],
         weights: Weights,
         kv: KV,
-        living: Sequence[Group],
+        in_flight: Sequence[Group],
     ) -> None:
-        """living: the groups that engines may be working on."""
         self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines if engine.open]
-        self._unborn = {group for group in living if group.oldest_version is None}
+        self._without_tokens = {group for group in in_flight if group.oldest_version is None}
 
-    def awaits(self, group: Group) -> bool:
-        """Whether its first token may be one of the version before, or be one and not be known yet: an engine
-        reports what the old weights produced when the new ones arrive."""
-        return group in self._unborn and not all(load.done() for load in self._loads)
+    def may_start_older(self, group: Group) -> bool:
+        """Whether the first token of a group may be of the version before.
 
-    async def ended(self) -> None:
-        """Wait until they are there."""
+        An engine reports the tokens of the old weights when the new weights arrive. Until then a group
+        without reported tokens may have some of the old version.
+        """
+        return group in self._without_tokens and not all(load.done() for load in self._loads)
+
+    async def arrived(self) -> None:
+        """Wait until every engine has loaded the version."""
         if self._loads:
             await asyncio.wait(self._loads)

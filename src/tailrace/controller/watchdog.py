@@ -1,4 +1,4 @@
-"""Watchdog: says who waits for what whenever no optimizer step comes for long, and in the end gives up."""
+"""Reports which task waits for what when no optimizer step comes, and ends the run after a long time."""
 
 import asyncio
 
@@ -8,14 +8,14 @@ from tailrace.record.events import Recorder, Waiting
 
 
 class Watchdog:
-    """Waits for the next optimizer step, beside a schedule."""
+    """Waits for the next optimizer step, beside the schedule."""
 
     def __init__(self, recorder: Recorder, patience_s: float, give_up_s: float) -> None:
         self._recorder, self._patience_s, self._give_up_s = recorder, patience_s, give_up_s
         self._stepped = asyncio.Event()
 
     def stepped(self) -> None:
-        """The optimizer made a step."""
+        """The optimizer has made a step."""
         self._stepped.set()
 
     async def watch(self) -> None:

@@ -240,7 +240,12 @@ def _group(
     past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
 ) -> Group:
     group = Group(
-        prompt, row.num_required, [], num_launched=row.num_launched, attempt=row.attempt, deferrals=row.deferrals
+        prompt,
+        row.num_required,
+        [],
+        num_launched=row.num_launched,
+        attempt=row.attempt,
+        deferrals=row.deferrals,
     )
     group.round_drawn = row.round
     kept = msgspec.json.decode(row.kept, type=list[int])

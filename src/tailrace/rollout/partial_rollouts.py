@@ -1,5 +1,7 @@
-"""PartialRolloutBuffer: parked groups, first in, first out. It belongs to the run, not to the schedule, so a checkpoint
-saves it."""
+"""The partial-rollout buffer: parked groups, first in, first out (APRIL 2.2; RollPacker 3: long-prompt queue).
+
+It belongs to the run, so checkpoints save it.
+"""
 
 from collections.abc import Iterable
 
@@ -7,7 +9,7 @@ from tailrace.types import Group
 
 
 class PartialRolloutBuffer:
-    """Groups that were stopped and will go on."""
+    """Groups that were stopped and will continue."""
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups = list(groups)
@@ -19,6 +21,6 @@ class PartialRolloutBuffer:
         self.groups.extend(groups)
 
     def pop(self, n: int) -> list[Group]:
-        """The first n; fewer if there are fewer."""
+        """The first n groups, or all if there are fewer."""
         taken, self.groups = self.groups[:n], self.groups[n:]
         return taken

@@ -1,6 +1,6 @@
-"""ReadyQueue: a line of complete groups between two stages, with what happens when it is full.
+"""ReadyQueue: complete groups on their way to the trainer (PipelineRL 4: the ring buffer between two stages).
 
-Nothing leaves the line before all that a take wants is there, so cancelling a take loses no group.
+Groups leave the queue only when all groups that a take wants are there, so cancelling a take loses no group.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -12,22 +12,29 @@ from tailrace.errors import NeverComes
 from tailrace.rollout.selection import Select, earliest
 from tailrace.types import Group
 
-Full = Literal["hold", "drop"]
-"""hold: whoever fills the ring looks at `is_full` first. drop: the oldest group is thrown out."""
+Full = Literal["block", "drop_oldest"]
+"""What happens when the queue is full. block: the producer checks `is_full` and waits. drop_oldest: the oldest
+group is dropped and counted."""
 
 
 class ReadyQueue:
-    """Complete groups, in the order they came."""
+    """Complete groups, in the order in which they completed.
+
+    Args:
+        name: for error messages.
+        drop: called with a group that overflows, and the reason.
+        coming: how many groups may still arrive.
+    """
 
     def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
         self.name = name
         self.room: float = inf
-        self.full: Full = "hold"
+        self.full: Full = "block"
         self.changed = Signal()
         self.on_taken: Callable[[], None] = lambda: None
         self._groups: dict[Group, None] = {}
         self._drop = drop
-        self._coming = coming  # how many groups may still arrive
+        self._coming = coming
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -38,32 +45,32 @@ class ReadyQueue:
 
     @property
     def is_full(self) -> bool:
-        return self.full == "hold" and len(self) >= self.room
+        return self.full == "block" and len(self) >= self.room
 
     def put(self, group: Group) -> None:
         self._groups[group] = None
-        if self.full == "drop" and len(self) > self.room:
+        if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
             del self._groups[oldest]
             self._drop(oldest, f"{self.name} overflow")
         self.changed.fire()
 
     def clear(self) -> list[Group]:
-        """Take everything out."""
+        """Remove and return all groups."""
         groups, self._groups = self.groups, {}
         self.changed.fire()
         return groups
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
-        """n groups at once, as `select` chooses them.
+        """Wait for n groups, as `select` chooses them.
 
         Raises:
-            NeverComes: nothing that is in flight can complete the n.
+            NeverComes: fewer than n groups are ready or in flight.
         """
         return await self._some(n, n, select)
 
     async def stream(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
-        """n groups in all, as they come: each time every group that `select` lets out."""
+        """n groups in all, as they come, each time all groups that `select` returns."""
         while n:
             self._expect(n)
             groups = await self._some(1, n, select)

@@ -1,4 +1,4 @@
-"""Router: the engines, and which of them gets a request."""
+"""Router: chooses the engine for a request."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,13 @@ from tailrace.record.events import Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
 
 SLACK = 1 / 8
-"""Of an engine's slots: by so much it may be ahead of the least loaded one and still get back what it served,
-because it may have kept the keys and values, which another would compute anew."""
+"""Share of an engine's slots. The engine that served a request before gets it again if its load is at most this
+much above the least loaded engine's, because it may still hold the request's KV cache."""
 
 
 class Router:
-    """Serves a sample on the least loaded engine, or on the one that served it last if that has room; and on
-    another one if that gives it back."""
+    """Serves a sample on the engine that served it last if that has room, else on the least loaded engine. If an
+    engine gives a request back, another engine continues it."""
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
         self.engines = engines
@@ -26,11 +26,16 @@ class Router:
 
     @property
     def slots(self) -> int:
-        """Requests that all open engines serve at once."""
+        """Requests that all open engines serve at the same time."""
         return sum(engine.slots for engine in self.engines if engine.open)
 
+    @property
+    def num_open(self) -> int:
+        """Engines that are open."""
+        return sum(engine.open for engine in self.engines)
+
     async def serve(self, sample: Sample) -> None:
-        """Extend the sample until it ends. May be cancelled at any token."""
+        """Extend the sample until it ends. It may be cancelled at any token."""
         while sample.finish_reason is None:
             engine = await self._pick(sample)
             sample.engine = engine.name
@@ -51,7 +56,7 @@ class Router:
                 )
 
     def engines_changed(self) -> None:
-        """An engine opened or closed."""
+        """Call this after an engine opened or closed."""
         self.changed.fire()
         self.on_changed()
 
@@ -63,5 +68,5 @@ class Router:
         return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
 
     def _share(self, engine: Engine) -> float:
-        """Of its slots that are taken."""
+        """Share of the engine's slots that are taken."""
         return self._load[engine.name] / engine.slots

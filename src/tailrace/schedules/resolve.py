@@ -1,7 +1,7 @@
-"""From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
+"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. Whatever a schedule refuses, promises in vain or
-waits for in vain comes out before anything real starts; so does what a schedule from outside gets wrong.
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a broken
+promise and a wait without an end are found before any process starts, also in a schedule of the user's own.
 """
 
 import inspect
@@ -20,12 +20,11 @@ from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
 from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES, Schedule
-from tailrace.schedules.parameters import require
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 from tailrace.controller.simulation import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
-"""A schedule with its parameters: waits for the run."""
+"""A schedule with its parameters; it is called with the run."""
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
@@ -34,28 +33,23 @@ def resolve(config: RunConfig) -> BoundSchedule:
     Raises:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
-    settings = config.run
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
     schedule = _find(name)
     _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
-    accepted = dict(settable)
-    if "B" in parameters and "B" not in accepted and "U" in accepted:
-        require("U" not in parameters, "B", parameters["B"], "U says the same", "give one of the two")
-        parameters["U"] = _groups_per_step(parameters.pop("B"), settings.group_size)
-    bound = partial(schedule, **_checked(schedule, accepted, parameters))
-    _rehearse(bound, settings)
+    bound = partial(schedule, **_checked(schedule, dict(settable), parameters))
+    _rehearse(bound, config.run)
     return bound
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """What [schedule] says for another schedule than the one it names: the parameters it has too.
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
 
     Raises:
         ConfigError: there is no such schedule.
     """
-    accepted = {"name", "B", *inspect.signature(_find(name)).parameters}
+    accepted = {"name", *inspect.signature(_find(name)).parameters}
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
@@ -75,15 +69,6 @@ def _find(name: object) -> Schedule:
         "there is no such schedule",
         f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
     )
-
-
-def _groups_per_step(B: Any, K: int) -> int:
-    """U = B/K (RolloutPipe 3.2)."""
-    if not isinstance(B, int) or B < 1 or B % K:
-        raise ConfigError(
-            "schedule.B", B, f"samples a step must be whole groups of K = {K}", f"choose {K} times U"
-        )
-    return B // K
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""Simulated rewards: they take time on a bounded number of workers; they may fail or time out."""
+"""Simulated rewards: they take time on a bounded number of workers, and may fail or time out."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from tailrace.types import Sample
 
 
 class SimRewards:
-    """Rewards (reward/base.py) made of virtual time and seeded chance. A timeout is a reward of zero."""
+    """`Rewards` (reward/base.py) that take virtual time. Rewards are drawn from a seed."""
 
     def __init__(self, cost: SimRewardSettings, seed: int) -> None:
         self._cost, self._seed = cost, seed

@@ -62,29 +62,47 @@ EXACT = SimSettings(
 all responses have 10 tokens and all else takes no time."""
 
 SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
-    "serial": partial(SCHEDULES["serial"], R=16, U=8),
-    "rolloutpipe": partial(SCHEDULES["rolloutpipe"], R=16, U=4),
-    "rolloutpipe_frontier": partial(SCHEDULES["rolloutpipe"], R=16, U=4, admission=Frontier(groups=3)),
-    "rolloutpipe_frontier_first": partial(
-        SCHEDULES["rolloutpipe"], R=16, U=4, admission=FrontierFirst(groups=3)
+    "serial": partial(SCHEDULES["serial"], groups_per_round=16, groups_per_step=8),
+    "rolloutpipe": partial(SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4),
+    "rolloutpipe_frontier": partial(
+        SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4, admission=Frontier(groups=3)
     ),
-    "rolloutpipe_at_most": partial(SCHEDULES["rolloutpipe"], R=16, U=4, admission=AtMost(requests=10)),
-    "rolloutpipe_eager": partial(SCHEDULES["rolloutpipe_eager"], R=16, U=4, tokens=20_000),
-    "april": partial(SCHEDULES["april"], N=8, N_launched=16),
-    "april_bounded": partial(SCHEDULES["april"], N=8, N_launched=16, staleness=2),
-    "tailbatch": partial(SCHEDULES["tailbatch"], P0=8),
-    "tailbatch_prompts": partial(SCHEDULES["tailbatch"], P0=8, eta_responses=1.0),
-    "tailbatch_dapo": partial(SCHEDULES["tailbatch_dapo"], P0=8, requests=44),
-    "tailbatch_async": partial(SCHEDULES["tailbatch_async"], P0=8),
-    "rollpacker": partial(SCHEDULES["rollpacker"], P0=8),
-    "conventional": partial(SCHEDULES["conventional"], U=4, G=4),
-    "pipelinerl": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16),
-    "pipelinerl_hold": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=16, full="hold", kv="recompute"),
-    "pipelinerl_ess": partial(SCHEDULES["pipelinerl"], U=8, H=40, room=24, ess_floor=0.8),
-    "pipelinerl_ahead": partial(SCHEDULES["pipelinerl"], U=4, H=40, room=16, full="hold", steps=2),
-    "pipelinerl_ahead_ess": partial(SCHEDULES["pipelinerl"], U=4, H=40, room=24, ess_floor=0.8, steps=2),
-    "tailrace": partial(SCHEDULES["tailrace"], U=8, in_flight=16, staleness=2),
-    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], N=8),
+    "rolloutpipe_frontier_first": partial(
+        SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4, admission=FrontierFirst(groups=3)
+    ),
+    "rolloutpipe_at_most": partial(
+        SCHEDULES["rolloutpipe"],
+        groups_per_round=16,
+        groups_per_step=4,
+        admission=AtMost(requests_per_engine=5),
+    ),
+    "rolloutpipe_eager": partial(
+        SCHEDULES["rolloutpipe_eager"], groups_per_round=16, groups_per_step=4, max_tokens_per_batch=20_000
+    ),
+    "april": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16),
+    "april_bounded": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16, staleness=2),
+    "tailbatch": partial(SCHEDULES["tailbatch"], groups_per_round=8),
+    "tailbatch_prompts": partial(SCHEDULES["tailbatch"], groups_per_round=8, response_speculation=1.0),
+    "tailbatch_dapo": partial(SCHEDULES["tailbatch_dapo"], groups_per_round=8, requests_per_engine=22),
+    "tailbatch_async": partial(SCHEDULES["tailbatch_async"], groups_per_round=8),
+    "rollpacker": partial(SCHEDULES["rollpacker"], groups_per_round=8),
+    "conventional": partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4),
+    "pipelinerl": partial(
+        SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=16
+    ),
+    "pipelinerl_hold": partial(
+        SCHEDULES["pipelinerl"],
+        groups_per_step=8,
+        in_flight_per_engine=20,
+        ring_groups=16,
+        ring_full="block",
+        kv="recompute",
+    ),
+    "pipelinerl_ess": partial(
+        SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=24, min_ess=0.8
+    ),
+    "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8),
 }
 """Every schedule of the package, with parameters for the small world."""
 
@@ -264,7 +282,7 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    materialise = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
+    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
         reference = algorithm.needs_reference
@@ -292,7 +310,7 @@ def simulate(
                     outcome.parts,
                     settings,
                     Recorder(outcome),
-                    compute_advantages=materialise,
+                    compute_advantages=compute_advantages,
                     folder=folder,
                     past=past,
                     journal=journal,

@@ -1,13 +1,15 @@
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from trainer_cases import VOCABULARY, make_units
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.policy import Policy
-from tailrace.trainer.wire import TrainingSample
-from tailrace.types import SampleId
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -47,9 +49,9 @@ def test_packed_log_probs_equal_the_plain_forward_of_each_sample(
 ) -> None:
     samples = [sample for sample in make_units(1, num_samples=7)[0] if sample.completion_ids]
     model = random_model(model_type, **changes)
-    policy = Policy(model, temperature=0.6, device=CPU, dtype=torch.float32)
+    policy = PolicyModel(model, temperature=0.6, device=CPU, dtype=torch.float32)
     with torch.no_grad():
-        got = policy.logprobs(MicroBatch.of([[sample] for sample in samples], CPU)).logprobs
+        got = policy.logprobs(MicroBatch.of(samples, CPU)).logprobs
         model.set_attn_implementation("eager")
         wanted = []
         for sample in samples:
@@ -68,14 +70,14 @@ def test_an_architecture_that_cannot_run_packed_is_refused(
     model_type: str, changes: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed; choose"):
-        Policy(random_model(model_type, **changes), temperature=1.0, device=CPU, dtype=torch.float32)
+        PolicyModel(random_model(model_type, **changes), temperature=1.0, device=CPU, dtype=torch.float32)
 
 
 def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     samples = make_units(1)[0]
-    batch = MicroBatch.of([[sample] for sample in samples], CPU)
+    batch = MicroBatch.of(samples, CPU)
     exact, rough = (
-        Policy(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
+        PolicyModel(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
     difference = exact.logprobs(batch).logprobs - rough.logprobs(batch).logprobs
@@ -83,20 +85,62 @@ def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     assert {parameter.dtype for parameter in rough.parameters().values()} == {torch.float32}
 
 
-def answers_to(prompt_ids: list[int], *completions: list[int]) -> list[TrainingSample]:
-    return [
-        TrainingSample(SampleId(0, 0, i), prompt_ids, ids, [0.0] * len(ids), 0.0)
-        for i, ids in enumerate(completions)
-    ]
+def damage(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def folder(model_path: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model_path, tmp_path / "model")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PolicyModel.load(folder, temperature=1.0, device=CPU, dtype=torch.float32)
+    assert caught.value.key == "model.path"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\x10\x00\x00\x00\x00\x00\x00\x00{"])
+def test_damaged_weights_are_a_config_error_that_names_the_file(folder: Path, content: bytes) -> None:
+    path = damage(folder, "model.safetensors", content)
+    assert f"{path} is damaged (" in refusal(folder)
+
+
+def test_truncated_weights_are_a_config_error_that_names_the_file(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    path = damage(folder, "model.safetensors", whole[: len(whole) // 2])
+    assert f"{path} is damaged (" in refusal(folder)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_fed"),
-    [(torch.float32, 4 + 2 + 1), (torch.bfloat16, 3 * 4 + 2 + 1)],
-    ids=["ours", "theirs"],
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": -32},
+        {"hidden_size": "32"},
+        {"num_key_value_heads": 3},
+        {"vocab_size": 12},
+        {"rope_parameters": [1]},
+        {"model_type": "nonsense"},
+    ],
+    ids=str,
 )
-def test_a_prompt_is_fed_once_where_the_decoder_is_ours(dtype: torch.dtype, num_fed: int) -> None:
-    policy = Policy(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
-    (batch,) = policy.batches(answers_to([5, 6, 7, 8], [1, 2, 3], [4, 5], [9]), budget=100)
-    assert batch.input_ids.shape == (1, num_fed)
-    assert batch.targets.tolist() == [1, 2, 3, 4, 5, 9]
+def test_a_nonsensical_config_is_a_config_error_that_names_the_file(
+    folder: Path, changes: dict[str, object]
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert str(path) in refusal(folder)
+
+
+def test_a_config_that_is_no_json_is_a_config_error_that_names_the_file(folder: Path) -> None:
+    assert str(damage(folder, "config.json", b'{"a":')) in refusal(folder)
+
+
+def test_a_folder_without_weights_or_that_does_not_exist_is_a_config_error(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "no file named model.safetensors" in refusal(folder)
+    assert f"{folder / 'nowhere'} is not a folder" in refusal(folder / "nowhere")

@@ -9,10 +9,10 @@ from torch import Tensor
 from trainer_cases import Unit, first_moments, make_units
 
 from tailrace.errors import ScheduleError
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.policy import Policy
-from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainingSample
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 Make = Callable[..., TorchTrainer]
@@ -44,13 +44,24 @@ def test_streamed_accumulation_equals_the_one_call_bit_for_bit(
 
 def test_small_units_are_computed_together_at_most_until_the_step(make_trainer: Make) -> None:
     unit = [TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]  # ten tokens fed
-    trainer = make_trainer(token_budget=1000, least_tokens=30)
+    trainer = make_trainer(max_tokens_per_microbatch=1000, min_tokens_per_microbatch=30)
     trainer.accumulate([unit] * 2)
     assert not trainer_gradient(trainer).any()
     trainer.accumulate([unit])
     assert trainer_gradient(trainer).any()
     trainer.accumulate([unit] * 4)
     assert trainer.step().num_micro_batches == 3
+
+
+def test_what_waits_when_weights_are_published_has_the_old_policy_of_before(make_trainer: Make) -> None:
+    unit = [TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]
+    trainer = make_trainer(max_tokens_per_microbatch=1000, min_tokens_per_microbatch=1000)
+    trainer.accumulate([unit])
+    trainer.step()
+    trainer.accumulate([unit])
+    assert not trainer_gradient(trainer).any()
+    trainer.publish()
+    assert trainer_gradient(trainer).any()
 
 
 def test_samples_without_advantage_are_counted_and_measured_as_if_they_had_one(
@@ -79,17 +90,17 @@ def test_samples_without_advantage_are_counted_and_measured_as_if_they_had_one(
 
 def test_samples_without_advantage_have_a_gradient_of_the_kl_in_the_loss(make_trainer: Make) -> None:
     sample = TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 0.0, [-3.0] * 9)
-    trainer = make_trainer(least_tokens=1)
+    trainer = make_trainer(min_tokens_per_microbatch=1)
     trainer.accumulate([[sample]])
     assert not trainer_gradient(trainer).any()
-    trainer = make_trainer(least_tokens=1, kl_coef=0.1)
+    trainer = make_trainer(min_tokens_per_microbatch=1, kl_coef=0.1)
     trainer.accumulate([[sample]])
     assert trainer_gradient(trainer).any()
 
 
 def trainer_gradient(trainer: TorchTrainer) -> Tensor:
-    """Of all parameters, as summed so far."""
-    return trainer._optimizer.gradient
+    """The gradient of all parameters, as summed so far."""
+    return torch.cat([gradient.flatten() for gradient in trainer._optimizer.gradients()])
 
 
 @pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
@@ -99,7 +110,7 @@ def test_another_order_or_packing_changes_only_the_rounding(
     units = make_units(5)
     wanted = gradient(make_trainer(normalize=normalize, **NO_MOMENTUM), [units], tmp_path / "a")
     reverse = make_trainer(normalize=normalize, **NO_MOMENTUM)
-    packed = make_trainer(normalize=normalize, token_budget=10_000, **NO_MOMENTUM)
+    packed = make_trainer(normalize=normalize, max_tokens_per_microbatch=10_000, **NO_MOMENTUM)
     joined = [[sample for unit in units for sample in unit]]
     torch.testing.assert_close(gradient(reverse, [units[::-1]], tmp_path / "b"), wanted, atol=1e-6, rtol=0)
     torch.testing.assert_close(gradient(packed, [joined], tmp_path / "c"), wanted, atol=1e-6, rtol=0)
@@ -173,8 +184,8 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
 
 def recorded_by(model_path: Path, sample: TrainingSample) -> TrainingSample:
     """The same sample with the log-probs that the model itself gives it."""
-    policy = Policy.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
-    recorded = policy.logprobs(MicroBatch.of([[sample]], policy.device)).logprobs.tolist()
+    policy = PolicyModel.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
+    recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
     return TrainingSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
 
 
@@ -251,3 +262,26 @@ def test_the_effective_sample_size_is_one_on_policy_and_counts_as_compute(
     assert 0.0 < trainer.ess(units) < 0.99
     trainer.accumulate(own)
     assert trainer.step().samples == tuple(sample.id for unit in own for sample in unit)
+
+
+def test_the_mismatch_with_the_engine_is_measured_on_samples_of_the_published_weights_only(
+    make_trainer: Make, model_path: Path
+) -> None:
+    trainer = make_trainer()
+    (unit,) = make_units(1)
+    own = [recorded_by(model_path, sample) for sample in unit]
+    shifted = [
+        msgspec.structs.replace(sample, behavior_logprobs=[p - 0.1 for p in sample.behavior_logprobs])
+        for sample in own
+    ]
+    older = [msgspec.structs.replace(sample, num_carried=1) for sample in unit]
+    trainer.accumulate([shifted, older])
+    first = trainer.step()
+    # k3 at a log ratio of 0.1
+    assert first.engine_mismatch_kl == pytest.approx(math.expm1(0.1) - 0.1, abs=1e-5)
+    assert first.kl > first.engine_mismatch_kl
+    trainer.accumulate([shifted])
+    assert trainer.step().engine_mismatch_kl is None, "the weights are no longer the published ones"
+    trainer.publish()
+    trainer.accumulate([older])
+    assert trainer.step().engine_mismatch_kl is None, "older weights generated some of the tokens"
