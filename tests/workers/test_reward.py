@@ -222,7 +222,7 @@ def test_one_row_is_scored_with_an_empty_completion_and_defects_are_refused(
             with pytest.raises(ConfigError, match="in first_row") as wrong:
                 await checked("table")
             assert (wrong.value.key, wrong.value.value) == ("reward.function", one_job.reward.function)
-            assert "KeyError: 'table'; mend it: a completion can be empty" in str(wrong.value)
+            assert "KeyError: 'table'; mend the function; note that a completion" in str(wrong.value)
             with pytest.raises(ConfigError, match=r"reward\.timeout_s = 1\.0: .* no reward within 1 s"):
                 await checked("hang")
 

@@ -166,7 +166,7 @@ class RewardPool:
         if outcome.is_defect or outcome.reason in ("timeout", "died", "row"):
             key = "reward.timeout_s" if outcome.reason == "timeout" else "reward.function"
             value = self._settings.timeout_s if outcome.reason == "timeout" else self._settings.function
-            raise ConfigError(key, value, where, "mend it: a completion can be empty")
+            raise ConfigError(key, value, where, "mend the function; note that a completion can be empty")
         return f"reward.function = {self._settings.function!r}: {where}"
 
     async def _call(self, call: Call) -> float | Failed:
