@@ -16,12 +16,14 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.controller.base import RunSettings
+from tailrace.controller.simulation import simulated_parts
 from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
-from tailrace.controller.base import RunSettings
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -33,10 +35,8 @@ from tailrace.sim.settings import (
     SimTrainerSettings,
 )
 from tailrace.sim.trainer import SimTrainer
-from tailrace.controller.simulation import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
-from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 
 ADMISSIONS = st.one_of(
     st.builds(AtMost, requests_per_engine=st.sampled_from([None, 1, 5])),
@@ -168,7 +168,7 @@ KILLS = st.lists(
 BOOKS = st.builds(Book, commit_s=st.sampled_from([0.0, 0.01, 1.0]), flush_s=st.sampled_from([0.05, 0.2, 5.0]))
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS)
 def test_the_books_close_in_every_world(
     schedule: partial,  # type: ignore[type-arg]

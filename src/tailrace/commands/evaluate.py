@@ -13,6 +13,7 @@ from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples
 from tailrace.rollout.router import Router
+from tailrace.schedules.resolve import check_parameter_names
 
 
 def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
@@ -21,6 +22,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
+    check_parameter_names(config)
     check_live(config)
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)

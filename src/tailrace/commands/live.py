@@ -1,6 +1,7 @@
 """The parts of a live run: data, worker processes, and their checks."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -9,9 +10,10 @@ from pathlib import Path
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
-from tailrace.data.base import Prompts
+from tailrace.data.base import Prompts, Split
+from tailrace.data.lengths import check_lengths
 from tailrace.data.open import open_prompts
-from tailrace.data.tokenizer import load_tokenizer
+from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.engine.native.support import check_model
 from tailrace.errors import BadRow
 from tailrace.reward.functions import Scorer
@@ -34,7 +36,16 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
-    prompts = training_prompts(config, config.run.seed)
+    max_context_tokens = context_length(config.model.path)
+    if max_context_tokens is not None:
+        check_lengths(
+            max_context_tokens=max_context_tokens,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
+    _open_prompts(config, tokenizer, config.run.seed, "eval")
     scorer = Scorer.load(config.reward, config.data)
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
@@ -58,8 +69,25 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
     Raises:
         ConfigError: the settings name no data that can be read.
     """
+    assert config.model
+    return _open_prompts(config, load_tokenizer(config.model.path), seed, "train")
+
+
+def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     assert config.model and config.data
-    return open_prompts(config.data, load_tokenizer(config.model.path), seed=seed, split="train")
+    return open_prompts(
+        config.data,
+        tokenizer,
+        seed=seed,
+        split=split,
+        max_context_tokens=context_length(config.model.path),
+    )
+
+
+def context_length(path: Path) -> int | None:
+    """Return the positions of the model in a folder, or None where its config.json does not tell."""
+    length = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:
@@ -105,7 +133,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     )
     with trainer_cpu_reserved(pins):
         async with workers as opened:
-            prompts = open_prompts(config.data, tokenizer, seed=config.run.seed, split="train")
+            prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
                 if warning := await opened.rewards.check_one_row(prompt):
                     print(f"tailrace: warning: {warning}", file=sys.stderr)
@@ -114,6 +142,6 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 trainer=opened.trainer,
                 rewards=opened.rewards,
                 prompts=prompts,
-                held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
+                held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
             )

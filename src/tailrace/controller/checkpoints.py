@@ -6,7 +6,7 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.state import RunState
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
@@ -27,7 +27,7 @@ class Checkpoints:
         parts: Parts,
         settings: RunSettings,
         ledger: Ledger,
-        journal: Journal | Unwritten,
+        journal: Journal | NullJournal,
         recorder: Recorder,
         *,
         folder: Path | None,

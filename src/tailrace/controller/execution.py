@@ -9,8 +9,8 @@ from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
-from tailrace.ledger.journal import Journal, Unwritten
-from tailrace.ledger.past import Past
+from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
 from tailrace.types import Group
 
@@ -23,15 +23,15 @@ async def execute(
     *,
     compute_advantages: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
-    past: Past | None = None,
-    journal: Journal | Unwritten | None = None,
+    starting_point: StartingPoint | None = None,
+    journal: Journal | NullJournal | None = None,
 ) -> None:
     """Run a schedule to its end and check the ledger. The first error of any task ends the run.
 
     Args:
         compute_advantages: sets the advantages of a complete group, or returns why it is filtered.
         folder: where checkpoints go; None: none are written.
-        past: what earlier processes of this run left.
+        starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
     """
     try:
@@ -43,7 +43,7 @@ async def execute(
                 tasks,
                 compute_advantages=compute_advantages,
                 folder=folder,
-                past=past,
+                starting_point=starting_point,
                 journal=journal,
             )
             try:

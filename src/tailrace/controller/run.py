@@ -26,9 +26,9 @@ from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
 from tailrace.errors import GroupsLost, ScheduleError, StalenessError
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
@@ -51,30 +51,39 @@ class Run:
         *,
         compute_advantages: Callable[[Group], str | None] = GRPO,
         folder: Path | None = None,
-        past: Past | None = None,
-        journal: Journal | Unwritten | None = None,
+        starting_point: StartingPoint | None = None,
+        journal: Journal | NullJournal | None = None,
     ) -> None:
-        past = past or Past()
+        starting_point = starting_point or StartingPoint()
         self.group_size = settings.group_size
         """Samples of one prompt (K)."""
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
-        self._state, self._on_dead_branch = RunState(past), past.dead
+        self._state, self._on_dead_branch = RunState(starting_point), starting_point.dead
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
         self._update: WeightUpdate | None = None
-        self._generated_before = past.num_generated - self._num_generated()
-        self._journal = journal or Unwritten()
-        self._ledger = Ledger(recorder, past.totals, self._journal)
+        self._generated_before = starting_point.num_generated - self._num_generated()
+        self._journal = journal or NullJournal()
+        self._ledger = Ledger(recorder, starting_point.totals, self._journal)
         self._journal.follow(self._ledger)
-        self.history = History(past.longest)
-        self.parked, self._interrupted = PartialRolloutBuffer(past.partial_rollouts), past.interrupted
+        self.history = History(starting_point.longest)
+        self.parked, self._interrupted = (
+            PartialRolloutBuffer(starting_point.partial_rollouts),
+            starting_point.interrupted,
+        )
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self._checkpoints = Checkpoints(
-            parts, settings, self._ledger, self._journal, recorder, folder=folder, newest=past.checkpoint
+            parts,
+            settings,
+            self._ledger,
+            self._journal,
+            recorder,
+            folder=folder,
+            newest=starting_point.checkpoint,
         )
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(

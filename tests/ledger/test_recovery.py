@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import Cut, LifeRow, Origin, Store
+from tailrace.ledger.base import LifeRow, Origin, Store
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.lineage import distance
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.ledger.writer import DirectWriter
 from tailrace.record.events import Recorder
@@ -84,14 +84,14 @@ def prompt_of(index: int) -> Prompt:
 class Life:
     """A ledger and its journal, driven by hand."""
 
-    def __init__(self, store: Store, past: Past | None = None) -> None:
-        past = past or first_life("digest")
-        store.commit(past.opening)
-        self.store, self.past = store, past
-        self.journal = Journal(DirectWriter(store), past, flush_s=1.0)
-        self.ledger = Ledger(Recorder(), past.totals, self.journal)
+    def __init__(self, store: Store, starting_point: StartingPoint | None = None) -> None:
+        starting_point = starting_point or first_life()
+        store.commit(starting_point.opening)
+        self.store, self.starting_point = store, starting_point
+        self.journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        self.ledger = Ledger(Recorder(), starting_point.totals, self.journal)
         self.journal.follow(self.ledger)
-        self.ledger.recall([*past.partial_rollouts, *past.interrupted])
+        self.ledger.recall([*starting_point.partial_rollouts, *starting_point.interrupted])
 
     def draw(self, *lengths: int, version: int = 0) -> Group:
         """A group of finished samples, with tokens."""
@@ -119,11 +119,11 @@ class Life:
             steps_at={round: step},
         )
 
-    def next(self, folder: Path, num_generated: int) -> Past:
+    def next(self, folder: Path, num_generated: int) -> StartingPoint:
         return next_life(
             read_books(self.store),
             name="ledger",
-            config_digest="digest",
+            config='{"life": 2}',
             checkpoints=folder,
             num_generated=num_generated,
             prompt_of=prompt_of,
@@ -139,19 +139,26 @@ def by_hand(main: Callable[[], object]) -> None:
 @given(st.data())
 def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     alive = [data.draw(groups(index)) for index in range(data.draw(st.integers(0, 3)))]
-    folder = tmp_path_factory.mktemp("past")
+    folder = tmp_path_factory.mktemp("starting_point")
 
     async def main() -> None:
         life = Life(SqliteStore.create(folder / "ledger.sqlite"))
         for group in alive:
             life.ledger.draw(group)
         await life.mark(folder, 5, 7, parked=alive[:1])
-        past = life.next(folder, sum(group.num_tokens for group in alive))
-        assert [looks(group) for group in past.partial_rollouts] == [looks(group) for group in alive[:1]]
-        assert [looks(group) for group in past.interrupted] == [looks(group) for group in alive[1:]]
-        assert (past.life, past.round, past.version, past.step) == (2, 5, 5, 7)
-        assert (past.longest, past.steps_at) == ({7: 5}, {5: 7})
-        assert past.checkpoint == "round_000005" and past.totals.num_drawn == len(alive)
+        starting_point = life.next(folder, sum(group.num_tokens for group in alive))
+        assert [looks(group) for group in starting_point.partial_rollouts] == [
+            looks(group) for group in alive[:1]
+        ]
+        assert [looks(group) for group in starting_point.interrupted] == [looks(group) for group in alive[1:]]
+        assert (starting_point.life, starting_point.round, starting_point.version, starting_point.step) == (
+            2,
+            5,
+            5,
+            7,
+        )
+        assert (starting_point.longest, starting_point.steps_at) == ({7: 5}, {5: 7})
+        assert starting_point.checkpoint == "round_000005" and starting_point.totals.num_drawn == len(alive)
 
     by_hand(main)
 
@@ -164,13 +171,13 @@ def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_no
         await life.mark(tmp_path, 1, 1, parked=[parked])
         life.ledger.train(after.samples, 2)
         await life.journal.finish()
-        past = life.next(tmp_path, 15)
-        assert [group.prompt.index for group in past.partial_rollouts] == [2]
-        assert [group.prompt.index for group in past.interrupted] == [1]
-        assert past.interrupted[0].samples[0].completion_ids == [0, 1, 2]
-        assert past.totals.trained_tokens == 10 and past.totals.groups == {"trained": 1}
-        again = Life(life.store, past)
-        again.ledger.train(past.interrupted[0].samples, 2)
+        starting_point = life.next(tmp_path, 15)
+        assert [group.prompt.index for group in starting_point.partial_rollouts] == [2]
+        assert [group.prompt.index for group in starting_point.interrupted] == [1]
+        assert starting_point.interrupted[0].samples[0].completion_ids == [0, 1, 2]
+        assert starting_point.totals.trained_tokens == 10 and starting_point.totals.groups == {"trained": 1}
+        again = Life(life.store, starting_point)
+        again.ledger.train(starting_point.interrupted[0].samples, 2)
         await again.journal.finish()
         trainings = read_books(life.store).trainings.values()
         assert [(t.prompt, t.life, t.step, t.undone) for t in trainings] == [
@@ -188,9 +195,9 @@ def test_what_was_filtered_dropped_or_wasted_stays_so(tmp_path: Path) -> None:
         life.ledger.waste(dropped.samples[0], "low ess")
         life.ledger.end(dropped, "dropped", "low ess")
         await life.journal.finish()
-        past = life.next(tmp_path, 4)
-        assert past.interrupted == [] and past.totals.wasted_tokens == {"low ess": 4}
-        assert past.totals.groups == {"dropped": 1} and past.totals.num_drawn == 1
+        starting_point = life.next(tmp_path, 4)
+        assert starting_point.interrupted == [] and starting_point.totals.wasted_tokens == {"low ess": 4}
+        assert starting_point.totals.groups == {"dropped": 1} and starting_point.totals.num_drawn == 1
 
     by_hand(main)
 
@@ -200,9 +207,9 @@ def test_tokens_that_never_reached_the_ledger_are_the_waste_of_the_crash(tmp_pat
         life = Life(MemoryStore())
         life.draw(4)
         await life.journal.finish()
-        past = life.next(tmp_path, 11)
-        assert past.totals.wasted_tokens == {"crash": 7}
-        again = Life(life.store, past)
+        starting_point = life.next(tmp_path, 11)
+        assert starting_point.totals.wasted_tokens == {"crash": 7}
+        again = Life(life.store, starting_point)
         again.ledger.check(11)
         assert again.next(tmp_path, 13).totals.wasted_tokens == {"crash": 9}
 
@@ -221,13 +228,13 @@ def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Pa
         assert read_books(life.store).tokens == {}
         for name in ("round_000001", "round_000002"):
             (tmp_path / name).rmdir()
-        past = life.next(tmp_path, 9)
-        assert past.round == 0 and past.totals.wasted_tokens == {"pruned": 9}
-        samples = past.interrupted[0].samples
+        starting_point = life.next(tmp_path, 9)
+        assert starting_point.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
+        samples = starting_point.interrupted[0].samples
         assert [(sample.id, sample.num_tokens) for sample in samples] == [
             (SampleId(0, 1, 0), 0), (SampleId(0, 1, 1), 0)
         ]  # fmt: skip
-        Life(life.store, past).ledger.check(9)
+        Life(life.store, starting_point).ledger.check(9)
 
     by_hand(main)
 
@@ -240,9 +247,11 @@ def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -
         await life.mark(tmp_path, 1, 1)
         life.ledger.train(group.samples[1:], 2)
         await life.journal.finish()
-        past = life.next(tmp_path, 9)
-        assert past.interrupted == [] and past.totals.groups == {"trained": 1}
-        assert past.totals.trained_tokens == 4 and past.totals.wasted_tokens == {"interrupted": 5}
+        starting_point = life.next(tmp_path, 9)
+        assert starting_point.interrupted == [] and starting_point.totals.groups == {"trained": 1}
+        assert starting_point.totals.trained_tokens == 4 and starting_point.totals.wasted_tokens == {
+            "interrupted": 5
+        }
 
     by_hand(main)
 
@@ -255,11 +264,11 @@ def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path
         life.draw(1, version=2)
         life.draw(1, version=4)
         await life.journal.finish()
-        past = life.next(tmp_path, 3)
-        assert past.version == 2
-        assert [group.oldest_version for group in past.interrupted] == [1, 2, 0]
-        again = Life(life.store, past)
-        again.past.interrupted[2].samples[0].extend([7], [0.0], 3)
+        starting_point = life.next(tmp_path, 3)
+        assert starting_point.version == 2
+        assert [group.oldest_version for group in starting_point.interrupted] == [1, 2, 0]
+        again = Life(life.store, starting_point)
+        again.starting_point.interrupted[2].samples[0].extend([7], [0.0], 3)
         await again.journal.finish()
         row = read_books(life.store).samples[SampleId(2, 0, 0)]
         assert row.origins == [Origin(1, 4, 1), Origin(2, 3, 1)]
@@ -286,11 +295,15 @@ def test_distances_in_the_tree_of_lives(
     assert distance(lives, one, other) == distance(lives, other, one) == publications
 
 
-def test_a_ledger_of_another_config_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_each_life_keeps_the_config_with_which_it_ran(tmp_path: Path) -> None:
+    life = Life(MemoryStore(), first_life('{"life": 1}'))
+    Life(life.store, life.next(tmp_path, 0))
+    assert [row.config for row in read_books(life.store).lives.values()] == ['{"life": 1}', '{"life": 2}']
+
+
+def test_nothing_is_changed_before_the_opening_is_committed(tmp_path: Path) -> None:
     life = Life(MemoryStore())
-    life.store.commit(Cut([first_life("another").run]))
-    with pytest.raises(LedgerError, match="ledger belongs to another config; resume with the run's own"):
-        life.next(tmp_path, 0)
+    life.next(tmp_path, 0)
     assert len(read_books(life.store).lives) == 1
 
 

@@ -1,14 +1,14 @@
-"""What an earlier life left: where a run goes on, and with what.
+"""Recovers the state of a run from its ledger: where the next life begins, and with which groups.
 
-The base is the newest checkpoint that the ledger has a mark of. What was trained after the mark was trained
-into weights that are gone: it is undone, and its groups live again with their tokens. What was filtered,
-dropped or wasted stays so, and the next prompt is the next after all that were ever drawn. Groups of the
-partial_rollouts at the mark are on the partial-rollout buffer again; all others that live were interrupted, and come first when prompts
-are asked for.
+The base is the newest mark whose checkpoint exists. What was trained after the base went into weights that
+are lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
+were filtered, dropped or wasted keep their fate, and no prompt is drawn twice. Groups that were parked at the
+base are parked again. All other groups without a fate were interrupted; they come first when the schedule
+asks for prompts.
 
-A token is as old as there are publications between its own and the base's, along the tree of lives
-(lineage.py). A schedule that promised a bound starts groups with tokens of a dead branch afresh: their age
-would break what keeps the bound by structure. Without a bound they go on, or are trained as they are.
+The staleness of a restored token is counted along the tree of lives (lineage.py). A schedule that promises a
+bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound. Without a
+bound they are continued, or trained as they are.
 """
 
 from array import array
@@ -38,71 +38,75 @@ from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
 
 
 @dataclass(slots=True)
-class Past:
-    """Where a life begins; by default the first one."""
+class StartingPoint:
+    """The state with which a life begins. The defaults are those of a new run."""
 
-    run: RunRow = field(default_factory=lambda: RunRow(FORMAT, "", 0, 0))
+    run: RunRow = field(default_factory=lambda: RunRow(FORMAT, 0, 0))
     life: int = 1
     round: int = 0
     version: int = 0
     step: int = 0
     checkpoint: str | None = None
-    """The name of the folder of the base; None: it begins with the weights that the config names."""
+    """Name of the checkpoint folder of the base; None: the life begins with the model of the config."""
     num_generated: int = 0
-    """Tokens that the engines of all earlier lives produced, by their own count."""
+    """Tokens produced by the engines of all earlier lives, by their own count."""
     totals: Totals = field(default_factory=Totals)
     longest: dict[int, int] = field(default_factory=dict)
-    """Of each row of the data: its longest response when it was last trained."""
+    """Longest response to each row of the data when it was last trained, in tokens."""
     steps_at: dict[int, int] = field(default_factory=dict)
     """Optimizer steps at each publication."""
     partial_rollouts: list[Group] = field(default_factory=list)
+    """Groups that were parked at the base, in their order."""
     interrupted: list[Group] = field(default_factory=list)
+    """All other groups without a fate, in the order drawn."""
     rows: dict[Group, GroupRow] = field(default_factory=dict)
-    """Of the living groups, as they are stored."""
+    """Stored row of each group without a fate."""
     dead: set[Group] = field(default_factory=set)
-    """Living groups with tokens of a dead branch."""
+    """Groups without a fate that have tokens of a dead branch."""
     origins: dict[Sample, list[Origin]] = field(default_factory=dict)
-    """Of the living samples: who produced the tokens they have."""
+    """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)
-    """The base."""
+    """The base, if there is one."""
     trained: list[tuple[int, SampleRow]] = field(default_factory=list)
-    """(step, sample): trained before the base, and their tokens still stored."""
+    """(step, sample): samples trained before the base whose tokens are still stored."""
     opening: Cut = field(default_factory=lambda: Cut([]))
-    """What the ledger is told when this life begins; before that, nothing has changed."""
+    """The rows to commit when the life begins. Until then the store is unchanged."""
 
 
-def first_life(config_digest: str) -> Past:
-    """A run that begins."""
-    run = RunRow(FORMAT, config_digest, 0, 0)
-    return Past(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0)]))
+def first_life(config: str = "{}") -> StartingPoint:
+    """Return the state with which a new run begins.
+
+    Args:
+        config: the resolved config, as JSON.
+    """
+    run = RunRow(FORMAT, 0, 0)
+    return StartingPoint(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0, config)]))
 
 
 def next_life(
     books: Books,
     *,
     name: str,
-    config_digest: str,
+    config: str = "{}",
     checkpoints: Path,
     num_generated: int,
     prompt_of: Callable[[int], Prompt],
     seed: int,
-) -> Past:
-    """A run that is resumed. Changes nothing: that is done by committing the `opening`.
+) -> StartingPoint:
+    """Return the state with which a resumed run begins. The store changes only when `opening` is committed.
 
     Args:
-        name: of the ledger, for errors.
-        checkpoints: the folder they are in; a mark whose checkpoint was removed does not count.
-        num_generated: what the engines of all lives produced, by their own count.
-        seed: of the run.
+        name: name of the ledger, for errors.
+        config: the resolved config of the new life, as JSON. The caller has checked that it continues the
+            run.
+        checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
+        num_generated: tokens produced by the engines of all lives, by their own count.
+        prompt_of: returns the prompt of an index.
+        seed: seed of the run.
 
     Raises:
-        LedgerError: it belongs to another config, or knows more tokens than the engines produced.
+        LedgerError: the ledger knows more tokens than the engines produced.
     """
-    if books.run.config_digest != config_digest:
-        raise LedgerError(
-            f"{name} belongs to another config; resume with the run's own config.toml, or choose another "
-            "--output-dir"
-        )
     life = max(books.lives) + 1
     base = _base(books, checkpoints)
     rows: list[Row] = [
@@ -116,13 +120,13 @@ def next_life(
     if known > num_generated:
         raise LedgerError(
             f"{name} knows of {known} tokens and the engines counted {num_generated}: the counts beside it "
-            "are missing or older; put all of the output directory back, or begin a new run in another one"
+            "are missing or older; restore the whole output directory, or begin a new run in another one"
         )
     crash = num_generated - known
-    born = LifeRow(life, base.life, base.round, base.version, base.step, crash)
+    born = LifeRow(life, base.life, base.round, base.version, base.step, crash, config)
     books.lives[life] = born
     totals.wasted_tokens.update({"crash": crash} if crash else {})
-    past = Past(
+    starting_point = StartingPoint(
         books.run,
         life=life,
         round=base.round,
@@ -141,12 +145,14 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(past, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed)
-    return past
+    _revive(
+        starting_point, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed
+    )
+    return starting_point
 
 
 def totals_of(books: Books) -> Totals:
-    """What has ended, by the rows."""
+    """Return the sums over all samples and groups with a fate."""
     totals = Totals(books.run.num_drawn, evaluated_tokens=books.run.evaluated_tokens)
     for sample in books.samples.values():
         if sample.fate == "trained":
@@ -156,13 +162,13 @@ def totals_of(books: Books) -> Totals:
     crash = sum(life.crash_tokens for life in books.lives.values())
     totals.wasted_tokens.update({"crash": crash} if crash else {})
     totals.groups.update(group.fate for group in books.groups.values() if group.fate is not None)
-    skipped = books.run.num_drawn - len(books.groups)  # rows that were no prompt have no group
+    skipped = books.run.num_drawn - len(books.groups)  # unusable rows have no group
     totals.groups.update({"dropped": skipped} if skipped else {})
     return totals
 
 
 def held_tokens_of(books: Books) -> int:
-    """Tokens of samples without a fate."""
+    """Return the number of tokens of the samples without a fate."""
     return sum(sample.num_tokens for sample in books.samples.values() if sample.fate is None)
 
 
@@ -172,7 +178,7 @@ def _base(books: Books, checkpoints: Path) -> MarkRow:
 
 
 def _put(books: Books, row: Row) -> bool:
-    """False: it was so already."""
+    """Put a row into the books. Return whether that changed them."""
     match row:
         case GroupRow():
             known, books.groups[row.prompt] = books.groups[row.prompt] == row, row
@@ -186,7 +192,7 @@ def _put(books: Books, row: Row) -> bool:
 
 
 def _rolled_back(books: Books, base: MarkRow, life: int) -> Iterable[Row]:
-    """The rows that change because what came after the base does not count."""
+    """Yield the rows that change because what came after the base is undone."""
     undone = [t for t in books.trainings.values() if t.undone is None and t.step > base.step]
     yield from (msgspec.structs.replace(training, undone=life) for training in undone)
     alive = {training.id for training in undone}
@@ -195,13 +201,18 @@ def _rolled_back(books: Books, base: MarkRow, life: int) -> Iterable[Row]:
 
 
 def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]) -> Iterable[Row]:
-    """alive: samples whose training is undone."""
+    """Yield the rows of a group and its samples after the roll-back.
+
+    Args:
+        members: samples of every attempt.
+        alive: samples whose training is undone.
+    """
     living = [sample for sample in members if sample.fate is None or sample.id in alive]
     if any(sample.fate == "trained" and sample.id not in alive for sample in members):
-        # Trained apart, and some of it counts: the rest has no group to be trained with.
+        # Its samples were trained in different steps, some before the base. The rest cannot be trained.
         yield msgspec.structs.replace(group, fate="trained", reason="trained")
         yield from (msgspec.structs.replace(sample, fate="interrupted") for sample in living)
-    elif group.fate in ("filtered", "dropped"):  # with aborts under way
+    elif group.fate in ("filtered", "dropped"):  # its aborts were under way
         yield from (msgspec.structs.replace(sample, fate=group.reason) for sample in living)
     elif any(sample.pruned for sample in living):
         attempt = group.attempt + 1
@@ -209,13 +220,13 @@ def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set
         yield from (msgspec.structs.replace(sample, fate="pruned") for sample in living)
     else:
         yield msgspec.structs.replace(group, fate=None, reason="")
-        for sample in living:  # one of an earlier attempt had its abort under way
+        for sample in living:  # the abort of one of an earlier attempt was under way
             fate = None if sample.attempt == group.attempt else "interrupted"
             yield msgspec.structs.replace(sample, fate=fate)
 
 
 def _members(books: Books) -> dict[int, list[SampleRow]]:
-    """Samples of every attempt, by prompt."""
+    """Return the samples of every attempt, by prompt."""
     members: dict[int, list[SampleRow]] = {prompt: [] for prompt in books.groups}
     for sample in books.samples.values():
         members[sample.prompt].append(sample)
@@ -223,21 +234,30 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
 
 
 def _revive(
-    past: Past, books: Books, partial_rollouts: Sequence[int], prompt_of: Callable[[int], Prompt], seed: int
+    starting_point: StartingPoint,
+    books: Books,
+    partial_rollouts: Sequence[int],
+    prompt_of: Callable[[int], Prompt],
+    seed: int,
 ) -> None:
-    """Every group that lives, onto the partial-rollout buffer or among the interrupted, in the order drawn."""
+    """Restore each group without a fate: parked, or among the interrupted ones in the order drawn."""
     members = _members(books)
     living = {
-        row.prompt: _group(past, books, row, members[row.prompt], prompt_of(row.prompt), seed)
+        row.prompt: _group(starting_point, books, row, members[row.prompt], prompt_of(row.prompt), seed)
         for row in books.groups.values()
         if row.fate is None
     }
-    past.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
-    past.interrupted = list(living.values())
+    starting_point.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
+    starting_point.interrupted = list(living.values())
 
 
 def _group(
-    past: Past, books: Books, row: GroupRow, members: Sequence[SampleRow], prompt: Prompt, seed: int
+    starting_point: StartingPoint,
+    books: Books,
+    row: GroupRow,
+    members: Sequence[SampleRow],
+    prompt: Prompt,
+    seed: int,
 ) -> Group:
     group = Group(
         prompt,
@@ -251,21 +271,21 @@ def _group(
     kept = msgspec.json.decode(row.kept, type=list[int])
     rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
     samples = {
-        number: _sample(past, books, sample, group, seed)
+        number: _sample(starting_point, books, sample, group, seed)
         for number, sample in rows.items()
         if sample.fate is None or number in kept
     }
-    unseen = set() if rows else range(row.num_launched)  # it began afresh in the very rollback
+    unseen = set() if rows else range(row.num_launched)  # this roll-back restarted it
     for number in unseen:
         id = SampleId(row.prompt, row.attempt, number)
         samples[number] = Sample(id, group, seed=noise_seed(seed, id))
     group.samples = [samples[number] for number in sorted(samples)]
     group.kept = [samples[number] for number in kept]
-    past.rows[group] = row
+    starting_point.rows[group] = row
     return group
 
 
-def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
+def _sample(starting_point: StartingPoint, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
     sample = Sample(
         row.id,
         group,
@@ -277,13 +297,13 @@ def _sample(past: Past, books: Books, row: SampleRow, group: Group, seed: int) -
         failure=row.failure,
         fate=row.fate,
     )
-    past.origins[sample] = row.origins
-    here = (past.life, past.version)
+    starting_point.origins[sample] = row.origins
+    here = (starting_point.life, starting_point.version)
     for origin in row.origins:
         age = distance(books.lives, here, (origin.life, origin.version))
-        sample.grow(origin.num_tokens, past.version - age)
-        if age != past.version - origin.version:
-            past.dead.add(group)
+        sample.grow(origin.num_tokens, starting_point.version - age)
+        if age != starting_point.version - origin.version:
+            starting_point.dead.add(group)
     for tokens in books.tokens.get(row.id, ()):
         sample.completion_ids.extend(array("i", tokens.ids))
         sample.behavior_logprobs.extend(array("f", tokens.logprobs))
