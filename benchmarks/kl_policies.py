@@ -78,9 +78,7 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Res
         folder: the Hugging Face folder of the policy's first model.
     """
     responses = [Response(prompt.ids) for prompt in prompts]
-    settings = EngineSettings(
-        max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM
-    )
+    settings = EngineSettings(max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM)
     engine = NativeEngine.from_pretrained(folder, settings, SamplingSettings(max_completion_tokens=LENGTH))
     for seed, response in enumerate(responses):
         engine.submit(Request(str(seed), response.prompt_ids, (), seed))

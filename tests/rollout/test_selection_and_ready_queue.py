@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tailrace import clock
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.ready_queue import ReadyQueue
 from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
-from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

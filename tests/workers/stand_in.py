@@ -1,5 +1,6 @@
 """A worker process that behaves as its job says: python -m stand_in."""
 
+import sys
 import time
 from typing import Literal
 
@@ -12,10 +13,12 @@ from tailrace.workers.messages import Done, Ready, Settle
 
 
 class StandInJob(Settings):
-    manner: Literal["obey", "raise", "work for ever", "stay", "babble"]
+    manner: Literal["start for ever", "obey", "raise", "work for ever", "stay", "babble"]
 
 
 def main() -> None:
+    if "start for ever" in sys.argv[2]:
+        time.sleep(1000)
     end, job = begin(StandInJob)
     end_with_controller(end)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(Settle))

@@ -24,7 +24,7 @@ from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
 
 
@@ -195,7 +195,9 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
     served.run(main())
 
 
-def test_a_killed_engine_fails_what_it_served_by_name(model_path: Path, tmp_path: Path, drive: Drive) -> None:
+def test_a_killed_engine_fails_what_it_served_by_name(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
         samples = make_samples(4)
         async with engine(job(model_path), tmp_path) as remote:
