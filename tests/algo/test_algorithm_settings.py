@@ -61,7 +61,7 @@ def test_filtering_equal_rewards_needs_more_than_one_sample_a_group() -> None:
 
 
 def test_a_correction_of_recorded_log_probs_by_themselves_is_refused() -> None:
-    message = said(correction="truncate")
+    message = said(correction="truncate", old_policy="recorded")
     assert message.startswith("algorithm.correction = 'truncate': the ratio of grpo already has the")
     check_algorithm(algorithm(correction="truncate", old_policy="recomputed"), group_size=2, sampling=None)
 

@@ -14,7 +14,7 @@ LENGTHS = (10, 9, 2, 4)
 
 def group(rewards: tuple[float | None, ...] = REWARDS) -> Group:
     """Finished samples of unequal lengths; one without a reward has failed."""
-    made = Group(Prompt(0, [1]), need=len(rewards), samples=[])
+    made = Group(Prompt(0, [1]), num_required=len(rewards), samples=[])
     for number, (reward, length) in enumerate(zip(rewards, LENGTHS, strict=False)):
         sample = Sample(SampleId(0, 0, number), made, reward=reward)
         sample.failure = "reward raised" if reward is None else None

@@ -48,9 +48,7 @@ class EngineContract:
         self.drive(main)
 
     @pytest.mark.parametrize("elsewhere", [False, True])
-    def test_a_cancelled_sample_keeps_its_tokens_and_continues_undisturbed(
-        self, elsewhere: bool
-    ) -> None:
+    def test_a_cancelled_sample_keeps_its_tokens_and_continues_undisturbed(self, elsewhere: bool) -> None:
         async def main(engine: Engine, other: Engine) -> None:
             (undisturbed,), (sample,) = fresh_samples(1), fresh_samples(1)
             await engine.generate(undisturbed)

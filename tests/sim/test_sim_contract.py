@@ -17,10 +17,8 @@ class TestSimEngine(EngineContract):
 
     def drive(self, main: Main) -> None:
         async def whole() -> None:
-            one, other = (
-                SimEngine(name, EXACT.engines, lambda _: self.NUM_TOKENS) for name in ("one", "other")
-            )
-            await main(one, other)
+            engines = [SimEngine(name, EXACT.engines, lambda _: self.NUM_TOKENS) for name in ("one", "other")]
+            await main(*engines)
 
         clock.run(whole(), virtual=True)
 

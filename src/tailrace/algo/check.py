@@ -64,14 +64,14 @@ def _check_group(algorithm: AlgorithmSettings, group_size: int) -> None:
 
 
 def _check_ratio(algorithm: AlgorithmSettings) -> None:
-    recorded = algorithm.old_policy == "recorded"
-    if algorithm.loss == "reinforce" and not recorded:
+    if algorithm.loss == "reinforce" and algorithm.old_policy == "recomputed":
         raise ConfigError(
             "algorithm.old_policy",
             algorithm.old_policy,
             "reinforce has no ratio to an old policy",
             "leave it out, or choose the loss 'grpo'",
         )
+    recorded = algorithm.old_policy == "recorded"
     if algorithm.loss != "reinforce" and recorded and algorithm.correction != "none":
         raise ConfigError(
             "algorithm.correction",
