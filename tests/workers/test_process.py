@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from stand_in import StandInJob
+from stand_in import Obey, StandInJob
 from worker_cases import is_running, until_gone, words_of
 
 from tailrace import clock
 from tailrace.errors import WorkerDied
 from tailrace.workers import process as process_module
-from tailrace.workers.messages import Done, Ready, Settle
+from tailrace.workers.messages import Done, Ready
 from tailrace.workers.process import WorkerProcess
 
 Execute = Callable[[Any], Any]
@@ -34,9 +34,9 @@ async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = T
 def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
-        assert await asyncio.gather(*(worker.ask(Settle(), Done) for _ in range(100))) == [Done()] * 100
+        assert await asyncio.gather(*(worker.ask(Obey(), Done) for _ in range(100))) == [Done()] * 100
         await worker.close()
-        assert words_of(tmp_path, "worker-7").count("was asked to settle") == 100
+        assert words_of(tmp_path, "worker-7").count("was asked to obey") == 100
 
     execute(main())
 
@@ -44,11 +44,11 @@ def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, execute: Exe
 def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
-        forgotten = asyncio.create_task(worker.ask(Settle(), Done))
+        forgotten = asyncio.create_task(worker.ask(Obey(), Done))
         await asyncio.sleep(0)
         forgotten.cancel()
-        assert await worker.ask(Settle(), Done) == Done()
-        assert await worker.ask(Settle(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
         await worker.close()
 
     execute(main())
@@ -60,13 +60,13 @@ def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_trac
     async def main() -> None:
         worker = await spawn("raise", tmp_path)
         with pytest.raises(WorkerDied) as died:
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         words = str(died.value)
         assert words.startswith(f"worker-7 (process {worker.pid}) ended: exit code 1; the end of {tmp_path}")
         assert "Traceback (most recent call last)" in words
         assert words.endswith("ValueError: the model melted")
         with pytest.raises(WorkerDied, match="the model melted"):
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         await worker.close()
 
     execute(main())
@@ -78,7 +78,7 @@ def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, exec
         worker = await spawn("obey", tmp_path)
         worker.kill()
         with pytest.raises(WorkerDied, match="ended: signal SIGKILL; it printed nothing"):
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         assert words_of(tmp_path, "worker-7") == "words of yesterday\n"
 
     execute(main())
@@ -87,9 +87,9 @@ def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, exec
 def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("work for ever", tmp_path)
-        calls = [asyncio.create_task(worker.ask(Settle(), Done)) for _ in range(3)]
+        calls = [asyncio.create_task(worker.ask(Obey(), Done)) for _ in range(3)]
         await asyncio.sleep(0.1)
-        assert clock.who_waits() == "worker-7: Settle"
+        assert clock.who_waits() == "worker-7: Obey"
         os.kill(worker.pid, signal.SIGKILL)
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(error) for error in errors] == [WorkerDied] * 3
@@ -104,7 +104,7 @@ def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path
     async def main() -> None:
         worker = await spawn("babble", tmp_path)
         with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         assert isinstance(died.value.__cause__, msgspec.DecodeError)
 
     execute(main())
@@ -127,7 +127,7 @@ def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         os.kill(worker.pid, signal.SIGINT)
-        assert await worker.ask(Settle(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
         await worker.close()
 
     execute(main())
@@ -159,14 +159,14 @@ CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
 from test_process import spawn
-from tailrace.workers.messages import Settle
+from stand_in import Obey
 from tailrace.workers.process import WorkerProcess
 
 async def main():
     workers = [await spawn(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
     for worker in workers:
         worker.next_answer()
-        worker.send(Settle())
+        worker.send(Obey())
     workers.append(await spawn("start for ever", Path(sys.argv[1]) / "starting", ready=False))
     await asyncio.sleep(0.1)
     print(*(worker.pid for worker in workers), flush=True)

@@ -38,7 +38,7 @@ class EngineJob(Settings):
     count: Path | None = None
     """The file of the engine's token count (counter.py)."""
     report_every_s: float = 0.5
-    """Interval in which the tokens of unfinished requests are reported. Finished ones are reported at once."""
+    """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
 class TrainerJob(Settings):
