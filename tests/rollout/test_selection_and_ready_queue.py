@@ -1,4 +1,5 @@
-"""Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small containers."""
+"""Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small
+containers."""
 
 import pytest
 from hypothesis import given

@@ -1,7 +1,7 @@
 """History: the length of the responses to each row of the data when it was last trained.
 
-Nothing else is known about a prompt before it is served. Rows that were never trained, and data without epochs,
-have no history.
+Nothing else is known about a prompt before it is served. Rows that were never trained, and data without
+epochs, have no history.
 """
 
 from bisect import bisect_left, insort
