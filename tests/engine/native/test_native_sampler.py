@@ -89,3 +89,19 @@ def test_top_k_one_is_greedy(make_engine, models):
     with torch.no_grad():
         best = models["qwen3"][1](torch.tensor([tokens])).logits[0].argmax(-1).tolist()
     assert tokens[17:] == best[16:-1]
+
+
+def test_greedy_rows_get_the_most_likely_token_and_the_others_do_not_change():
+    logits = torch.tensor([[0.0, 1.0, 0.5]] * 3)
+    uniforms = torch.tensor([0.99, 0.01, 0.99], dtype=torch.float64)
+    ids, logprobs = draw(logits, uniforms, plain(), greedy=[0, 1])
+    assert ids.tolist() == [1, 1, 2]
+    assert logprobs.tolist() == logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]].tolist()
+
+
+def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):
+    engine = make_engine()
+    for seed in range(3):
+        engine.submit(GenerationRequest(str(seed), next(iter(PROMPTS.values())), (), seed, greedy=True))
+    completions = {tuple(output.ids) for output in finish(engine).values()}
+    assert len(completions) == 1
