@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.engine.native.engine import NativeEngine, Request
+from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine
 from tailrace.types import KV, Prompt
 
 LENGTH, MAX_LAG = 128, 32
@@ -78,20 +78,18 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Res
         folder: of the policy's first model.
     """
     responses = [Response(prompt.ids) for prompt in prompts]
-    settings = EngineSettings(
-        max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM
-    )
+    settings = EngineSettings(max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM)
     engine = NativeEngine.from_pretrained(folder, settings, SamplingSettings(max_completion_tokens=LENGTH))
     for seed, response in enumerate(responses):
-        engine.submit(Request(str(seed), response.prompt_ids, (), seed))
+        engine.submit(GenerationRequest(str(seed), response.prompt_ids, (), seed))
     updates = dict(zip(policy.starts[1:], policy.models[1:], strict=True))
     for position in range(LENGTH):
-        deltas = []
+        outputs = []
         if position in updates:
-            deltas += engine.load(updates[position].state_dict(), version=position, kv=policy.kv)
-        for delta in deltas + engine.step():
-            responses[int(delta.id)].ids += delta.ids
-            responses[int(delta.id)].logprobs += delta.logprobs
+            outputs += engine.load(updates[position].state_dict(), version=position, kv=policy.kv)
+        for output in outputs + engine.step():
+            responses[int(output.id)].ids += output.ids
+            responses[int(output.id)].logprobs += output.behavior_logprobs
     assert engine.idle and not engine.usage().num_preempted
     return responses
 
