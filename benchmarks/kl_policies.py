@@ -84,12 +84,12 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Res
         engine.submit(GenerationRequest(str(seed), response.prompt_ids, (), seed))
     updates = dict(zip(policy.starts[1:], policy.models[1:], strict=True))
     for position in range(LENGTH):
-        deltas = []
+        outputs = []
         if position in updates:
-            deltas += engine.load(updates[position].state_dict(), version=position, kv=policy.kv)
-        for delta in deltas + engine.step():
-            responses[int(delta.id)].ids += delta.ids
-            responses[int(delta.id)].logprobs += delta.behavior_logprobs
+            outputs += engine.load(updates[position].state_dict(), version=position, kv=policy.kv)
+        for output in outputs + engine.step():
+            responses[int(output.id)].ids += output.ids
+            responses[int(output.id)].logprobs += output.behavior_logprobs
     assert engine.idle and not engine.usage().num_preempted
     return responses
 

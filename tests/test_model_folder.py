@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_models import save_tiny_model
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
-from tailrace.model_folder import check_completion_length, check_files, context_length, weight_files
+from tailrace.model_folder import check_files, context_length, weight_files
 
 WEIGHTS = "model.safetensors"
 
@@ -146,12 +146,5 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> No
     check_model(folder)
 
 
-def test_a_completion_must_leave_room_for_a_prompt(whole: Path) -> None:
+def test_the_context_length_is_the_number_of_positions(whole: Path) -> None:
     assert context_length(whole) == 512
-    check_completion_length(whole, 511)
-    with pytest.raises(ConfigError) as caught:
-        check_completion_length(whole, 512)
-    assert str(caught.value) == (
-        "sampling.max_completion_tokens = 512: the model's context has 512 tokens, prompt included;"
-        " choose less than 512"
-    )

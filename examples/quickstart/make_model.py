@@ -227,7 +227,7 @@ def check(name: str, batches: int = 24, batch: int = 64) -> None:
         engine.submit(GenerationRequest(str(number), prompts[number].ids, (), number))
     responses: dict[int, list[int]] = {}
     while not engine.idle:
-        responses |= {int(delta.id): delta.ids for delta in engine.step()}
+        responses |= {int(output.id): output.ids for output in engine.step()}
     right = [
         task.score(tokenizer.decode(ids, skip_special_tokens=True), prompts[n].row) == 1.0
         for n, ids in responses.items()

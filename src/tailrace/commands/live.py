@@ -1,7 +1,6 @@
 """The parts of a live run: data, worker processes, and their checks."""
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +13,10 @@ from tailrace.data.base import Prompts, Split
 from tailrace.data.lengths import check_lengths
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
+from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.errors import BadRow
+from tailrace.model_folder import context_length
 from tailrace.reward.functions import Scorer
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
@@ -36,13 +37,13 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
-    max_context_tokens = context_length(config.model.path)
-    if max_context_tokens is not None:
-        check_lengths(
-            max_context_tokens=max_context_tokens,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
+    check_device("engine.device", config.engine.device)
+    check_device("trainer.device", config.trainer.device)
+    check_lengths(
+        max_context_tokens=context_length(config.model.path),
+        max_completion_tokens=config.sampling.max_completion_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
     tokenizer = load_tokenizer(config.model.path)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
@@ -82,12 +83,6 @@ def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Spl
         split=split,
         max_context_tokens=context_length(config.model.path),
     )
-
-
-def context_length(path: Path) -> int | None:
-    """Return the positions of the model in a folder, or None where its config.json does not tell."""
-    length = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:

@@ -129,10 +129,10 @@ class NativeEngine:
         """
         with torch.inference_mode():
             self._model.load(tensors)
-        outputs = self.report()
-        self._version = version
-        if kv == "recompute":
-            self._scheduler.recompute()
+            outputs = self.report()
+            self._version = version
+            if kv == "recompute":
+                self._scheduler.recompute()
         return outputs
 
     def usage(self) -> Usage:
