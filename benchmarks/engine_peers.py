@@ -47,9 +47,9 @@ def native(model: str) -> Generate:
                 due[num_steps - 1 + requests[index][1]].append(index)
                 num_admitted += 1
             for index in due.pop(num_steps, ()):
-                delta = engine.abort(str(index))
-                assert delta is not None
-                num_tokens += len(delta.ids)
+                output = engine.abort(str(index))
+                assert output is not None
+                num_tokens += len(output.ids)
                 num_ended += 1
         return num_tokens
 

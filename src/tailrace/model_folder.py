@@ -64,19 +64,6 @@ def context_length(path: Path) -> int:
     return length
 
 
-def check_completion_length(path: Path, max_completion_tokens: int) -> None:
-    """Check that a prompt of one token and the longest completion fit into the model's context.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    length = context_length(path)
-    if max_completion_tokens >= length:
-        problem = f"the model's context has {length} tokens, prompt included"
-        key, remedy = "sampling.max_completion_tokens", f"choose less than {length}"
-        raise ConfigError(key, max_completion_tokens, problem, remedy)
-
-
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model folder.
 

@@ -61,12 +61,14 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     Args:
         completion_ids: the tokens it already has.
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
+        greedy: take the most likely token at each position; the seed then has no effect.
     """
 
     id: str
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     seed: int
+    greedy: bool = False
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):

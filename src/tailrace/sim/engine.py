@@ -1,9 +1,9 @@
 """A simulated engine: continuous batching in whole decode steps.
 
 Time is settled when something changes, in O(1) whatever the number of requests. A request that joins, or
-continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing for
-a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When the cache
-is full, the request that was admitted last is preempted and keeps its tokens.
+continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing
+for a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When
+the cache is full, the request that was admitted last is preempted and keeps its tokens.
 """
 
 import asyncio

@@ -69,7 +69,9 @@ class RemoteEngine:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
         are in the sample. Cancelling it again in the meantime has no effect."""
         id = str(sample.id)
-        self.process.send(GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed))
+        self.process.send(
+            GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed, sample.greedy)
+        )
         self._requests[id] = request = _Request(sample, self.process.promise())
         try:
             await request.ended

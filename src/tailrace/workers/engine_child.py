@@ -10,7 +10,7 @@ import msgspec
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
-from tailrace.weights.shared import WeightsReader
+from tailrace.weights.shared_memory import read_weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.counter import TokenCounter
@@ -28,7 +28,6 @@ class EngineLoop:
         counter: TokenCounter | None = None,
     ) -> None:
         self._engine, self._channel, self._counter = engine, channel, counter
-        self._weights = WeightsReader()
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
@@ -58,7 +57,7 @@ class EngineLoop:
                 self._outputs += [output] if output else []
                 self._aborted.append(id)
             case Load(weights=weights, kv=kv):
-                tensors = self._weights.read(weights)
+                tensors = read_weights(weights)
                 self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
                 self._report()
                 self._channel.send(Done())

@@ -4,7 +4,6 @@ A job says what a worker is; it is part of the command line the worker starts wi
 message. A worker answers in the order it was asked; a `Report` comes unasked.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ from tailrace.engine.base import (
     Usage,
 )
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
-from tailrace.reward.base import RewardSettings
+from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
@@ -39,7 +38,7 @@ class EngineJob(Settings):
     count: Path | None = None
     """The file of the engine's token count (counter.py)."""
     report_every_s: float = 0.5
-    """Interval in which the tokens of unfinished requests are reported. Finished ones are reported at once."""
+    """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
 class TrainerJob(Settings):
@@ -62,7 +61,7 @@ class ReferenceJob(Settings):
 
 
 class ScorerJob(Settings):
-    """Score completions."""
+    """Call a reward function."""
 
     reward: RewardSettings
     data: DataSettings
@@ -223,42 +222,36 @@ FromReference = Ready | BadConfig | Referred
 # -- scorer -----------------------------------------------------------------------------------------
 
 
-class Call(msgspec.Struct, array_like=True):
-    """What a reward function is called with."""
-
-    prompt: str
-    completion: str
-    row: Mapping[str, object]
-
-
 class Score(msgspec.Struct, tag=True):
-    """Calls to be made in turn. Answered by Scored of the same number, or by Serving where one of them ended
-    the process."""
+    """Make one call of the reward function. Answered by Scored of the same number, or by Serving where the
+    call ended its process."""
 
     number: int
-    calls: list[Call]
+    call: Call
 
 
 class Serving(msgspec.Struct, tag=True):
     """A process is ready for calls."""
 
     pid: int
-    """Of the process group in which calls are made."""
+    """The process, and the process group that it leads."""
     ended: str
-    """How the one before it ended; empty for the first."""
+    """How the process before it ended; empty for the first one."""
 
 
 class Failed(msgspec.Struct, array_like=True):
-    """A RewardFailed."""
+    """A RewardFailed, as data."""
 
     reason: str
     detail: str
+    is_defect: bool = False
 
 
 class Scored(msgspec.Struct, tag=True):
+    """The outcome of a call."""
+
     number: int
-    outcomes: list[float | Failed]
-    """Of each call."""
+    outcome: float | Failed
 
 
 ToScorer = Score

@@ -80,7 +80,8 @@ class NativeEngine:
             ValueError: a request with its id is being served.
         """
         tokens = [*request.prompt_ids, *request.completion_ids]
-        sequence = Sequence(request.id, tokens, len(request.prompt_ids), noise_stream(request.seed))
+        noise = noise_stream(request.seed)
+        sequence = Sequence(request.id, tokens, len(request.prompt_ids), noise, request.greedy)
         if not tokens or self._stops.exhausted(sequence):
             self._finished.append(self._output(sequence, "length"))
         else:
@@ -128,10 +129,10 @@ class NativeEngine:
         """
         with torch.inference_mode():
             self._model.load(tensors)
-        outputs = self.report()
-        self._version = version
-        if kv == "recompute":
-            self._scheduler.recompute()
+            outputs = self.report()
+            self._version = version
+            if kv == "recompute":
+                self._scheduler.recompute()
         return outputs
 
     def usage(self) -> Usage:
@@ -182,7 +183,8 @@ class NativeEngine:
         x = self._model.forward(self._tensor([s.tokens[-1] for s in sequences]), positions, attention)
         logits = self._model.logits(x) / self._sampling.temperature
         uniforms = noise([s.noise_stream for s in sequences], [s.num_completion for s in sequences])
-        drawn = draw(logits, torch.from_numpy(uniforms).to(logits.device), self._sampling)
+        greedy = [row for row, sequence in enumerate(sequences) if sequence.greedy]
+        drawn = draw(logits, torch.from_numpy(uniforms).to(logits.device), self._sampling, greedy)
         for sequence, id, logprob in zip(sequences, *(x.tolist() for x in drawn), strict=True):
             sequence.tokens.append(id)
             sequence.logprobs.append(logprob)

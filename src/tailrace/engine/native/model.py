@@ -180,7 +180,8 @@ class Model:
 
     def _qkv(self, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, H, D], k and v [T, K, D] of a normalised residual stream; q and k are rotated."""
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(h), -1, self._head_dim)
+        num_heads = sum(self._heads) + self._heads[1]
+        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(h), num_heads, self._head_dim)
         qk, v = torch.split_with_sizes(qkv, (sum(self._heads), self._heads[1]), 1)
         if layer.qk_norm is not None:
             qk = self._norm(qk) * layer.qk_norm

@@ -44,12 +44,15 @@ def noise(streams: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]
     return uniforms
 
 
-def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingSettings, greedy: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     """Draw one token from each row.
 
     Args:
         logits: [T, V], float32, already divided by the temperature.
         uniforms: [T], float64, in [0, 1).
+        greedy: the rows that get their most likely token.
 
     Returns:
         Token ids [T] and their log-probs [T], over the whole vocabulary whatever top_k and top_p keep.
@@ -64,6 +67,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[
     targets = uniforms[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the target: never one of probability zero.
     ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
+    if greedy:
+        ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 
 

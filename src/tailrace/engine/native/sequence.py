@@ -20,6 +20,7 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     noise_stream: int
+    greedy: bool = False
     logprobs: list[float] = field(default_factory=list)
     prompt_version: int | None = None
 
