@@ -72,6 +72,8 @@ class Sample:
     group: "Group"
     seed: int = 0
     """The sampling noise of token t is a function of (seed, t), on any engine and in any batch."""
+    greedy: bool = False
+    """Each token is the most likely one. There is no sampling noise."""
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)

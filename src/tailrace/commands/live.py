@@ -14,6 +14,7 @@ from tailrace.data.base import Prompts, Split
 from tailrace.data.lengths import check_lengths
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
+from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
 from tailrace.reward.functions import Scorer
@@ -29,6 +30,8 @@ def check_live(config: RunConfig) -> None:
     """
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
+    check_device("engine.device", config.engine.device)
+    check_device("trainer.device", config.trainer.device)
     check_model(config.model.path)
     max_context_tokens = context_length(config.model.path)
     if max_context_tokens is not None:
