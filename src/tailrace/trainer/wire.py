@@ -21,7 +21,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
     """At least one: the first completion token is predicted from the last of them."""
     completion_ids: list[int]
     """[num_tokens]; may be empty: it then counts as a sample and adds no gradient."""
-    behavior_logprobs: list[float]
+    logprobs: list[float]
     """[num_tokens]: as recorded when the tokens were drawn, at the sampling temperature."""
     advantage: float
     """Under gae: the reward at the last token."""
@@ -47,4 +47,4 @@ class TrainingSample(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, f"sample {self.id}: nothing to predict the first token from"
-        assert len(self.behavior_logprobs) == len(self.completion_ids), f"sample {self.id}: a log-prob for each token"
+        assert len(self.logprobs) == len(self.completion_ids), f"sample {self.id}: a log-prob for each token"

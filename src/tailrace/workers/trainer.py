@@ -39,6 +39,8 @@ class RemoteTrainer:
         self._shared: str | None = None
         self.lent: Callable[[], int] = lambda: 0
         """CPUs of others that nobody uses now: so many helpers may take part."""
+        self._published = 0
+        """The version of the last publication that it was asked for: what it is asked next comes after it."""
 
     @classmethod
     async def spawn(cls, job: TrainerJob, *, logs: Path, pin: int | None = None) -> "RemoteTrainer":
@@ -59,13 +61,13 @@ class RemoteTrainer:
         answer = await self.process.answered(TrainerReady, "the trainer to load the model")
         self._shared = answer.shared
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
+    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate(_train_samples(units, version), self.lent()), Done)
+        await self.process.ask(Accumulate(self._train_samples(units), self.lent()), Done)
 
-    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
+    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
         """As Trainer.ess."""
-        return (await self.process.ask(Ess(_train_samples(units, version)), EssOf)).share
+        return (await self.process.ask(Ess(self._train_samples(units)), EssOf)).share
 
     async def step(self) -> StepStats:
         """As Trainer.step.
@@ -78,6 +80,7 @@ class RemoteTrainer:
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
         lives until three more versions are published."""
+        self._published = version
         return (await self.process.ask(Publish(version), Published)).weights
 
     async def save(self, folder: Path) -> None:
@@ -96,6 +99,5 @@ class RemoteTrainer:
             if self._shared is not None:  # it was killed: otherwise it did so itself
                 shutil.rmtree(self._shared, ignore_errors=True)
 
-
-def _train_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:
-    return [[TrainingSample.of(sample, published=version) for sample in unit] for unit in units]
+    def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainingSample]]:
+        return [[TrainingSample.of(sample, published=self._published) for sample in unit] for unit in units]
