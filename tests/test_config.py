@@ -99,7 +99,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_algorithm_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path: Path) -> None:
     said = message(tmp_path, "[algorithm]\nname = 'gspo'\nnormalize = 'token_mean'\n")
-    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio a sequence")
+    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio for a sequence")
     assert message(tmp_path, "", {"run.group_size": "1"}).startswith("algorithm.advantage = 'group': a group")
 
 
@@ -236,9 +236,7 @@ def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
 
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:
     old = load(tmp_path).to_json()
-    assert check_resumable(old, load(tmp_path, overrides={"run.rounds": "9"})) == [
-        Change("run.rounds", 3, 9)
-    ]
+    assert check_resumable(old, load(tmp_path, overrides={"run.rounds": "9"})) == [Change("run.rounds", 3, 9)]
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-inf"])

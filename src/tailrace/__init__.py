@@ -6,7 +6,7 @@
     summary = tailrace.train(config, "runs/first")
     print(summary.eval)
 
-The names of `__all__` are loaded when they are used: `import tailrace` imports neither torch nor the commands.
+The names of `__all__` are loaded when they are used: `import tailrace` does not import torch.
 """
 
 from importlib import import_module

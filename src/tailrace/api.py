@@ -47,14 +47,14 @@ def train(
 ) -> RunSummary:
     """Train a model, as `tailrace train` does.
 
-    SIGINT, SIGTERM and SIGHUP, and the interrupt button of a notebook, end the run in order with a checkpoint.
+    SIGINT, SIGTERM and SIGHUP end the run in order with a checkpoint; so does the interrupt of a notebook.
 
     Args:
         config: from `load_config`.
         output_dir: the folder for everything about the run; commands/folder.py lists it.
         resume: continue the run in the folder, if one has begun there.
-        schedule: an async function of a `Run`, in place of the one that the config names. Its other parameters
-            are the keys of [schedule].
+        schedule: an async function of a `Run`, in place of the one that the config names. Its other
+            parameters are the keys of [schedule].
 
     Returns:
         The totals of the run, as in its summary.json.

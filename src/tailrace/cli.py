@@ -94,7 +94,8 @@ def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
 
     folder = RunFolder(arguments.run)
     if not folder.config.exists():
-        raise ConfigError("RUN", str(folder.path), "there is no run in it", "name the output directory of a run")
+        remedy = "name the output directory of a run"
+        raise ConfigError("RUN", str(folder.path), "there is no run in it", remedy)
     config = _config(folder.config, overrides)
     inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
 
@@ -118,7 +119,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     train.add_argument("--output-dir", type=Path, required=True, metavar="D")
     train.add_argument("--resume", action="store_true", help="continue the run in D, if one has begun there")
     train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
-    compare = add("compare", _compare, "compare schedules from the same weights on the same prompts and seeds")
+    compare = add("compare", _compare, "compare schedules: the same weights, prompts and seeds for each")
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
     compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
@@ -129,7 +130,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     evaluate = add(
         "eval",
         _evaluate,
-        "complete held-out prompts and score them, with the newest checkpoint of a run or the model of a config",
+        "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
         config="RUN or CONFIG.toml",
     )
     evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")

@@ -20,8 +20,8 @@ from tailrace.cli import main
 from tailrace.commands.train import alone_in, full_disk_explained, train
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.workers.counter import counted_tokens
 

@@ -11,21 +11,22 @@ from typing import Any, NamedTuple, TypeVar
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import Outcome as Ended
 from tailrace.controller.execution import execute
 from tailrace.controller.interruption import Interruption
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import DirectWriter, Writer
-from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
@@ -36,7 +37,6 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Sample, SampleId
 
 E = TypeVar("E")
@@ -183,7 +183,7 @@ class Book:
     """How long a commit takes; a kill meanwhile loses it."""
     flush_s: float = 0.2
 
-    def past(self, parts: Parts, checkpoints: Path, seed: int) -> Past:
+    def starting_point(self, parts: Parts, checkpoints: Path, seed: int) -> StartingPoint:
         if not self.store.rows(RunRow):
             return first_life()
         return next_life(
@@ -195,10 +195,10 @@ class Book:
             seed=seed,
         )
 
-    def open(self, past: Past) -> Journal:
-        self.store.commit(past.opening)
+    def open(self, starting_point: StartingPoint) -> Journal:
+        self.store.commit(starting_point.opening)
         writer: Writer = SlowWriter(self.store, self.commit_s) if self.commit_s else DirectWriter(self.store)
-        return Journal(writer, past, flush_s=self.flush_s)
+        return Journal(writer, starting_point, flush_s=self.flush_s)
 
 
 class SlowWriter:
@@ -286,17 +286,17 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    materialise = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
+    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
 
     async def main() -> None:
         reference = algorithm.needs_reference
         outcome.parts = parts() if parts else simulated_parts(sim, settings.seed, reference=reference)
-        past, journal = Past(), None
+        starting_point, journal = StartingPoint(), None
         if book and folder:
-            past = book.past(outcome.parts, folder, settings.seed)
-            if past.checkpoint:
-                await rewind(outcome.parts, folder / past.checkpoint, past.version)
-            journal = book.open(past)
+            starting_point = book.starting_point(outcome.parts, folder, settings.seed)
+            if starting_point.checkpoint:
+                await rewind(outcome.parts, folder / starting_point.checkpoint, starting_point.version)
+            journal = book.open(starting_point)
 
         async def watched(run: Run) -> None:
             outcome.run = run
@@ -317,9 +317,9 @@ def simulate(
                     outcome.parts,
                     settings,
                     Recorder(outcome),
-                    compute_advantages=materialise,
+                    compute_advantages=compute_advantages,
                     folder=folder,
-                    past=past,
+                    starting_point=starting_point,
                     journal=journal,
                     interruption=interruption,
                 )

@@ -14,7 +14,7 @@ from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.past import first_life
+from tailrace.ledger.recovery import first_life
 from tailrace.ledger.writer import DirectWriter, ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
@@ -49,9 +49,9 @@ class Full(MemoryStore):
 
 def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life()
-        journal = Journal(DirectWriter(store), past, flush_s=1.0)
-        ledger = Ledger(Recorder(), past.totals, journal)
+        store, starting_point = Cuts(), first_life()
+        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 2, [], num_launched=2)
         group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
@@ -77,9 +77,9 @@ def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 
 def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life()
-        journal = Journal(DirectWriter(store), past, flush_s=1.0)
-        ledger = Ledger(Recorder(), past.totals, journal)
+        store, starting_point = Cuts(), first_life()
+        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 1, [], num_launched=1)
         sample = Sample(SampleId(0, 0, 0), group)

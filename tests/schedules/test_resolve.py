@@ -13,7 +13,12 @@ from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import check_parameter_names, resolve, shared_parameters
+from tailrace.schedules.resolve import (
+    check_parameter_names,
+    resolve,
+    shared_parameters,
+    with_published_defaults,
+)
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
 
@@ -239,3 +244,29 @@ def test_the_same_objects_run_live_and_simulated() -> None:
     """A schedule knows no world: it is resolved before one is chosen."""
     assert all(inspect.iscoroutinefunction(schedule) for schedule in SCHEDULES.values())
     assert resolve(config("serial", groups_per_round=4, groups_per_step=2)).func is SCHEDULES["serial"]
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "old_policy"),
+    [
+        ("april", {}, "recomputed"),
+        ("april", {"old_policy": "recorded"}, "recorded"),
+        ("april", {"name": "reinforce"}, "recorded"),
+        ("serial", {}, "recorded"),
+        ("serial", {"old_policy": "recomputed"}, "recomputed"),
+    ],
+)
+def test_the_old_policy_is_that_of_the_schedules_paper_unless_the_config_sets_it(
+    name: str, algorithm: dict[str, Any], old_policy: str
+) -> None:
+    given = RunConfig(run=SETTINGS, schedule={"name": name}, algorithm=algorithm)
+    assert with_published_defaults(given).algorithm.old_policy == old_policy
+    assert given.algorithm.old_policy == algorithm.get("old_policy")
+
+
+def test_a_correction_of_recorded_log_probs_is_refused_for_every_schedule_that_records_them() -> None:
+    truncated = {"correction": "truncate"}
+    april = RunConfig(run=SETTINGS, schedule={"name": "april"}, algorithm=truncated)
+    assert with_published_defaults(april).algorithm.correction == "truncate"
+    with pytest.raises(ConfigError, match=r"algorithm\.correction"):
+        with_published_defaults(RunConfig(run=SETTINGS, schedule={"name": "serial"}, algorithm=truncated))

@@ -40,7 +40,7 @@ async def publish(opened: Workers, version: int) -> Weights:
 
 
 async def train(opened: Workers, samples: list[Sample]) -> StepStats:
-    await opened.trainer.accumulate([samples[:4], samples[4:]])
+    await opened.trainer.accumulate([samples[:4], samples[4:]], version=0)
     return await opened.trainer.step()
 
 

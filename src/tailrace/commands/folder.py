@@ -4,7 +4,7 @@ config.toml      resolved: every default is written out
 metrics.jsonl    one object for each optimizer step
 summary.json     the totals of the run
 samples/         what was trained on, a file for each round
-trace.json       for Perfetto: a lane for each engine slot, a lane for the trainer; trace-2.json after a resume
+trace.json       for Perfetto: lanes of engine slots and of the trainer; trace-2.json after a resume
 timeline.png     the last rounds as a picture
 checkpoints/     round_000010/: a Hugging Face folder and the state of the optimizer
 model/           the newest checkpoint as a plain Hugging Face folder
@@ -80,7 +80,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Delete what a run that trained nothing left behind, but not its ledger, logs and lock."""
-        for folder in (self.counts, self.samples, self.model):
+        for folder in (self.counts, self.samples, self.model, self.checkpoints):
             shutil.rmtree(folder, ignore_errors=True)
         for path in (self.config, self.metrics, self.summary, self.timeline, *self.path.glob("trace*.json")):
             path.unlink(missing_ok=True)

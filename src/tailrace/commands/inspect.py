@@ -15,8 +15,8 @@ from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.open import open_store
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
 OLDEST = 5

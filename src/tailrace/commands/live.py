@@ -93,7 +93,7 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
-def live_advantages(config: RunConfig) -> ComputeAdvantages:
+def advantages_of(config: RunConfig) -> ComputeAdvantages:
     """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
     assert config.sampling
     return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_advantages, open_parts, rewind, training_prompts
+from tailrace.commands.live import advantages_of, open_parts, rewind, training_prompts
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
@@ -121,7 +121,7 @@ async def _lap(
         parts,
         settings,
         Recorder(meter, *pictures),
-        compute_advantages=live_advantages(config),
+        compute_advantages=advantages_of(config),
         folder=checkpoints,
     )
     return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)

@@ -33,8 +33,8 @@ def terminate(signal: int) -> None:
 def signals_received(first: Callable[[int], None]) -> Iterator[None]:
     """Handle SIGINT, SIGTERM and SIGHUP inside the block. Outside of the main thread nothing changes.
 
-    SIGHUP stays ignored where it is: nohup has done that. Worker processes end by themselves when this process
-    ends, so the second signal may end it at once.
+    SIGHUP stays ignored where it is: nohup has done that. Worker processes end by themselves when this
+    process ends, so the second signal may end it at once.
 
     Args:
         first: called with the number of the first signal, in the main thread between two bytecodes.

@@ -42,8 +42,8 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
 
 async def _simulate(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:
     parts = simulated_parts(config.sim, config.run.seed, reference=config.algorithm.needs_reference)
-    materialise = ComputeAdvantages(config.algorithm, config.sim.lengths.max_tokens)
-    await execute(schedule, parts, config.run, recorder, compute_advantages=materialise)
+    compute_advantages = ComputeAdvantages(config.algorithm, config.sim.lengths.max_tokens)
+    await execute(schedule, parts, config.run, recorder, compute_advantages=compute_advantages)
     return clock.now()
 
 

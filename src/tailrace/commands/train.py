@@ -1,7 +1,7 @@
 """`tailrace train`: one live run. folder.py lists the files that it leaves in its output directory.
 
-A run may be continued by several processes, which the ledger calls its lives. A resumed run changes nothing of
-an earlier life before it has read all that it needs; its first change is one transaction of the ledger.
+A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
+needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import check_live, live_advantages, open_parts, rewind, training_prompts
+from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
-from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
 from tailrace.record.events import FromRound, Recorder
@@ -67,8 +67,8 @@ def train(
         interruption: lets another thread end the run in order.
 
     Raises:
-        ConfigError: the config cannot work, the output directory holds a run and `resume` is false, or another
-            process trains in it.
+        ConfigError: the config cannot work, the output directory holds a run and `resume` is false, or
+            another process trains in it.
         LedgerError: the ledger is missing or damaged, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         Interrupted: a signal, or `interruption`, ended the run.
@@ -79,45 +79,47 @@ def train(
     else:
         check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    with folder.locked(), folder.full_disk_explained(), _opened(config, folder, resume) as (store, past):
+    with folder.locked(), folder.full_disk_explained(), _opened(config, folder, resume) as (store, start):
         timeline = Timeline()
         with signals_received(interruption.request):
             try:
-                run = _train(config, schedule, folder, store, past, timeline, interruption)
+                run = _train(config, schedule, folder, store, start, timeline, interruption)
                 outcome, summary = clock.run(run, virtual=False)
             except asyncio.CancelledError:
-                raise Interrupted(_before_training(interruption, past), interruption.signal or 0) from None
+                raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
             if outcome.checkpoint:
                 folder.export(outcome.checkpoint)
             draw({str(config.schedule["name"]): timeline}, folder.timeline)
-            _report(summary, folder, past.life)
+            _report(summary, folder, start.life)
     if outcome.interrupted:
         raise Interrupted(_what_was_saved(interruption, outcome, folder), interruption.signal or 0)
     return summary
 
 
 @contextmanager
-def _opened(config: RunConfig, folder: RunFolder, resume: bool) -> Iterator[tuple[Store | None, Past]]:
+def _opened(
+    config: RunConfig, folder: RunFolder, resume: bool
+) -> Iterator[tuple[Store | None, StartingPoint]]:
     """Open the ledger, of an earlier life if there is one that `resume` asks for."""
     stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
     if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
         with closing(open_store(config.ledger, folder.path)) as store:
-            yield store, _past(config, folder, store)
+            yield store, _starting_point(config, folder, store)
         return
     if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
         problem = "it holds a run already"
         raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
     folder.clear()
-    past = first_life(config.to_json())
+    start = first_life(config.to_json())
     created = create_store(config.ledger, folder.path)
     with closing(created) if created else nullcontext():
         if created:
-            created.commit(past.opening)
+            created.commit(start.opening)
         folder.config.write_text(config.toml())
-        yield created, past
+        yield created, start
 
 
-def _past(config: RunConfig, folder: RunFolder, store: Store) -> Past:
+def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     books = read_books(store)
     check_resumable(books.lives[max(books.lives)].config, config)
     return next_life(
@@ -136,24 +138,24 @@ async def _train(
     schedule: BoundSchedule,
     folder: RunFolder,
     store: Store | None,
-    past: Past,
+    start: StartingPoint,
     timeline: Timeline,
     interruption: Interruption,
 ) -> tuple[Outcome, RunSummary]:
     interruption.begin()
-    async with open_parts(config, folder.path, life=past.life) as parts:
-        if past.checkpoint:
-            await rewind(parts, folder.checkpoints / past.checkpoint, past.version)
-        if store and past.life > 1:
-            store.commit(past.opening)
+    async with open_parts(config, folder.path, life=start.life) as parts:
+        if start.checkpoint:
+            await rewind(parts, folder.checkpoints / start.checkpoint, start.version)
+        if store and start.life > 1:
+            store.commit(start.opening)
             folder.config.write_text(config.toml())
-        rewind_records(folder.metrics, folder.samples, round=past.round, step=past.step)
-        next_round = past.round + 1  # what this round has done before the checkpoint stays in the records
+        rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
+        next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
         summary = Summary(folder.summary, earlier=read_rows(folder.metrics, before_round=next_round))
         recorder = Recorder(
             MetricsWriter(folder.metrics, first_round=next_round),
             SamplesWriter(folder.samples, first_round=next_round),
-            TraceWriter(folder.trace(past.life)),
+            TraceWriter(folder.trace(start.life)),
             FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
             summary,
             open_display(rounds=config.run.rounds, waits=clock.who_waits),
@@ -164,10 +166,10 @@ async def _train(
                 parts,
                 config.run,
                 recorder,
-                compute_advantages=live_advantages(config),
+                compute_advantages=advantages_of(config),
                 folder=folder.checkpoints,
-                past=past,
-                journal=Journal(writer, past, flush_s=config.ledger.flush_s) if writer else Unwritten(),
+                starting_point=start,
+                journal=Journal(writer, start, flush_s=config.ledger.flush_s) if writer else NullJournal(),
                 interruption=interruption,
             )
     return outcome, summary.summary()
@@ -187,16 +189,16 @@ def _report(summary: RunSummary, folder: RunFolder, life: int) -> None:
             console.print(f"{name:9} {path}{hint}")
 
 
-def _before_training(interruption: Interruption, past: Past) -> str:
+def _before_training(interruption: Interruption, start: StartingPoint) -> str:
     """What a signal found while the workers were starting."""
     name = Signals(interruption.signal or 0).name
-    if past.checkpoint:
-        return f"{name} before training went on: the run is unchanged; --resume continues from {past.checkpoint}"
+    if start.checkpoint:
+        return f"{name} before training went on; --resume continues from {start.checkpoint}, as before"
     return f"{name} before training began: there is nothing to save; start the run again"
 
 
 def _what_was_saved(interruption: Interruption, outcome: Outcome, folder: RunFolder) -> str:
     name = Signals(interruption.signal or 0).name
     if outcome.checkpoint is None:
-        return f"{name} before the first optimizer step: no weights to save; start the run again, or --resume it"
+        return f"{name} before the first optimizer step: no weights to save; start again, or --resume"
     return f"{name}: saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

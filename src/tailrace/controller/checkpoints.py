@@ -7,9 +7,9 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.state import RunState
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.router import Router
@@ -17,12 +17,12 @@ from tailrace.types import Group
 
 
 class Checkpoints:
-    """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and when
-    the run is interrupted.
+    """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
+    an interruption.
 
     Args:
         folder: where checkpoints go; None: none are written.
-        past: the checkpoint that the run was resumed from, and its round and optimizer steps.
+        start: the checkpoint that the run was resumed from, and its round and optimizer steps.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class Checkpoints:
         parts: Parts,
         settings: RunSettings,
         ledger: Ledger,
-        journal: Journal | Unwritten,
+        journal: Journal | NullJournal,
         recorder: Recorder,
         *,
         folder: Path | None,
-        past: Past,
+        start: StartingPoint,
     ) -> None:
         self._parts, self._settings, self._ledger = parts, settings, ledger
         self._journal, self._recorder, self._folder = journal, recorder, folder
-        self.newest = folder / past.checkpoint if folder and past.checkpoint else None
-        """None: there is none."""
-        self._saved_at = (past.round if past.checkpoint else -1, past.step)
+        self.newest = folder / start.checkpoint if folder and start.checkpoint and start.step else None
+        """The newest checkpoint that has an optimizer step; None: there is none."""
+        self._saved_at = (start.round if start.checkpoint else -1, start.step)
         """Round and optimizer steps of the newest checkpoint."""
 
     async def save_if_due(
@@ -54,7 +54,7 @@ class Checkpoints:
             last: the run ends here: a checkpoint is always due.
         """
         every = self._settings.checkpoint_every
-        due = last or (every > 0 and state.round > 0 and state.round % every == 0)
+        due = last or (every > 0 and state.round % every == 0)
         if due and (state.round, state.num_steps) != self._saved_at:
             await self._save(f"round_{state.round:06d}", state, state.version, parked, longest)
 
@@ -63,9 +63,9 @@ class Checkpoints:
     ) -> None:
         """Save a checkpoint unless the newest one has all optimizer steps.
 
-        The resumed run publishes the saved weights as the version of the mark before its round begins again.
-        After a step since the last publication these weights are a new version, so that tokens of the published
-        one count as older.
+        The resumed run publishes the saved weights as the version of the mark, and begins the round again.
+        After a step since the last publication these weights are a new version, so that tokens of the
+        published one count as older.
         """
         if state.num_steps == self._saved_at[1]:
             return
@@ -90,15 +90,16 @@ class Checkpoints:
             longest=longest,
             steps_at={**state.steps_at, version: state.num_steps},
         )
-        self.newest, self._saved_at = folder, (state.round, state.num_steps)
-        self._delete_old(self._folder)
+        self.newest = folder if state.num_steps else None
+        self._saved_at = (state.round, state.num_steps)
+        self._delete_old(folder)
         num_drawn = self._ledger.totals.num_drawn
         self._recorder.emit(Saved(clock.now(), state.round, str(folder), version, num_drawn))
 
-    def _delete_old(self, folder: Path) -> None:
+    def _delete_old(self, newest: Path) -> None:
         if (keep := self._settings.keep_checkpoints) is None:
             return
-        others = sorted(path for path in folder.glob("round_*") if path != self.newest)
+        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
         for old in others[: len(others) - keep + 1]:
             shutil.rmtree(old)
 

@@ -11,8 +11,8 @@ from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
-from tailrace.ledger.journal import Journal, Unwritten
-from tailrace.ledger.past import Past
+from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
 from tailrace.types import Group
 
@@ -24,7 +24,7 @@ class Outcome:
     interrupted: bool
     """An interruption was requested before the schedule had ended."""
     checkpoint: Path | None
-    """The newest checkpoint. It has all optimizer steps. None: there was no step, or no folder to save in."""
+    """The newest checkpoint, which has all optimizer steps; None: there was no step, or no folder."""
 
 
 async def execute(
@@ -35,8 +35,8 @@ async def execute(
     *,
     compute_advantages: Callable[[Group], str | None] = GRPO,
     folder: Path | None = None,
-    past: Past | None = None,
-    journal: Journal | Unwritten | None = None,
+    starting_point: StartingPoint | None = None,
+    journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
 ) -> Outcome:
     """Run a schedule to its end and check the ledger. The first error of any task ends the run.
@@ -44,7 +44,7 @@ async def execute(
     Args:
         compute_advantages: sets the advantages of a complete group, or returns why it is filtered.
         folder: where checkpoints go; None: none are written.
-        past: what earlier processes of this run left.
+        starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
         interruption: ends the run before its last round, with a checkpoint.
     """
@@ -58,7 +58,7 @@ async def execute(
                 tasks,
                 compute_advantages=compute_advantages,
                 folder=folder,
-                past=past,
+                starting_point=starting_point,
                 journal=journal,
                 interruption=interruption,
             )

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 class Interruption:
     """Cancels the task of a run once it is requested, but never inside an optimizer step or a checkpoint.
 
-    Such a part is `protected`: what it does to the trainer and what it writes into the ledger belong together.
-    A request that comes meanwhile takes effect at the end of the part.
+    Such a part is `protected`: the trainer and the ledger change together. A request that comes meanwhile
+    takes effect at the end of the part.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@
        `-- data          v  |           rewards <-- finished samples <-----'
                   partial-rollout buffer
 
-A schedule is an async function over these verbs. It keeps no state of its own at the top of a round: a resumed
-run starts there. What a schedule carries from one round to the next is in the run (`run.parked`, `run.pool`).
+A schedule is an async function over these verbs. It keeps no state of its own at the top of a round, where
+a resumed run starts. What it carries from one round to the next is in the run (`run.parked`, `run.pool`).
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
 from tailrace.errors import GroupsLost, ScheduleError, StalenessError
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
@@ -52,15 +52,15 @@ class Run:
         *,
         compute_advantages: Callable[[Group], str | None] = GRPO,
         folder: Path | None = None,
-        past: Past | None = None,
-        journal: Journal | Unwritten | None = None,
+        starting_point: StartingPoint | None = None,
+        journal: Journal | NullJournal | None = None,
         interruption: Interruption | None = None,
     ) -> None:
-        past = past or Past()
+        start = starting_point or StartingPoint()
         self.group_size = settings.group_size
         """Samples of one prompt (K)."""
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
-        self._state, self._on_dead_branch = RunState(past), past.dead
+        self._state, self._on_dead_branch = RunState(start), start.dead
         self._interruption = interruption or Interruption()
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
@@ -68,17 +68,23 @@ class Run:
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
         self._update: WeightUpdate | None = None
-        self._generated_before = past.num_generated - self._num_generated()
-        self._journal = journal or Unwritten()
-        self._ledger = Ledger(recorder, past.totals, self._journal)
+        self._generated_before = start.num_generated - self._num_generated()
+        self._journal = journal or NullJournal()
+        self._ledger = Ledger(recorder, start.totals, self._journal)
         self._journal.follow(self._ledger)
-        self.history = History(past.longest)
-        self.parked, self._interrupted = PartialRolloutBuffer(past.partial_rollouts), past.interrupted
+        self.history = History(start.longest)
+        self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.checkpoints = Checkpoints(
-            parts, settings, self._ledger, self._journal, recorder, folder=folder, past=past
+            parts,
+            settings,
+            self._ledger,
+            self._journal,
+            recorder,
+            folder=folder,
+            start=start,
         )
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(
@@ -245,8 +251,6 @@ class Run:
         random.Random(f"shuffle {self._settings.seed} {self.round}").shuffle(samples)
         return samples
 
-    # -- called by execute ---------------------------------------------------------------------------
-
     async def finish(self) -> None:
         """Stop all requests and check the ledger.
 
@@ -274,8 +278,6 @@ class Run:
         for task in self._beside:
             task.cancel()
         self.pool.shut()
-
-    # -- inside --------------------------------------------------------------------------------------
 
     def _emit(self, event: events.Event) -> None:
         self._recorder.emit(event)

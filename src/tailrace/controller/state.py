@@ -1,14 +1,18 @@
 """Progress of a run: round, published version, optimizer steps."""
 
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 
 
 class RunState:
     """Starts where the last checkpoint of the run was saved."""
 
-    def __init__(self, past: Past) -> None:
-        self.round, self.version, self.num_steps = past.round, past.version, past.step
-        self.steps_at = past.steps_at or {self.version: self.num_steps}
+    def __init__(self, starting_point: StartingPoint) -> None:
+        self.round, self.version, self.num_steps = (
+            starting_point.round,
+            starting_point.version,
+            starting_point.step,
+        )
+        self.steps_at = starting_point.steps_at or {self.version: self.num_steps}
         """Optimizer steps before each publication, by version."""
 
     def publish(self, version: int) -> None:

@@ -100,7 +100,7 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
         except OSError as why:
             raise ConfigError(key, str(path), f"it cannot be read ({why})", "check the file") from why
     try:
-        import datasets  # type: ignore[import-not-found, unused-ignore]
+        import datasets
     except ImportError as why:
         problem = "reading this needs the package datasets, which is not installed"
         remedy = "pip install 'tailrace[datasets]', or give a .jsonl file"

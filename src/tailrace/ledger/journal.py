@@ -27,7 +27,7 @@ from tailrace.ledger.base import (
     TrainingRow,
 )
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.writer import Writer
 from tailrace.types import Group, Sample, SampleId
 
@@ -41,22 +41,22 @@ _SampleState = tuple[int, str | None, float | None, str | None]
 class Journal:
     """Writes the ledger of one life."""
 
-    def __init__(self, writer: Writer, past: Past, *, flush_s: float) -> None:
+    def __init__(self, writer: Writer, starting_point: StartingPoint, *, flush_s: float) -> None:
         """
         Args:
-            past: what the store holds already.
+            starting_point: what the store holds already.
             flush_s: least seconds between two commits.
         """
         self._writer, self._flush_s = writer, flush_s
-        self._life = past.life
-        self._run = past.run
-        self._origins = past.origins
-        self._groups = past.rows
+        self._life = starting_point.life
+        self._run = starting_point.run
+        self._origins = starting_point.origins
+        self._groups = starting_point.rows
         """Stored row of each group without a fate."""
-        self._samples = {sample: _state_of(sample) for sample in past.origins}
+        self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
         """Stored state of each sample without a fate."""
-        self._trained = past.trained
-        self._marks = past.marks
+        self._trained = starting_point.trained
+        self._marks = starting_point.marks
         """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
         self._settled: list[tuple[Sample, int | None]] = []
@@ -267,7 +267,7 @@ class Journal:
         self._marks = marks[-2:]
 
 
-class Unwritten:
+class NullJournal:
     """The journal of a run that is not stored."""
 
     def follow(self, ledger: Ledger) -> None: ...

@@ -9,6 +9,8 @@ from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 
 LEDGER_FILE = "ledger.sqlite"
+UNTRAINED = "round_000000"
+"""Name of the checkpoint at the start of a run."""
 
 
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
@@ -70,20 +72,18 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
     Raises:
         LedgerError: the store is damaged, or cannot be reached.
     """
-    return _holds(settings, folder, checkpoints, _drew)
+    saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+    return saved or _holds(settings, folder, _drew)
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
-    """Return whether a run in the folder made an optimizer step or wrote a checkpoint, so that a new run would
-    lose it. Arguments and errors are those of `has_begun`."""
-    return _holds(settings, folder, checkpoints, _trained)
+    """Return whether a run in the folder made an optimizer step, which a new run would lose. Arguments and
+    errors are those of `has_begun`."""
+    saved = checkpoints.is_dir() and any(path.name != UNTRAINED for path in checkpoints.iterdir())
+    return saved or _holds(settings, folder, _trained)
 
 
-def _holds(
-    settings: LedgerSettings, folder: Path, checkpoints: Path, holds: Callable[[Store], bool]
-) -> bool:
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        return True
+def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
     match settings.kind:
         case "sqlite":
             path = folder / LEDGER_FILE
@@ -112,4 +112,5 @@ def _drew(store: Store) -> bool:
 
 
 def _trained(store: Store) -> bool:
-    return bool(store.rows(TrainingRow)) or bool(store.rows(MarkRow))
+    stepped = any(row.step for row in store.rows(MarkRow) if isinstance(row, MarkRow))
+    return stepped or bool(store.rows(TrainingRow))

@@ -18,6 +18,9 @@ from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
 
+RECOMPUTES_OLD_LOGPROBS = {"april"}
+"""The schedules whose published code recomputes the old log-probs at training."""
+
 SCHEDULES: dict[str, Schedule] = {
     "serial": serial,
     "rolloutpipe": rolloutpipe,

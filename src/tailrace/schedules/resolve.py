@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
+from tailrace.algo.check import check_algorithm
 from tailrace.config import RunConfig, explain
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
@@ -21,11 +22,25 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
-from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
+
+
+def with_published_defaults(config: RunConfig) -> RunConfig:
+    """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
+
+    Raises:
+        ConfigError: the algorithm cannot be combined with it.
+    """
+    algorithm = config.algorithm
+    if algorithm.old_policy is None:
+        recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
+        algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
+    check_algorithm(algorithm, group_size=config.run.group_size, sampling=config.sampling)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
@@ -34,6 +49,7 @@ def resolve(config: RunConfig) -> BoundSchedule:
     Raises:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
+    config = with_published_defaults(config)
     check_parameter_names(config)
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
