@@ -33,7 +33,7 @@ _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 MAY_CHANGE = (
-    *("run.rounds", "run.eval_*", "run.checkpoint_every", "run.patience_s", "run.give_up_s"),
+    *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -106,7 +106,11 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError("CONFIG", str(path), "there is no such file", "name a TOML file") from None
+        there = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))[:5])
+        remedy = f"choose from {there}" if there else "name a TOML file"
+        raise ConfigError("CONFIG", str(path), "there is no such file", remedy) from None
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except tomllib.TOMLDecodeError as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)

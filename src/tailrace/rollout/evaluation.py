@@ -21,10 +21,14 @@ class Evaluation:
     num_tokens: int
 
 
-def held_out_samples(prompts: Prompts, n: int, seed: int, attempt: int) -> list[Sample]:
-    """One sample of each of the first n usable prompts.
+def held_out_samples(
+    prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False
+) -> list[Sample]:
+    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the others.
 
-    Their ids are below zero, never a training prompt's; another attempt has other noise.
+    Args:
+        attempt: number of the evaluation; another one has other sampling noise.
+        greedy: the engine takes the most likely token at each position.
     """
     samples: list[Sample] = []
     index = 0
@@ -36,7 +40,7 @@ def held_out_samples(prompts: Prompts, n: int, seed: int, attempt: int) -> list[
         finally:
             index += 1
         id = SampleId(-index, attempt, 0)
-        group.samples = [Sample(id, group, seed=noise_seed(seed, id))]
+        group.samples = [Sample(id, group, seed=noise_seed(seed, id), greedy=greedy)]
         samples += group.samples
     return samples
 
