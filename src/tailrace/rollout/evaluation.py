@@ -24,7 +24,8 @@ class Evaluation:
 def held_out_samples(
     prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False
 ) -> list[Sample]:
-    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the others.
+    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the
+    others.
 
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
