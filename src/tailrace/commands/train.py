@@ -7,6 +7,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -34,7 +35,8 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import BoundSchedule, resolve
+from tailrace.reward.failures import WithFailureLimit
+from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.workers.counter import counted_tokens
 
 
@@ -74,6 +76,7 @@ def train(
         Interrupted: a signal, or `interruption`, ended the run.
         TailraceError: another error ended the run.
     """
+    config = with_published_defaults(config)
     if schedule is None:
         schedule = check(config)
     else:
@@ -161,9 +164,10 @@ async def _train(
             open_display(rounds=config.run.rounds, waits=clock.who_waits),
         )
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
+            limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
                 schedule,
-                parts,
+                replace(parts, rewards=WithFailureLimit(parts.rewards, limit)),
                 config.run,
                 recorder,
                 compute_advantages=advantages_of(config),
@@ -173,6 +177,12 @@ async def _train(
                 interruption=interruption,
             )
     return outcome, summary.summary()
+
+
+def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
+    """Samples of a round, or of a step where the schedule has no other number of groups."""
+    groups = [value for name, value in schedule.keywords.items() if name.startswith("groups_")]
+    return group_size * max(groups, default=1)
 
 
 def _report(summary: RunSummary, folder: RunFolder, life: int) -> None:
