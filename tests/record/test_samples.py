@@ -40,13 +40,13 @@ def test_a_resume_removes_the_files_of_rounds_to_come(tmp_path: Path) -> None:
     play(story.events, SamplesWriter(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
     SamplesWriter(tmp_path, first_round=1)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["eval_round_000000.jsonl", "notes.txt", "round_000000.jsonl"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert names == ["eval/round_000000.jsonl", "notes.txt", "round_000000.jsonl"]
 
 
 def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -> None:
     play([evaluation(4)], SamplesWriter(tmp_path))
-    lines = (tmp_path / "eval_round_000004.jsonl").read_text().splitlines()
+    lines = (tmp_path / "eval" / "round_000004.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {
             "id": "-1.0/0",
@@ -63,4 +63,4 @@ def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -
 
 def test_an_evaluation_without_samples_leaves_no_file(tmp_path: Path) -> None:
     play([Evaluated(1.0, 4, 8, 0.5, 3.0)], SamplesWriter(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*.jsonl")) == []

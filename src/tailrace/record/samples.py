@@ -1,5 +1,5 @@
 """The samples of a run: samples/round_000003.jsonl has those trained in a round, in the order of training;
-samples/eval_round_000003.jsonl has those of the evaluation before that round."""
+samples/eval/round_000003.jsonl has those of the evaluation before that round."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ class SamplesWriter:
             folder: where the files go.
             first_round: the round that comes first; files of it and of later ones are removed.
         """
-        self._folder = folder
+        self._folder, self._evaluations = folder, folder / "eval"
         self._path = folder / _name(first_round)
-        folder.mkdir(parents=True, exist_ok=True)
-        for prefix in ("", "eval_"):
-            for path in folder.glob(f"{prefix}round_*.jsonl"):
-                if path.name >= prefix + _name(first_round):
+        for each in (self._folder, self._evaluations):
+            each.mkdir(parents=True, exist_ok=True)
+            for path in each.glob("round_*.jsonl"):
+                if path.name >= _name(first_round):
                     path.unlink()
 
     def on(self, event: Event) -> None:
@@ -36,7 +36,7 @@ class SamplesWriter:
                     file.writelines(lines)
             case Evaluated(samples=(_, *_)):
                 lines = [_evaluated_line(sample) for sample in event.samples]
-                (self._folder / f"eval_{_name(event.round)}").write_bytes(b"".join(lines))
+                (self._evaluations / _name(event.round)).write_bytes(b"".join(lines))
 
     def close(self) -> None:
         """Nothing to do: the files are complete after each event."""
