@@ -1,6 +1,8 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests
 # make check        ruff and mypy
+# make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
+# make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
 # make bench        every benchmark that needs no peer, and the peers' own where they are installed
 #
 # Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -25,6 +27,19 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# No extras but pytest: the core dependencies must do. The environment lies outside the repository, so that nothing is
+# imported from src/ by accident.
+install-check:
+	rm -rf build; set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PYTHON) -m venv "$$folder"; \
+	"$$folder/bin/pip" --quiet --disable-pip-version-check install --constraint constraints.txt torch; \
+	"$$folder/bin/pip" --quiet --disable-pip-version-check install --constraint constraints.txt . pytest; \
+	"$$folder/bin/python" -m pytest tests/docs/test_your_own_run.py
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m tailrace.commands.config_reference docs/configuration.md
+	$(BIN)/python docs/make_pictures.py
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/orchestrator.py

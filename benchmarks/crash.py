@@ -33,12 +33,12 @@ from statistics import fmean, median
 from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
-from tailrace.ledger.journal import Journal, Unwritten
-from tailrace.ledger.past import Past, first_life, held_tokens_of, totals_of
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
@@ -211,22 +211,26 @@ async def laps(
         start = folder / "start"
         await parts.trainer.save(start)
 
-        async def lap(past: Past, journal: Journal | Unwritten) -> tuple[float, float]:
+        async def lap(starting_point: StartingPoint, journal: Journal | NullJournal) -> tuple[float, float]:
             await rewind(parts, start, version=0)
             meter, began_s = RoundMeter(), time.process_time()
-            await drive(schedule, parts, config.run, Recorder(meter), past=past, journal=journal)
+            await execute(
+                schedule, parts, config.run, Recorder(meter), starting_point=starting_point, journal=journal
+            )
             return fmean(report.main_time_s for report in meter.reports), time.process_time() - began_s
 
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
-                past = first_life("")
+                starting_point = first_life()
                 if with_ledger:
                     store = SqliteStore.create(folder / f"{repeat}.sqlite")
-                    store.commit(past.opening)
+                    store.commit(starting_point.opening)
                     with closing(store), closing(ThreadWriter(store)) as writer:
-                        figures = await lap(past, Journal(writer, past, flush_s=config.ledger.flush_s))
+                        figures = await lap(
+                            starting_point, Journal(writer, starting_point, flush_s=config.ledger.flush_s)
+                        )
                 else:
-                    figures = await lap(past, Unwritten())
+                    figures = await lap(starting_point, NullJournal())
                 if repeat >= 0:
                     (written if with_ledger else unwritten).append(figures)
     return written, unwritten

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.drive import drive
-from tailrace.parts import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Recorder
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 
 R_SIZES = (100, 1_000, 10_000)
 K, U = 8, 2
@@ -52,7 +52,7 @@ def cpu_seconds(name: str, R: int) -> float:
 
     async def one_round() -> None:
         settings = RunSettings(rounds=1, group_size=K)
-        await drive(schedule, simulated_parts(WORLD, settings.seed), settings, Recorder())
+        await execute(schedule, simulated_parts(WORLD, settings.seed), settings, Recorder())
 
     gc.collect()
     start_s = time.process_time()

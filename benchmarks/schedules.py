@@ -16,10 +16,10 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.commands.laps import LapMeter
-from tailrace.drive import drive
-from tailrace.parts import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import Event, Recorder, Stepped
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings
 from tailrace.sim.world import Lengths, simulated_parts
@@ -110,7 +110,7 @@ def main() -> None:
 
         async def one_run(schedule: Bound = schedule, sinks: Any = (meter, lengths)) -> None:
             settings = RunSettings(rounds=arguments.rounds, group_size=K)
-            await drive(schedule, simulated_parts(sim, 0), settings, Recorder(*sinks))
+            await execute(schedule, simulated_parts(sim, 0), settings, Recorder(*sinks))
 
         clock.run(one_run(), virtual=True)
         lap = meter.lap([], 1.0)

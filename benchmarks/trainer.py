@@ -1,17 +1,17 @@
-"""Tokens a second of one optimizer step, ours against TRL's GRPOTrainer, on an equal batch.
+"""Tokens per second of one optimizer step: tailrace's trainer against TRL's GRPOTrainer on the same batch.
 
     python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0
     python benchmarks/trainer.py --trl-python trl/bin/python --json trainer.json
 
-Both start from the same weights and make the same step: GRPO loss (sample mean), backward, clipping by
-the global norm, fused AdamW; float32, one thread. Timed is all of it and nothing else: for us from the
-samples as lists (packing included), for TRL from tensors already padded. TRL runs its own code
-(`compute_loss`, its accelerator, its optimizer) without the recomputation of activations it defaults
-to, at whichever of several batch sizes per device is fastest for it; its batch is padded as it pads,
-to the longest prompt and the longest completion. Ours keeps its default settings, a group a unit.
+Both start from the same weights and do the same step: GRPO loss (sample mean), backward, clipping by the
+global norm, fused AdamW; float32, one CPU thread. The time contains all of it and nothing else: for tailrace
+from the samples as lists (packing included), for TRL from tensors that are already padded. TRL runs its own
+code (`compute_loss`, its accelerator, its optimizer) without activation checkpointing, which is its default,
+and with the fastest of several batch sizes; its batch is padded as TRL pads, to the longest prompt and the
+longest completion. tailrace has its default settings; a unit is a group.
 
-Both live in processes of their own and take turns, so that what else the machine does hits both alike.
-Reported are medians; tokens are those of the batch, prompts included and padding not.
+Each runs in its own process, and they take turns, so that other load on the machine affects both alike.
+Reported are medians. Tokens are prompt and completion tokens without padding.
 """
 
 import argparse
@@ -31,11 +31,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.processor import environment
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.passes import Passes
-from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 VOCABULARY = 64
@@ -68,8 +66,8 @@ class Timing:
     loss: float
 
 
-def make_samples(num_groups: int) -> list[TrainSample]:
-    """Responses with a long tail: lognormal, median 32, sigma 1.2, clipped to 4..320 tokens."""
+def make_samples(num_groups: int) -> list[TrainingSample]:
+    """Samples of long-tailed lengths: lognormal, median 32, sigma 1.2, clipped to 4..320 tokens."""
     chance = random.Random(0)
     samples = []
     for prompt in range(num_groups):
@@ -77,11 +75,11 @@ def make_samples(num_groups: int) -> list[TrainSample]:
         for number in range(GROUP_SIZE):
             length = max(4, min(320, round(32 * chance.lognormvariate(0, 1.2))))
             samples.append(
-                TrainSample(
+                TrainingSample(
                     id=SampleId(prompt, 0, number),
                     prompt_ids=prompt_ids,
                     completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],
-                    logprobs=[chance.uniform(-4.4, -3.9) for _ in range(length)],
+                    behavior_logprobs=[chance.uniform(-4.4, -3.9) for _ in range(length)],
                     advantage=chance.gauss(0, 1),
                 )
             )
@@ -109,14 +107,15 @@ def save_model(workload: Workload, folder: Path) -> int:
 
 
 class Ours:
-    """One step at a time, in this process, which `main` started with one thread a library."""
+    """tailrace's trainer, in this process."""
 
-    def __init__(self, model: Path, samples: Sequence[TrainSample]) -> None:
+    def __init__(self, model: Path, samples: Sequence[TrainingSample]) -> None:
         torch.set_num_threads(1)
         settings = TrainerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
         algorithm = AlgorithmSettings(clip_low=CLIP, clip_high=CLIP)
-        passes = Passes.load(model, settings, algorithm, temperature=1.0, max_tokens=512)
-        self._trainer = TorchTrainer(passes)
+        self._trainer = TorchTrainer.load(
+            model, settings, algorithm, temperature=1.0, max_completion_tokens=512
+        )
         self._units = [samples[i : i + GROUP_SIZE] for i in range(0, len(samples), GROUP_SIZE)]
 
     def step(self) -> Timing:
@@ -127,9 +126,9 @@ class Ours:
 
 
 class Trl:
-    """One step at a time, in a process of TRL's own environment."""
+    """TRL's trainer, in a process of its own environment."""
 
-    def __init__(self, python: Path, model: Path, samples: Sequence[TrainSample], folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, samples: Sequence[TrainingSample], folder: Path) -> None:
         batch = folder / "batch.json"
         batch.write_text(
             json.dumps(
@@ -142,7 +141,7 @@ class Trl:
                     "vocabulary": VOCABULARY,
                     "prompt_ids": [sample.prompt_ids for sample in samples],
                     "completion_ids": [sample.completion_ids for sample in samples],
-                    "logprobs": [sample.logprobs for sample in samples],
+                    "logprobs": [sample.behavior_logprobs for sample in samples],
                     "advantages": [sample.advantage for sample in samples],
                 }
             )
@@ -172,7 +171,7 @@ class Trl:
 
 
 def race(workload: Workload, trl_python: Path, repeats: int) -> dict[str, float]:
-    """Both on one workload, in turns."""
+    """Time both on one workload, in turns."""
     samples = make_samples(workload.num_groups)
     lengths = [len(sample.completion_ids) for sample in samples]
     num_tokens = sum(len(sample.prompt_ids) for sample in samples) + sum(lengths)
@@ -208,15 +207,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="F")
     arguments = parser.parse_args()
-    if environment(1).items() - os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment(1))
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # it is read when torch is loaded
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"OMP_NUM_THREADS": "1"})
     results = {}
     for workload in WORKLOADS:
         result = race(workload, arguments.trl_python, arguments.repeats)
         results[workload.name] = result
         print(
-            f"{workload.name}: {result['parameters'] / 1e6:.2f}M parameters, {result['tokens']:.0f} tokens, "
-            f"max/median length {result['max_over_median_length']:.1f}: "
+            f"{workload.name}: {result['parameters'] / 1e6:.2f}M parameters, float32, CPU, 1 thread each, "
+            f"{result['tokens']:.0f} tokens, max/median length {result['max_over_median_length']:.1f}: "
             f"tailrace {result['tailrace']:.0f} tokens/s, TRL {result['trl']:.0f} "
             f"(batch {result['trl_batch_size']:.0f}), "
             f"ratio {result['ratio']:.2f} [{result['ratio_min']:.2f}, {result['ratio_max']:.2f}]"

@@ -1,7 +1,7 @@
-"""TRL's side of benchmarks/trainer.py: runs where trl is installed and knows nothing of tailrace.
+"""TRL's side of benchmarks/trainer.py. It runs in an environment with trl and without tailrace.
 
-Reads batch sizes from stdin, a line each; does one optimizer step on the batch of the file it was given
-in micro-batches of that many rows; answers with a line of JSON.
+It reads one batch size per line from stdin, does one optimizer step on the batch of the given file in
+micro-batches of that many rows, and answers with one line of JSON.
 """
 
 import json
@@ -76,7 +76,7 @@ def padded(rows: list[list[Any]], *, left: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def step(trainer: GRPOTrainer, inputs: Inputs, batch_size: int) -> float:
-    """Loss, backward, clipping and optimizer, as transformers' Trainer strings them together."""
+    """Loss, backward, clipping and optimizer step, in the order of transformers' Trainer."""
     num_samples = len(inputs["prompt_ids"])
     trainer.current_gradient_accumulation_steps = num_samples // batch_size
     total = 0.0

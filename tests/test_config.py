@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.config import RunConfig, load_config, require_sections
+from tailrace.config import (
+    Change,
+    RunConfig,
+    changed_keys,
+    check_resumable,
+    load_config,
+    require_sections,
+)
 from tailrace.errors import ConfigError
 
 BASE = """
@@ -14,8 +21,8 @@ rounds = 3
 group_size = 4
 [schedule]
 name = "serial"
-R = 8
-U = 2
+groups_per_round = 8
+groups_per_step = 2
 """
 
 
@@ -92,7 +99,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_algorithm_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path: Path) -> None:
     said = message(tmp_path, "[algorithm]\nname = 'gspo'\nnormalize = 'token_mean'\n")
-    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio a sequence")
+    assert said.startswith("algorithm.normalize = 'token_mean': gspo has one ratio for a sequence")
     assert message(tmp_path, "", {"run.group_size": "1"}).startswith("algorithm.advantage = 'group': a group")
 
 
@@ -158,17 +165,84 @@ def test_a_schedule_s_file_is_relative_too_but_a_module_stays_a_name(tmp_path: P
     assert load_config(tmp_path / "config.toml").schedule["name"] == "mine.odd:odd"
 
 
-@pytest.mark.parametrize("key", ["rounds", "eval_every", "checkpoint_every", "patience_s", "give_up_s"])
-def test_a_run_may_be_longer_or_watched_otherwise_and_is_still_the_same(tmp_path: Path, key: str) -> None:
-    assert load(tmp_path).digest() == load(tmp_path, overrides={f"run.{key}": "9"}).digest()
+def resumed(folder: Path, overrides: dict[str, str], text: str = "") -> tuple[list[str], list[str]]:
+    """The keys that a resumed run changed: those that it may change, and the others."""
+    allowed, refused = changed_keys(load(folder, text).to_json(), load(folder, text, overrides))
+    return [change.key for change in allowed], [change.key for change in refused]
 
 
 @pytest.mark.parametrize(
-    "override",
-    [{"run.seed": "1"}, {"schedule.U": "4"}, {"trainer.learning_rate": "1e-3"}, {"run.group_size": "8"}],
+    ("key", "value"),
+    [
+        ("run.rounds", "9"),
+        ("run.eval_every", "9"),
+        ("run.eval_prompts", "9"),
+        ("run.checkpoint_every", "9"),
+        ("run.patience_s", "9"),
+        ("run.give_up_s", "9"),
+        ("trainer.learning_rate", "1e-3"),
+        ("trainer.threads", "2"),
+        ("engine.replicas", "2"),
+        ("engine.threads", "2"),
+        ("reward.workers", "2"),
+        ("ledger.flush_s", "1"),
+        ("compare.repeats", "9"),
+        ("sim.engines.count", "9"),
+        ("schedules.april.staleness", "3"),
+    ],
 )
-def test_whatever_changes_what_is_learnt_makes_another_run(tmp_path: Path, override: dict[str, str]) -> None:
-    assert load(tmp_path).digest() != load(tmp_path, overrides=override).digest()
+def test_a_resumed_run_may_be_longer_faster_or_watched_otherwise(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    changes, refused = resumed(tmp_path, {key: value})
+    assert refused == []
+    assert changes == ([] if key.startswith("schedules.") else [key])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.seed", "1"),
+        ("run.group_size", "8"),
+        ("schedule.groups_per_step", "4"),
+        ("schedule.name", "rolloutpipe"),
+        ("algorithm.clip_low", "0.1"),
+        ("reward.function", "mine:score"),
+        ("model.path", "other"),
+    ],
+)
+def test_a_resumed_run_draws_and_learns_the_same(tmp_path: Path, key: str, value: str) -> None:
+    assert resumed(tmp_path, {key: value}) == ([], [key])
+
+
+def test_the_schedule_s_own_section_counts_as_its_parameters(tmp_path: Path) -> None:
+    own = {"schedules.serial.groups_per_step": "4"}
+    assert resumed(tmp_path, own) == ([], ["schedule.groups_per_step"])
+    assert resumed(tmp_path, {"schedules.serial.groups_per_step": "2"}) == ([], [])
+
+
+def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
+    old = load(tmp_path, "[schedules.serial]\n").to_json()
+    changed = {"run.seed": "1", "run.group_size": "8", "run.rounds": "9", "reward.function": "mine:score"}
+    with pytest.raises(ConfigError) as refused:
+        check_resumable(old, load(tmp_path, overrides=changed))
+    remedy = "change it back, or begin a new run in another --output-dir"
+    assert str(refused.value).splitlines() == [
+        f"reward.function = 'mine:score': the run was begun without it; {remedy}",
+        f"run.group_size = 8: the run was begun with 4; {remedy}",
+        f"run.seed = 1: the run was begun with 0; {remedy}",
+    ]
+
+
+def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:
+    old = load(tmp_path).to_json()
+    assert check_resumable(old, load(tmp_path, overrides={"run.rounds": "9"})) == [Change("run.rounds", 3, 9)]
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
+@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.critic_learning_rate", "run.patience_s"])
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, key: str, number: str) -> None:
+    assert message(tmp_path, "", {key: number}).startswith(f"{key} = {number}: input should be")
 
 
 def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:
@@ -205,7 +279,8 @@ def test_a_wrong_key_in_a_variant_is_named_with_the_variant(tmp_path: Path) -> N
         config.variant("wide")
 
 
-def test_how_a_run_is_raced_does_not_make_it_another(tmp_path: Path) -> None:
-    raced = load(tmp_path, VARIANT + "[compare]\nrepeats = 3\nseeds = 'own'\n")
-    plain = load(tmp_path, "[engine]\nthreads = 1\nmax_running = 7\n")
-    assert raced.digest() == plain.digest()
+def test_variants_and_their_comparison_do_not_make_it_another_run(tmp_path: Path) -> None:
+    plain = "[engine]\nthreads = 1\nmax_running = 7\n"
+    old = load(tmp_path, plain).to_json()
+    _, refused = changed_keys(old, load(tmp_path, VARIANT + "[compare]\nrepeats = 3\nseeds = 'own'\n"))
+    assert refused == []

@@ -21,7 +21,7 @@ def test_tokens_of_one_version_are_one_span() -> None:
     for num_tokens, version in [(3, 0), (0, 0), (2, 0), (0, 1), (4, 2), (1, 2)]:
         sample.grow(num_tokens, version)
     assert sample.spans == [Span(0, 5), Span(2, 5)]
-    assert sample.num_tokens == 10 and sample.oldest == 0
+    assert sample.num_tokens == 10 and sample.oldest_version == 0
 
 
 def test_extending_keeps_ids_log_probs_and_spans_together() -> None:
@@ -29,7 +29,7 @@ def test_extending_keeps_ids_log_probs_and_spans_together() -> None:
     sample.extend([5, 6], [-0.5, -0.25], version=3)
     sample.extend([7], [-1.0], version=4)
     assert sample.completion_ids == [5, 6, 7]
-    assert sample.logprobs == [-0.5, -0.25, -1.0]
+    assert sample.behavior_logprobs == [-0.5, -0.25, -1.0]
     assert sample.spans == [Span(3, 2), Span(4, 1)]
     with pytest.raises(AssertionError):
         sample.extend([8, 9], [-1.0], version=4)
@@ -37,10 +37,10 @@ def test_extending_keeps_ids_log_probs_and_spans_together() -> None:
 
 def test_a_group_is_as_old_as_its_oldest_token_wherever_it_was_made() -> None:
     group = group_of(2)
-    assert group.born is None
+    assert group.oldest_version is None
     group.samples[0].grow(4, version=5)
     group.samples[1].grow(1, version=3)  # by an engine that got its weights later
-    assert group.born == 3 and group.num_tokens == 5
+    assert group.oldest_version == 3 and group.num_tokens == 5
 
 
 def test_serving_complete_and_trainable_complete_are_two_moments() -> None:

@@ -1,9 +1,9 @@
-"""Live or virtual time: the only file that knows which.
+"""Live or virtual time. This is the only file that knows which of them a run uses.
 
 `run(main, virtual=True)` drives unchanged asyncio code on a loop whose clock jumps to the next timer
 whenever every task waits. Timers with equal times fire in the order they were set (stock asyncio
-does not do that), so a simulated run replays exactly. `Signal` is how tasks wait for one another; each
-wait says what it waits for, so a run that stands still can name the reason.
+does not do that), so a simulated run replays exactly. Tasks wait for one another through `Signal`. Each wait
+says what it waits for, so a run that makes no progress can name the reason.
 
 The loop uses four private members of asyncio (`_selector`, `_scheduled`, `_when`, `_clock_resolution`), as
 SimPy-like loops for asyncio must; the tests of this file fail if an interpreter changes them.
@@ -87,18 +87,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 waits: dict[int, str] = {}
-"""What each waiting task waits for, in the order they began to wait."""
+"""What each waiting task waits for, in the order in which the waits began."""
 _wait_ids = itertools.count()
 
 
 def who_waits() -> str:
-    """The open waits in one line, for a watchdog, a display or an error."""
-    return "; ".join(dict.fromkeys(waits.values())) or "nobody said for what"
+    """The open waits in one line, for the watchdog, the display or an error."""
+    return "; ".join(dict.fromkeys(waits.values())) or "no wait is named"
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Whoever is inside waits for this."""
+    """The block inside waits for `what`."""
     key = next(_wait_ids)
     waits[key] = what
     try:
@@ -108,9 +108,9 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class Signal:
-    """Wakes everyone who waits, in the order they came.
+    """Wakes all waiting tasks, in the order in which they began to wait.
 
-    Check your condition, then wait, with no await in between: then no wake-up is lost.
+    A caller checks its condition and then waits, without an await in between. Then no wake-up is lost.
     """
 
     def __init__(self) -> None:

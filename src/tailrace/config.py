@@ -1,14 +1,15 @@
 """The config: one TOML file, checked before anything starts.
 
-Each section stands in the room it configures; here they are joined, read, overridden from the command
-line, checked against one another, and turned into one message in the user's words when they cannot work.
+Each section is defined in the room that it configures. This module joins the sections, reads them, applies
+overrides from the command line, checks them against one another, and explains what is wrong in one message.
 """
 
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,11 +18,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.check import check_algorithm
+from tailrace.controller.base import RunSettings
 from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
-from tailrace.parts import RunSettings
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
@@ -30,44 +31,56 @@ from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.base import HostSettings
 
 _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
-"""Which of a union's sections is meant: pydantic puts it into the path of a key, users do not."""
+"""Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
+
+MAY_CHANGE = (
+    *("run.rounds", "run.eval_*", "run.checkpoint_every", "run.patience_s", "run.give_up_s"),
+    *("reward.timeout_s", "reward.workers", "reward.max_failures"),
+    *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*", "variants.*"),
+)
+"""Keys that a resumed run may have changed: how long it is, how it is watched, how fast it learns and on
+which devices. The other keys decide which prompts are drawn, what a token or a reward means, or what is
+learnt."""
 
 
 class ModelSettings(Settings):
-    """The model to train."""
+    """The model that is trained."""
 
     path: Path
-    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    """A Hugging Face folder with config.json, safetensors files and a tokenizer."""
 
 
 class CompareSettings(Settings):
-    """How schedules are raced."""
+    """How `tailrace compare` compares schedules."""
 
     schedules: tuple[str, ...] = ("serial", "rolloutpipe")
-    """Schedules, or variants of this config."""
+    """Names of schedules, or of variants of this config."""
     repeats: int = Field(default=5, ge=1)
-    """Counted laps of each."""
+    """Measured laps of each schedule."""
     seeds: Literal["same", "own"] = "same"
-    """own: lap r of every schedule has the seed run.seed + r, its prompts with it."""
+    """`same`: each lap has the seed run.seed. `own`: lap r of each schedule has the seed run.seed + r, which
+    also decides its prompts."""
     warm_up_rounds: int = Field(default=0, ge=0)
-    """First rounds of each lap that do not count; 0: a lap of each schedule before the race instead."""
+    """First rounds of each lap that are not measured; 0: one unmeasured lap of each schedule instead."""
     probe_every: int = Field(default=0, ge=0)
-    """Rounds between the checkpoints of a lap, which are evaluated after it; 0: none."""
+    """Rounds between the checkpoints of a lap that are evaluated after it; 0: none."""
     target_accuracy: float = Field(default=0.8, gt=0, le=1)
-    """Held out: the time until it is reached is compared."""
+    """Held-out accuracy; the time until a schedule reaches it is compared."""
 
 
 class RunConfig(Settings):
-    """Everything a run is made from."""
+    """The whole config of a run."""
 
     run: RunSettings
     schedule: Mapping[str, Any]
-    """`name`, a schedule of ours or 'package.module:function', and that function's parameters."""
+    """`name`: a built-in schedule, `package.module:function` or `path/to/file.py:function`. The other keys
+    are the parameters of that schedule."""
     schedules: Mapping[str, Mapping[str, Any]] = {}
-    """Parameters that one schedule has of its own, by its name: used when `schedule.name` is that."""
+    """Parameters of one schedule, by its name. They replace those of [schedule] when `schedule.name` is that
+    name."""
     variants: Mapping[str, Mapping[str, Any]] = {}
-    """This config under another name, for races: what stands here replaces the same keys; a `schedule`, and
-    an `algorithm` with a name, the whole section."""
+    """Variants of this config for `compare`, by name. The keys given here replace the same keys of the
+    config. A `schedule`, and an `algorithm` with a name, replace the whole section."""
     compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
@@ -87,10 +100,10 @@ class RunConfig(Settings):
         return self
 
     def variant(self, name: str) -> "RunConfig":
-        """The config with the sections of [variants.NAME] over its own. A schedule stands there whole.
+        """Return the config with the keys of [variants.NAME] in place of its own.
 
         Raises:
-            ConfigError: what stands there does not fit a config.
+            ConfigError: the result is not a valid config.
         """
         tree = self.model_dump(exclude={"variants"})
         if "schedule" in self.variants[name]:
@@ -104,32 +117,29 @@ class RunConfig(Settings):
             raise explain(why, f"variants.{name}") from None
 
     def toml(self) -> str:
-        """The resolved config, every default written out."""
+        """Return the resolved config as TOML, with every default written out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
-    def digest(self) -> str:
-        """Names what a ledger depends on: all but how long the run is, how it is watched and where it is
-        kept."""
-        tree = self.model_dump(mode="json", exclude={"sim", "variants", "compare", "ledger", "record"})
-        for free in ("rounds", "eval_every", "eval_prompts", "checkpoint_every", "patience_s", "give_up_s"):
-            del tree["run"][free]
-        return blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+    def to_json(self) -> str:
+        """Return the resolved config as JSON, for the ledger."""
+        return json.dumps(self.model_dump(mode="json"))
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a config file; dotted overrides (`{"run.seed": "3"}`) win over it.
+    """Read a config file. Paths in the file are relative to the file.
 
-    Paths in the file are relative to the file.
+    Args:
+        overrides: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file.
 
     Raises:
-        ConfigError: all that is wrong, in one message.
+        ConfigError: everything that is wrong, in one message.
     """
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError("CONFIG", str(path), "there is no such file", "name a TOML file") from None
     except tomllib.TOMLDecodeError as why:
-        raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "mend that line") from None
+        raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
@@ -140,21 +150,90 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
 
 
 def require_sections(config: RunConfig, *names: str) -> None:
-    """
+    """Check that the config has the sections that a command needs.
+
     Raises:
-        ConfigError: a section that this command needs is missing.
+        ConfigError: one of them is missing.
     """
     for name in names:
         if getattr(config, name) is None:
             raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value differs between two configs. A missing value is None."""
+
+    key: str
+    old: object
+    new: object
+
+
+def changed_keys(old: str, config: RunConfig) -> tuple[list[Change], list[Change]]:
+    """Compare the config of an earlier life with the config with which a run is resumed.
+
+    Args:
+        old: the earlier config, from `RunConfig.to_json`.
+
+    Returns:
+        The changes that a resumed run may have, and those that it may not have.
+    """
+    before, after = (
+        dict(_leaves(_effective(tree))) for tree in (json.loads(old), json.loads(config.to_json()))
+    )
+    changes = [
+        Change(key, before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    allowed = [change for change in changes if any(fnmatch(change.key, key) for key in MAY_CHANGE)]
+    return allowed, [change for change in changes if change not in allowed]
+
+
+def check_resumable(old: str, config: RunConfig) -> list[Change]:
+    """Check that a run can be resumed with a config, and return what changed.
+
+    Raises:
+        ConfigError: a key changed that must stay; the message names each with both values.
+    """
+    allowed, refused = changed_keys(old, config)
+    if refused:
+        remedy = "change it back, or begin a new run in another --output-dir"
+        raise _joined(
+            ConfigError(change.key, change.new, f"the run was begun {_with(change.old)}", remedy)
+            for change in refused
+        )
+    return allowed
+
+
+def _with(value: object) -> str:
+    return "without it" if value is None else f"with {value!r}"
+
+
+def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the parameters of the schedule that runs, and leave those of the others out."""
+    own = (tree.get("schedules") or {}).get(str(tree["schedule"].get("name")), {})
+    return {**tree, "schedule": {**tree["schedule"], **own}, "schedules": {}}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key with its value; None is as good as absent."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
 def explain(error: ValidationError, prefix: str = "") -> ConfigError:
-    """All errors of a validation as one: key, value and remedy of each."""
-    errors = [_explain_one(dict(detail), prefix) for detail in error.errors()]
+    """Turn all errors of a validation into one error that names key, value and remedy of each."""
+    return _joined(_explain_one(dict(detail), prefix) for detail in error.errors())
+
+
+def _joined(errors: Iterable[ConfigError]) -> ConfigError:
     first, *rest = errors
     if rest:
-        first.args = ("\n".join(str(each) for each in errors),)
+        first.args = ("\n".join(str(each) for each in (first, *rest)),)
     return first
 
 
@@ -171,7 +250,7 @@ def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
 
 
 def _suggest(parts: Sequence[str]) -> str:
-    """The keys that the section does have; the most similar one first."""
+    """Return a remedy for an unknown key: the most similar key of the section, or all of its keys."""
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
@@ -184,14 +263,14 @@ def _suggest(parts: Sequence[str]) -> str:
 
 
 def _sections_in(annotation: Any) -> list[type[Settings]]:
-    """The sections that a field may hold, out of whatever union."""
+    """Return the sections that the type of a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
     return [section for part in get_args(annotation) for section in _sections_in(part)]
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
-    """Set `a.b` from the command line. The text is a TOML value, or else a string."""
+    """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -225,6 +304,6 @@ def _absolute_function(name: str, base: Path) -> str:
 
 
 def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:
-    """What stands there, if the section is one: what it is instead, the validation tells."""
+    """Return the value of a key. A section that is not a table is left to the validation."""
     table = tree.get(section)
     return table.get(key) if isinstance(table, dict) else None

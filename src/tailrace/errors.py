@@ -1,33 +1,33 @@
-"""What can go wrong, drawn.
+"""The tree of errors.
 
 TailraceError
 |-- ConfigError          the user's words: key, value, remedy; before anything starts; exit code 2
-|-- ScheduleError        a schedule broke its word
+|-- ScheduleError        a schedule did what it must not do
 |   |-- StalenessError   it trained tokens older than it promised
-|   |-- NeverComes       it waits for groups that nothing in flight can become
+|   |-- NeverComes       it waits for more groups than are in flight
 |   `-- GroupsLost       it took groups and neither trained, dropped nor parked them
-|-- LedgerError          the books do not close, or the ledger cannot be read or written
-|-- Stuck                every task waits and nothing can wake them; names who waits for what
+|-- LedgerError          tokens are unaccounted for, or the ledger cannot be read or written
+|-- Stuck                every task waits and no timer is set; names which task waits for what
 |-- WorkerDied           a worker process ended; carries its traceback
 |-- CheckpointError      a checkpoint that cannot be read or belongs to another config
-|-- DiskFull             a file of the run could not be written; names it
-|-- Evicted              an engine gives a request back; its tokens are kept; ask another engine
+|-- DiskFull             a file of the run could not be written; names the file
+|-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
-|-- RewardFailed         a sample cannot be rewarded: data, not a crash
+|-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
 """
 
 
 class TailraceError(Exception):
-    """The root: catching it catches all of ours and nothing else."""
+    """The base class of all errors of this package."""
 
 
 class ConfigError(TailraceError):
-    """A setting that cannot work.
+    """A setting that cannot work: key, value, problem and remedy.
 
     Example:
-        >>> print(ConfigError("schedule.U", 3, "R = 64 is not divisible by it", "choose 1, 2 or 4"))
-        schedule.U = 3: R = 64 is not divisible by it; choose 1, 2 or 4
+        >>> print(ConfigError("run.rounds", 0, "a run has at least one round", "raise it"))
+        run.rounds = 0: a run has at least one round; raise it
     """
 
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
@@ -36,7 +36,7 @@ class ConfigError(TailraceError):
 
 
 class ScheduleError(TailraceError):
-    """A schedule broke its word."""
+    """A schedule did what it must not do."""
 
 
 class StalenessError(ScheduleError):
@@ -44,7 +44,7 @@ class StalenessError(ScheduleError):
 
 
 class NeverComes(ScheduleError):
-    """A take that nothing in flight can ever satisfy: an error at once, not a silent hang."""
+    """A schedule waits for more groups than are in flight."""
 
 
 class GroupsLost(ScheduleError):
@@ -52,36 +52,36 @@ class GroupsLost(ScheduleError):
 
 
 class LedgerError(TailraceError):
-    """The books do not close: a defect of ours. Or the ledger is missing, damaged, of another config, or
-    cannot be written; the message names it and the remedy."""
+    """Tokens are unaccounted for (a defect of this package), or the ledger is missing, damaged, of another
+    config, or cannot be written. The message names the ledger and the remedy."""
 
 
 class Stuck(TailraceError):
-    """Every task waits. The message names who waits for what."""
+    """Every task waits. The message names which task waits for what."""
 
 
 class WorkerDied(TailraceError):
-    """A worker process ended before it was asked to. The message carries its last words."""
+    """A worker process ended before it was asked to. The message carries the end of its log."""
 
 
 class CheckpointError(TailraceError):
-    """A checkpoint that is torn, or of another config. The message names the file and the remedy."""
+    """A checkpoint is damaged or of another config. The message names the file and the remedy."""
 
 
 class DiskFull(TailraceError):
-    """A file of the run could not be written to its end. The message names it and the remedy."""
+    """A file of the run could not be written completely. The message names the file and the remedy."""
 
 
 class Evicted(TailraceError):
-    """This engine will not go on with a request; its tokens are kept; ask another engine."""
+    """An engine gives a request back. Its tokens are kept; another engine continues it."""
 
 
 class EngineDied(Evicted):
-    """The engine is gone."""
+    """The engine has ended."""
 
 
 class RewardFailed(TailraceError):
-    """A sample cannot be rewarded. `reason` is what the metrics count it under."""
+    """A sample has no reward. Metrics count it under `reason`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -89,7 +89,7 @@ class RewardFailed(TailraceError):
 
 
 class BadRow(TailraceError):
-    """A row of the data cannot become a prompt. `reason` is what the metrics count it under."""
+    """A row of the data has no usable prompt. Metrics count it under `reason`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -97,7 +97,7 @@ class BadRow(TailraceError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first error that is no group of errors: what ended the tasks beside it."""
+    """The first error that is not a group of errors. The other tasks were cancelled because of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,13 +1,13 @@
-"""The base of every section of the config: frozen, typed, no unknown keys.
+"""The base class of all config sections: frozen, typed, no unknown keys.
 
-A section stands in the `base.py` of the room it configures; `config.py` joins them. None of this
-imports torch, so a config is checked before anything heavy is loaded.
+A section is defined in the `base.py` of the room that it configures; `config.py` joins the sections. None of
+these modules imports torch, so a config is checked before torch is loaded.
 """
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """One section of the config."""
+    """One section of the config. Numbers are finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,4 +1,5 @@
 import math
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -60,3 +61,17 @@ def test_gae_of_lambda_one_is_the_return_and_of_lambda_zero_one_step(
 def test_without_discount_and_lambda_it_is_reward_minus_value() -> None:
     """PipelineRL, eq. 4."""
     assert gae([0.5, 0.25], 1.0, gamma=1.0, gae_lambda=1.0) == [0.5, 0.75]
+
+
+@pytest.mark.parametrize("largest", [1e200, 1e308, 1.7e308])
+def test_huge_rewards_have_the_advantages_of_small_ones_in_the_same_proportion(largest: float) -> None:
+    found = group_advantages([largest, 0.0, 0.0, 0.0], scale="group")
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5])  # a deviation of largest / 2
+    assert group_advantages([largest, 0.0, 0.0, 0.0], scale="none") == pytest.approx(
+        [largest * 0.75, *[-largest / 4] * 3]
+    )
+
+
+@pytest.mark.parametrize("scale", ["none", "rloo"])
+def test_a_difference_beyond_the_range_of_a_float_is_infinite(scale: Literal["none", "rloo"]) -> None:
+    assert group_advantages([1.7e308] * 7 + [-1.7e308], scale=scale)[-1] == -math.inf

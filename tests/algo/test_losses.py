@@ -115,7 +115,7 @@ def weights(normalize: str, *counted: float) -> list[float]:
         torch.tensor(counted or [1.0] * 7),
         torch.tensor([4, 1, 2]),
         normalize,  # type: ignore[arg-type]
-        max_tokens=8,
+        max_completion_tokens=8,
     )
     return found.tolist()
 

@@ -10,7 +10,7 @@ from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.probe import Probe
 from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
 from tailrace.schedules import SCHEDULES
-from virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 
 LONGER = change(SETTINGS, rounds=6)
 
@@ -57,7 +57,7 @@ def later(event: Event, later_s: float) -> Event:
 
 def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:
     """Conventional RL: one publication for G = 4 steps, so lags of 0 to 3 in batches of about equal size."""
-    lap = measured(simulate(partial(SCHEDULES["conventional"], U=4, G=4), LONGER))
+    lap = measured(simulate(partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4), LONGER))
     assert lap.staleness_max == 3
     assert 1.0 < lap.staleness_mean < 2.0
     assert lap.carried_tokens == lap.carried_samples == 0.0

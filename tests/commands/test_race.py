@@ -9,7 +9,7 @@ from tailrace.commands.race import Racer, _in_turn
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 
-SERIAL = partial(SCHEDULES["serial"], R=2, U=1)
+SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
 
 
 def racer(folder: Path, **overrides: str) -> Racer:

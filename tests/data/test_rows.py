@@ -22,8 +22,8 @@ def sums(tmp_path):
     return write(tmp_path / "sums.jsonl", [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(40)])
 
 
-def test_every_epoch_has_every_training_row_once_in_its_own_order(sums, tokenizer):
-    prompts = open_prompts(sums, tokenizer, seed=0, split="train")
+def test_every_epoch_has_every_training_row_once_in_its_own_order(sums, plain_tokenizer):
+    prompts = open_prompts(sums, plain_tokenizer, seed=0, split="train")
     num_train = 40 - 3  # ceil(40 / 16) different prompts are held out
     epochs = [[prompts[e * num_train + i].text for i in range(num_train)] for e in range(3)]
     assert len({frozenset(epoch) for epoch in epochs}) == 1
@@ -31,50 +31,52 @@ def test_every_epoch_has_every_training_row_once_in_its_own_order(sums, tokenize
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_the_seed_gives_the_order_but_not_the_split(sums, tokenizer):
+def test_the_seed_gives_the_order_but_not_the_split(sums, plain_tokenizer):
     held_out = {
-        open_prompts(sums, tokenizer, seed=s, split="eval")[i].text for s in range(5) for i in range(20)
+        open_prompts(sums, plain_tokenizer, seed=s, split="eval")[i].text for s in range(5) for i in range(20)
     }
     train = {
-        open_prompts(sums, tokenizer, seed=s, split="train")[i].text for s in range(5) for i in range(80)
+        open_prompts(sums, plain_tokenizer, seed=s, split="train")[i].text
+        for s in range(5)
+        for i in range(80)
     }
     assert len(held_out) == 3
     assert not held_out & train
-    first = [open_prompts(sums, tokenizer, seed=s, split="train")[0].text for s in range(5)]
+    first = [open_prompts(sums, plain_tokenizer, seed=s, split="train")[0].text for s in range(5)]
     assert len(set(first)) > 1
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=20))
-def test_access_is_random(tmp_path_factory, tokenizer, indices):
+def test_access_is_random(tmp_path_factory, plain_tokenizer, indices):
     rows = [{"prompt": str(i)} for i in range(10)]
     settings = write(tmp_path_factory.mktemp("rows") / "r.jsonl", rows)
-    one, other = (open_prompts(settings, tokenizer, seed=1, split="train") for _ in range(2))
+    one, other = (open_prompts(settings, plain_tokenizer, seed=1, split="train") for _ in range(2))
     assert [one[i] for i in indices] == [other[i] for i in reversed(indices)][::-1]
 
 
-def test_the_row_keeps_its_columns_for_the_reward(sums, tokenizer):
-    prompt = open_prompts(sums, tokenizer, seed=0, split="train")[0]
+def test_the_row_keeps_its_columns_for_the_reward(sums, plain_tokenizer):
+    prompt = open_prompts(sums, plain_tokenizer, seed=0, split="train")[0]
     assert prompt.row == {"prompt": prompt.text, "answer": int(prompt.text.split()[0]) + 1}
-    assert prompt.ids == tokenizer.encode(prompt.text)
+    assert prompt.ids == plain_tokenizer.encode(prompt.text)
 
 
-def test_equal_prompts_are_on_the_same_side(tmp_path, tokenizer):
+def test_equal_prompts_are_on_the_same_side(tmp_path, plain_tokenizer):
     rows = [{"prompt": f"{i % 8}", "copy": i} for i in range(64)]
     settings = write(tmp_path / "r.jsonl", rows)
     sides = {
-        split: {open_prompts(settings, tokenizer, seed=0, split=split)[i].text for i in range(64)}
+        split: {open_prompts(settings, plain_tokenizer, seed=0, split=split)[i].text for i in range(64)}
         for split in ("train", "eval")
     }
     assert len(sides["eval"]) == 1
     assert len(sides["train"]) == 7
 
 
-def test_held_out_rows_can_come_from_their_own_file(tmp_path, tokenizer):
+def test_held_out_rows_can_come_from_their_own_file(tmp_path, plain_tokenizer):
     settings = write(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     write(tmp_path / "test.jsonl", [{"prompt": "c"}, {"prompt": "d"}])
     settings = settings.model_copy(update={"eval_path": tmp_path / "test.jsonl"})
     for split, expected in (("train", {"a", "b"}), ("eval", {"c", "d"})):
-        prompts = open_prompts(settings, tokenizer, seed=0, split=split)
+        prompts = open_prompts(settings, plain_tokenizer, seed=0, split=split)
         assert {prompts[0].text, prompts[1].text} == expected
 
 
@@ -100,9 +102,9 @@ def test_chat_messages_go_through_the_chat_template(tmp_path, tokenizer):
         ("[1]\n", "not a JSON object"),
     ],
 )
-def test_a_bad_row_costs_its_own_index_alone(tmp_path, tokenizer, row, reason):
+def test_a_bad_row_costs_its_own_index_alone(tmp_path, plain_tokenizer, row, reason):
     good = [{"prompt": f"{i}"} for i in range(6)]
-    prompts = open_prompts(write(tmp_path / "r.jsonl", [*good, row]), tokenizer, seed=0, split="train")
+    prompts = open_prompts(write(tmp_path / "r.jsonl", [*good, row]), plain_tokenizer, seed=0, split="train")
     reasons = []
     for index in range(6 * 3):  # three epochs of five good rows and the bad one
         try:
@@ -142,28 +144,39 @@ def test_a_missing_file_is_a_config_error(tmp_path, tokenizer):
         open_prompts(RowsSettings(path=tmp_path / "none.jsonl"), tokenizer, seed=0, split="train")
 
 
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_dropped_with_a_reason(tmp_path, plain_tokenizer):
+    """The tokenizer writes one token a character, and a begin-of-text token."""
+    settings = write(tmp_path / "r.jsonl", [{"prompt": "x" * n} for n in (3, 4, 5, 6)])
+    settings = settings.model_copy(update={"eval_path": settings.path})
+
+    def kept(**limits):
+        limited = settings.model_copy(update={k: v for k, v in limits.items() if k == "max_prompt_tokens"})
+        context = limits.get("max_context_tokens")
+        prompts = open_prompts(limited, plain_tokenizer, seed=0, split="train", max_context_tokens=context)
+        found = set()
+        for index in range(4):
+            try:
+                found.add(len(prompts[index].ids))
+            except BadRow as bad:
+                assert str(bad).startswith("prompt too long: ")
+        return found
+
+    assert kept() == {4, 5, 6, 7}
+    assert kept(max_context_tokens=7) == {4, 5, 6}
+    assert kept(max_prompt_tokens=5) == {4, 5}
+    assert kept(max_prompt_tokens=6, max_context_tokens=6) == {4, 5}
+
+
+def test_rows_that_are_all_too_long_are_a_config_error(sums, plain_tokenizer):
+    with pytest.raises(
+        ConfigError,
+        match=r"all of the 37 prompts looked at are longer than 4 tokens; raise data.max_prompt_tok",
+    ):
+        open_prompts(sums, plain_tokenizer, seed=0, split="train", max_context_tokens=5)
+
+
 def test_without_datasets_a_parquet_file_is_a_config_error(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "r.parquet").touch()
-    with pytest.raises(ConfigError, match=r"pip install datasets, or give a \.jsonl file"):
+    with pytest.raises(ConfigError, match=r"pip install 'tailrace\[datasets\]', or give a \.jsonl file"):
         open_prompts(RowsSettings(path=tmp_path / "r.parquet"), tokenizer, seed=0, split="train")
-
-
-@pytest.mark.parametrize("form", ["parquet", "saved", "saved_dict", "folder"])
-def test_parquet_and_dataset_folders_are_read(tmp_path, tokenizer, form):
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list([{"prompt": f"{i}", "answer": i} for i in range(20)])
-    path = tmp_path / "data"
-    if form == "parquet":
-        path = tmp_path / "data.parquet"
-        table.to_parquet(path)
-    elif form == "saved":
-        table.save_to_disk(path)
-    elif form == "saved_dict":
-        datasets.DatasetDict({"train": table}).save_to_disk(path)
-    else:
-        path.mkdir()
-        table.to_parquet(path / "train.parquet")
-    prompts = open_prompts(RowsSettings(path=path), tokenizer, seed=0, split="train")
-    assert {prompts[i].row["answer"] for i in range(18)} == {int(prompts[i].text) for i in range(18)}
-    assert len({prompts[i].text for i in range(18)}) == 18

@@ -16,12 +16,14 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.controller.base import RunSettings
+from tailrace.controller.simulation import simulated_parts
 from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
-from tailrace.parts import RunSettings
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -33,13 +35,11 @@ from tailrace.sim.settings import (
     SimTrainerSettings,
 )
 from tailrace.sim.trainer import SimTrainer
-from tailrace.sim.world import simulated_parts
 from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
-from virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
 
 ADMISSIONS = st.one_of(
-    st.builds(AtMost, requests=st.sampled_from([None, 1, 5])),
+    st.builds(AtMost, requests_per_engine=st.sampled_from([None, 1, 5])),
     st.builds(Frontier, groups=st.integers(1, 4)),
     st.builds(FrontierFirst, groups=st.integers(1, 4)),
 )
@@ -53,31 +53,55 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
     U = draw(st.integers(1, 3))
     match name:
         case "serial":
-            parameters = {"R": U * draw(st.integers(1, 3)), "U": U}
+            parameters = {"groups_per_round": U * draw(st.integers(1, 3)), "groups_per_step": U}
         case "rolloutpipe" | "rolloutpipe_eager":
-            parameters = {"R": U * draw(st.integers(1, 3)), "U": U, "admission": draw(ADMISSIONS)}
-            parameters["tokens"] = draw(st.sampled_from([50, 5000]))
+            parameters = {
+                "groups_per_round": U * draw(st.integers(1, 3)),
+                "groups_per_step": U,
+                "admission": draw(ADMISSIONS),
+            }
+            parameters["max_tokens_per_batch"] = draw(st.sampled_from([50, 5000]))
         case "april":
-            parameters = {"N": U, "N_launched": U + draw(st.integers(0, 4))}
+            parameters = {"groups_per_round": U, "groups_launched": U + draw(st.integers(0, 4))}
             bound = draw(st.sampled_from([None, 4]))  # with U = 1 and 5 launched, 4 is the least
             parameters |= {"staleness": bound, "kv": draw(KVS)}
         case "tailbatch" | "rollpacker" | "tailbatch_async":
-            parameters = {"P0": U, "eta_prompts": draw(FACTORS), "eta_responses": draw(FACTORS)}
+            parameters = {
+                "groups_per_round": U,
+                "prompt_speculation": draw(FACTORS),
+                "response_speculation": draw(FACTORS),
+            }
         case "tailbatch_dapo":
-            parameters = {"P0": U, "requests": draw(st.integers(1, 12)), "eta_responses": draw(FACTORS)}
+            parameters = {
+                "groups_per_round": U,
+                "requests_per_engine": draw(st.integers(1, 12)),
+                "response_speculation": draw(FACTORS),
+            }
         case "conventional":
-            parameters = {"U": U, "G": draw(st.integers(1, 3))}
+            parameters = {"groups_per_step": U, "steps_per_round": draw(st.integers(1, 3))}
         case "tailrace":
             bound = draw(st.integers(0, 3))
             in_flight = draw(st.integers(U, (bound + 1) * U))
-            parameters = {"U": U, "in_flight": in_flight, "staleness": bound, "kv": draw(KVS)}
+            parameters = {
+                "groups_per_step": U,
+                "groups_in_flight": in_flight,
+                "staleness": bound,
+                "kv": draw(KVS),
+            }
         case "tailrace_on_policy":
-            parameters = {"N": U, "eta": draw(FACTORS), "long_share": draw(st.sampled_from([0.0, 0.25, 1.0]))}
+            parameters = {
+                "groups_per_round": U,
+                "prompt_speculation": draw(FACTORS),
+                "long_share": draw(st.sampled_from([0.0, 0.25, 1.0])),
+            }
         case "pipelinerl":
-            parameters = {"U": U, "H": draw(st.integers(1, 12)), "room": U + draw(st.integers(0, 4))}
-            parameters["full"] = draw(st.sampled_from(["hold", "drop"]))
-            parameters |= {"kv": draw(KVS), "ess_floor": draw(st.sampled_from([0.0, 0.9]))}
-            parameters["steps"] = draw(st.integers(1, 3))
+            parameters = {
+                "groups_per_step": U,
+                "in_flight_per_engine": draw(st.integers(1, 12)),
+                "ring_groups": U + draw(st.integers(0, 4)),
+            }
+            parameters["ring_full"] = draw(st.sampled_from(["block", "drop_oldest"]))
+            parameters |= {"kv": draw(KVS), "min_ess": draw(st.sampled_from([0.0, 0.9]))}
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)
@@ -144,7 +168,7 @@ KILLS = st.lists(
 BOOKS = st.builds(Book, commit_s=st.sampled_from([0.0, 0.01, 1.0]), flush_s=st.sampled_from([0.05, 0.2, 5.0]))
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS)
 def test_the_books_close_in_every_world(
     schedule: partial,  # type: ignore[type-arg]

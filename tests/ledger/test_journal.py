@@ -7,18 +7,18 @@ from threading import Event, get_ident
 
 import pytest
 
+from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.past import first_life
+from tailrace.ledger.recovery import first_life
 from tailrace.ledger.writer import DirectWriter, ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId
-from virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 
 
 class Cuts(MemoryStore):
@@ -49,9 +49,9 @@ class Full(MemoryStore):
 
 def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life("")
-        journal = Journal(DirectWriter(store), past, flush_s=1.0)
-        ledger = Ledger(Recorder(), past.totals, journal)
+        store, starting_point = Cuts(), first_life()
+        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 2, [], num_launched=2)
         group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
@@ -77,9 +77,9 @@ def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 
 def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     async def main() -> None:
-        store, past = Cuts(), first_life("")
-        journal = Journal(DirectWriter(store), past, flush_s=1.0)
-        ledger = Ledger(Recorder(), past.totals, journal)
+        store, starting_point = Cuts(), first_life()
+        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 1, [], num_launched=1)
         sample = Sample(SampleId(0, 0, 0), group)
@@ -97,24 +97,24 @@ def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     clock.run(main(), virtual=True)
 
 
-def test_the_round_in_which_a_group_was_drawn_is_told() -> None:
+def test_the_round_in_which_a_group_was_drawn_is_told(tmp_path: Path) -> None:
     book = Book()
-    simulate(partial(serial, R=4, U=2), SETTINGS, book=book, folder=Path("nowhere"))
+    simulate(partial(serial, groups_per_round=4, groups_per_step=2), SETTINGS, book=book, folder=tmp_path)
     rounds = [row.round for row in book.store.rows(GroupRow) if isinstance(row, GroupRow)]
     assert rounds == [0] * 4 + [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
-def test_a_store_that_is_full_ends_the_run_with_its_error(room: int) -> None:
+def test_a_store_that_is_full_ends_the_run_with_its_error(room: int, tmp_path: Path) -> None:
     """room: the first cut opens the life."""
     outcome = Outcome()
     with pytest.raises(LedgerError, match="disk full"):
         simulate(
-            partial(serial, R=4, U=2),
+            partial(serial, groups_per_round=4, groups_per_step=2),
             change(SETTINGS, rounds=100),
             EXACT,
             book=Book(store=Full(room)),
-            folder=Path("nowhere"),
+            folder=tmp_path,
             into=outcome,
         )
     assert len(outcome.of(Stepped)) < 10

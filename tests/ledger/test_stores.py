@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
@@ -21,6 +22,7 @@ from tailrace.ledger.base import (
     LedgerSettings,
     LifeRow,
     MarkRow,
+    Row,
     RunRow,
     SampleRow,
     Store,
@@ -28,18 +30,17 @@ from tailrace.ledger.base import (
     TrainingRow,
 )
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.open import create_store, open_store
-from tailrace.ledger.past import held_tokens_of, totals_of
+from tailrace.ledger.open import create_store, has_begun, open_store
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.types import SampleId
-from virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 ROWS = [
-    RunRow(FORMAT, "digest", 1, 5),
-    LifeRow(1, 0, 0, 0, 0, 0),
+    RunRow(FORMAT, 1, 5),
+    LifeRow(1, 0, 0, 0, 0, 0, '{"run":{"seed":3}}'),
     MarkRow(1, 2, 2, 4, "round_000002", "[0]"),
     GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", None),
     SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None),
@@ -137,7 +138,7 @@ def ledger(tmp_path: Path) -> Path:
     store = SqliteStore.create(path)
     store.commit(Cut(ROWS))
     groups = [GroupRow(prompt, 1, 0, 2, 2, 0, 0, "[]", None) for prompt in range(1, 500)]
-    store.commit(Cut([RunRow(FORMAT, "digest", 500, 0), *groups]))
+    store.commit(Cut([RunRow(FORMAT, 500, 0), *groups]))
     store.close()
     return path
 
@@ -201,7 +202,7 @@ def test_a_full_disk_is_an_error_that_undoes_the_cut_and_nothing_else(ledger: Pa
     with pytest.raises(
         LedgerError, match=r"cannot be written \(.*full\); make room on the disk, then --resume"
     ):
-        store.commit(Cut([RunRow(FORMAT, "digest", 777, 0), *many]))
+        store.commit(Cut([RunRow(FORMAT, 777, 0), *many]))
     assert read_books(store).run.num_drawn == 500
     store.close()
     assert read_books(SqliteStore.open(ledger)).run.num_drawn == 500
@@ -210,11 +211,11 @@ def test_a_full_disk_is_an_error_that_undoes_the_cut_and_nothing_else(ledger: Pa
 KILLED_WRITER = """
 import sys
 from pathlib import Path
-from tailrace.ledger.base import Cut, RunRow, GroupRow
+from tailrace.ledger.base import FORMAT, Cut, RunRow, GroupRow
 from tailrace.ledger.sqlite import SqliteStore
 store = SqliteStore.open(Path(sys.argv[1]))
 for n in range(500, 10**9):
-    store.commit(Cut([RunRow(1, "digest", n + 1, 0), GroupRow(n, 1, 0, 2, 2, 0, 0, "[]", None)]))
+    store.commit(Cut([RunRow(FORMAT, n + 1, 0), GroupRow(n, 1, 0, 2, 2, 0, 0, "[]", None)]))
     print(n, flush=True)
 """
 
@@ -233,8 +234,8 @@ def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger:
 
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     store = SqliteStore.create(tmp_path / "ledger.sqlite")
-    store.commit(Cut([RunRow(FORMAT + 1, "digest", 0, 0)]))
-    with pytest.raises(LedgerError, match=r"holds no ledger that this version reads \(format 1\)"):
+    store.commit(Cut([RunRow(FORMAT + 1, 0, 0)]))
+    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 2\)"):
         read_books(store)
 
 
@@ -245,12 +246,12 @@ def test_runs_on_one_server_do_not_see_each_other(redis_url: str, tmp_path: Path
     one = RedisStore.create(redis_url, str(tmp_path / "one"))
     one.commit(Cut(ROWS))
     other = RedisStore.create(redis_url, str(tmp_path / "other"))
-    other.commit(Cut([RunRow(FORMAT, "other", 0, 0)]))
+    other.commit(Cut([RunRow(FORMAT, 7, 0)]))
     assert read_books(other).groups == {}
     with pytest.raises(LedgerError, match="exists; add --resume"):
         RedisStore.create(redis_url, str(tmp_path / "one"))
     one.forget()
-    assert read_books(other).run.config_digest == "other"
+    assert read_books(other).run.num_drawn == 7
     with pytest.raises(LedgerError, match="is missing"):
         RedisStore.open(redis_url, str(tmp_path / "one"))
 
@@ -278,8 +279,8 @@ def test_a_redis_server_that_is_full_takes_nothing_of_a_cut(redis_url: str, tmp_
     store.commit(Cut(ROWS))
     store._redis.config_set("maxmemory", 1)
     try:
-        with pytest.raises(LedgerError, match=r"cannot be written \(.*\); see to the server, then --resume"):
-            store.commit(Cut([RunRow(FORMAT, "digest", 7, 0), GroupRow(1, 1, 0, 2, 2, 0, 0, "[]", None)]))
+        with pytest.raises(LedgerError, match=r"cannot be written \(.*\); check the server, then --resume"):
+            store.commit(Cut([RunRow(FORMAT, 7, 0), GroupRow(1, 1, 0, 2, 2, 0, 0, "[]", None)]))
     finally:
         store._redis.config_set("maxmemory", 0)
     assert read_books(store).run.num_drawn == 1
@@ -303,7 +304,7 @@ def test_a_url_that_is_none_is_a_config_error(tmp_path: Path) -> None:
 def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
     settings = LedgerSettings(kind="memory")
     assert create_store(settings, tmp_path) is None
-    with pytest.raises(ConfigError, match="the run's ledger ended with its process; begin a new run"):
+    with pytest.raises(ConfigError, match="the ledger of the run ended with its process; begin a new run"):
         open_store(settings, tmp_path)
 
 
@@ -311,3 +312,53 @@ def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
 def test_redis_and_its_url_belong_together(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="kind 'redis' needs a url"):
         LedgerSettings.model_validate(wrong)
+
+
+# -- runs that never began ---------------------------------------------------------------------------
+
+OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
+DRAWN = [RunRow(FORMAT, 1, 0)]
+MARKED = [MarkRow(1, 0, 0, 0, "round_000000", "[]")]
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def settings(request: pytest.FixtureRequest) -> LedgerSettings:
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
+    return LedgerSettings(kind=request.param, url=url)
+
+
+@pytest.mark.parametrize(("rows", "begun"), [([], False), (OPENED, False), (DRAWN, True), (MARKED, True)])
+def test_a_run_has_begun_when_it_drew_a_prompt_or_wrote_a_mark(
+    settings: LedgerSettings, tmp_path: Path, rows: list[Row], begun: bool
+) -> None:
+    assert not has_begun(settings, tmp_path, tmp_path / "checkpoints")
+    store = create_store(settings, tmp_path)
+    assert store is not None
+    store.commit(Cut([*OPENED, *rows] if rows else []))
+    store.close()
+    assert has_begun(settings, tmp_path, tmp_path / "checkpoints") == begun
+    if begun:
+        with pytest.raises(LedgerError, match="exists; add --resume"):
+            create_store(settings, tmp_path)
+    else:
+        again = create_store(settings, tmp_path)
+        assert again is not None and again.rows(LifeRow) == []
+        again.close()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "memory"])
+def test_a_run_with_a_checkpoint_has_begun_whatever_its_ledger_says(tmp_path: Path, kind: str) -> None:
+    settings = LedgerSettings.model_validate({"kind": kind})
+    (tmp_path / "checkpoints" / "round_000001").mkdir(parents=True)
+    assert has_begun(settings, tmp_path, tmp_path / "checkpoints")
+
+
+def test_a_ledger_that_was_not_initialised_is_replaced(tmp_path: Path) -> None:
+    """What a process leaves that is killed while it creates the file."""
+    (tmp_path / "ledger.sqlite").touch()
+    assert not has_begun(LedgerSettings(), tmp_path, tmp_path / "checkpoints")
+    store = create_store(LedgerSettings(), tmp_path)
+    assert store is not None
+    store.commit(Cut(OPENED))
+    assert store.rows(RunRow) == OPENED[:1]
+    store.close()

@@ -35,7 +35,9 @@ from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId
 
 def make_group(prompt: int, lengths: list[int], rewards: list[float], *, version: int = 0) -> Group:
     """A complete group; responses of 20 tokens and more hit the length limit."""
-    group = Group(Prompt(prompt, ids=[1, 2], text=f"question {prompt}"), need=len(lengths), samples=[])
+    group = Group(
+        Prompt(prompt, ids=[1, 2], text=f"question {prompt}"), num_required=len(lengths), samples=[]
+    )
     for number, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
         finish: FinishReason = "length" if length >= 20 else "stop"
         sample = Sample(SampleId(prompt, 0, number), group, finish_reason=finish, reward=reward)
@@ -76,7 +78,7 @@ class Story:
         self.num_steps += 1
         lags = Lags()
         for sample in group.kept:
-            lags.add(sample, sample.oldest + lag, lambda version: 3 * lag)
+            lags.add(sample, sample.oldest_version + lag, lambda version: 3 * lag)
         ids = tuple(sample.id for sample in group.kept)
         stats = StepStats(
             num_steps=self.num_steps,
@@ -89,6 +91,7 @@ class Story:
             entropy=1.5,
             clip_ratio=0.125,
             kl=0.01,
+            engine_mismatch_kl=0.005,
         )
         self.tell(
             GroupReady(start_s, group.prompt.index, group.num_tokens),

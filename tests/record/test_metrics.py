@@ -58,6 +58,7 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "clip_ratio/region_mean": 0.125,
         "kl": 0.0,
         "mismatch_kl": 0.01,
+        "engine_mismatch_kl": 0.005,
         "ess": 1.0,
         "value_loss": 0.0,
         "skipped": 0,

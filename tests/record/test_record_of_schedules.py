@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from record_story import play
 
+from helpers.virtual import SCHEDULES_BY_NAME, simulate
 from tailrace.record.events import Stepped
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
-from virtual import SCHEDULES_BY_NAME, simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)

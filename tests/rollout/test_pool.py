@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.rolloutpipe import rolloutpipe
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Group, Sample
-from virtual import EXACT, SETTINGS, SIM, ZERO_VARIANCE, Death, change, dying, in_service, simulate, worlds
+from helpers.virtual import (
+    EXACT,
+    SETTINGS,
+    SIM,
+    ZERO_VARIANCE,
+    Death,
+    change,
+    dying,
+    in_service,
+    simulate,
+    worlds,
+)
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 
@@ -224,7 +235,12 @@ def with_rewards(**odd: set[int]) -> Any:
 
 def test_a_group_none_of_whose_samples_can_be_rewarded_is_dropped_and_replaced() -> None:
     settings = RunSettings(rounds=1, group_size=3)
-    outcome = simulate(partial(rolloutpipe, R=4, U=4), settings, EXACT, parts=with_rewards(hopeless={1, 4}))
+    outcome = simulate(
+        partial(rolloutpipe, groups_per_round=4, groups_per_step=4),
+        settings,
+        EXACT,
+        parts=with_rewards(hopeless={1, 4}),
+    )
     assert sorted(outcome.trained) == [0, 2, 3, 5]
     dropped = [event for event in outcome.of(GroupEnded) if event.fate == "dropped"]
     assert [(event.prompt, event.reason) for event in dropped] == [(1, "reward raised"), (4, "reward raised")]
@@ -233,7 +249,7 @@ def test_a_group_none_of_whose_samples_can_be_rewarded_is_dropped_and_replaced()
 
 def test_r_counts_trainable_groups_and_a_filtered_one_is_replaced_in_the_same_round() -> None:
     parts = with_rewards(constant={0, 3})
-    schedule = partial(rolloutpipe, R=4, U=2)
+    schedule = partial(rolloutpipe, groups_per_round=4, groups_per_step=2)
     outcome = simulate(schedule, ONE_ROUND, EXACT, parts=parts, algorithm=ZERO_VARIANCE)
     assert sorted(outcome.trained) == [1, 2, 4, 5]
     assert outcome.totals.wasted_tokens == {"zero variance": 40}
@@ -244,8 +260,8 @@ def test_feed_keeps_the_admission_full_and_draws_no_prompt_before_it_is_needed()
     drawn: list[int] = []
 
     async def schedule(run: Run) -> None:
-        run.pool.admission = AtMost(requests=6)
-        run.pool.feed(lambda n: (drawn.append(n), run.prompts(n))[1], room=4, full="hold")
+        run.pool.admission = AtMost(requests_per_engine=6)
+        run.pool.feed(lambda n: (drawn.append(n), run.prompts(n))[1], room=4, full="block")
         assert (run.pool.num_requests, drawn) == (6, [1, 1, 1])
         async for _ in run.rounds():
             await run.train(await run.pool.take(2))
@@ -260,8 +276,8 @@ def test_a_full_ring_holds_generation_but_for_what_is_in_flight_until_somebody_t
     sizes: list[int] = []
 
     async def schedule(run: Run) -> None:
-        run.pool.admission = AtMost(requests=2)
-        run.pool.feed(run.prompts, room=3, full="hold")
+        run.pool.admission = AtMost(requests_per_engine=2)
+        run.pool.feed(run.prompts, room=3, full="block")
         async for _ in run.rounds():
             await asyncio.sleep(100)
             sizes.append(len(run.pool.ready))
@@ -276,8 +292,8 @@ def test_a_full_ring_holds_generation_but_for_what_is_in_flight_until_somebody_t
 
 def test_a_dropping_ring_throws_the_oldest_out_and_counts_it() -> None:
     async def schedule(run: Run) -> None:
-        run.pool.admission = AtMost(requests=2)
-        run.pool.feed(run.prompts, room=3, full="drop")
+        run.pool.admission = AtMost(requests_per_engine=2)
+        run.pool.feed(run.prompts, room=3, full="drop_oldest")
         async for _ in run.rounds():
             await asyncio.sleep(75)  # 7 groups of 10 s, one after the other
             batch = await run.pool.take(3)
@@ -292,7 +308,7 @@ def test_a_dropping_ring_throws_the_oldest_out_and_counts_it() -> None:
 
 def test_parking_ends_what_feed_began_its_room_included() -> None:
     async def schedule(run: Run) -> None:
-        run.pool.feed(run.prompts, room=1, full="drop")
+        run.pool.feed(run.prompts, room=1, full="drop_oldest")
         await run.pool.park()
         async for _ in run.rounds():
             groups = run.parked.pop(4)
@@ -306,7 +322,7 @@ def test_parking_ends_what_feed_began_its_room_included() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_a_strict_frontier_serves_its_width_lowest_order_first(width: int) -> None:
-    schedule = partial(rolloutpipe, R=16, U=4, admission=Frontier(groups=width))
+    schedule = partial(rolloutpipe, groups_per_round=16, groups_per_step=4, admission=Frontier(groups=width))
     outcome = simulate(schedule, SETTINGS, SIM)
     widths = [len({id.prompt for id in serving}) for serving in in_service(outcome.events)]
     assert max(widths) == width
@@ -341,7 +357,7 @@ def test_an_engine_that_breaks_ends_the_run_with_its_own_error_and_in_silence(
         parts.engines[0].generate = generate  # type: ignore[method-assign]
 
     with caplog.at_level(logging.ERROR, logger="asyncio"), pytest.raises(Broken):
-        simulate(partial(rolloutpipe, R=16, U=4), beside=breaks)
+        simulate(partial(rolloutpipe, groups_per_round=16, groups_per_step=4), beside=breaks)
     assert caplog.records == []
 
 

@@ -9,17 +9,17 @@ from functools import partial
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Sample
-from virtual import EXACT, change, simulate
+from helpers.virtual import EXACT, change, simulate
 
 PAIRS = RunSettings(rounds=1, group_size=2)
 WITH_KL = AlgorithmSettings(kl_coef=0.1)
-SCHEDULE = partial(rolloutpipe, R=2, U=1)
+SCHEDULE = partial(rolloutpipe, groups_per_round=2, groups_per_step=1)
 
 
 class Reference:

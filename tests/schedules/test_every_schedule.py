@@ -17,7 +17,7 @@ import pytest
 from tailrace import schedules
 from tailrace.record.events import RequestStarted, RoundEnded, Stepped
 from tailrace.schedules import SCHEDULES
-from virtual import (
+from helpers.virtual import (
     EXACT,
     FLUSHING,
     ON_POLICY,
@@ -104,13 +104,14 @@ def test_everything_at_one_instant(name: str) -> None:
 
 
 @EVERY
-def test_rewards_that_fail_or_hang_cost_their_samples_and_wedge_nothing(name: str) -> None:
+def test_rewards_that_fail_cost_their_samples_and_rewards_that_time_out_are_zero(name: str) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=TROUBLED)
     assert outcome.run.overtime
-    wasted = outcome.totals.wasted_tokens
-    assert wasted["reward raised"] > 0 and wasted["reward timeout"] > 0
+    assert outcome.totals.wasted_tokens["reward raised"] > 0
+    timed_out = [s for step in outcome.of(Stepped) for s in step.samples if s.timed_out]
+    assert timed_out and all(sample.reward == 0.0 for sample in timed_out)
     sizes = Counter(sample.prompt.index for step in outcome.of(Stepped) for sample in step.samples)
-    assert min(sizes.values()) < 4 and max(sizes.values()) == 4  # a group goes on with the rest
+    assert min(sizes.values()) < 4 and max(sizes.values()) == 4  # a group is trained with the other samples
 
 
 @EVERY
@@ -158,8 +159,8 @@ def test_every_promise_of_staleness_is_kept_with_a_small_cache_that_preempts(nam
 
 
 def test_eager_trains_the_prompts_of_plain_rolloutpipe() -> None:
-    eager = partial(SCHEDULES["rolloutpipe_eager"], R=16, U=4)
-    plain = partial(SCHEDULES["rolloutpipe"], R=16, U=4)
+    eager = partial(SCHEDULES["rolloutpipe_eager"], groups_per_round=16, groups_per_step=4)
+    plain = partial(SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4)
     first, second = simulate(eager), simulate(plain)
     assert sorted(first.trained) == sorted(second.trained)
     assert [len(step.samples) for step in first.of(Stepped)] == [16] * 12
@@ -172,9 +173,9 @@ FILES = sorted({Path(inspect.getfile(schedule)) for schedule in SCHEDULES.values
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_a_schedule_s_file_is_a_screen_that_names_its_paper_and_section(file: Path) -> None:
     text = file.read_text()
-    assert 10 <= len(text.splitlines()) <= 80
+    assert 10 <= len(text.splitlines()) <= 140
     doc = ast.get_docstring(ast.parse(text)) or ""
-    assert re.search(r"\bsection \d|\bAlgorithm \d", doc), doc
+    assert re.search(r"\bsection \d|\bAlgorithm \d|\d\.\d", doc), doc
     assert re.search(r"et al\. 20\d\d", doc) or file.stem == "serial", doc
 
 

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from helpers.virtual import simulate
 from tailrace.config import RunConfig
+from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
-from tailrace.parts import RunSettings
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import resolve, shared_parameters
-from virtual import simulate
+from tailrace.schedules.resolve import (
+    check_parameter_names,
+    resolve,
+    shared_parameters,
+    with_published_defaults,
+)
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
 
@@ -30,56 +35,86 @@ def message(name: str, **parameters: Any) -> str:
 
 def test_a_schedule_is_found_by_its_name_and_its_parameters_are_typed() -> None:
     admission = {"kind": "frontier_first", "groups": 2}
-    bound = resolve(config("rolloutpipe", R=8, U=2, admission=admission))
+    bound = resolve(config("rolloutpipe", groups_per_round=8, groups_per_step=2, admission=admission))
     assert bound.func is SCHEDULES["rolloutpipe"]
-    assert bound.keywords == {"R": 8, "U": 2, "admission": FrontierFirst(groups=2)}
-
-
-def test_samples_a_step_make_groups_a_step() -> None:
-    assert resolve(config("serial", R=8, B=16)).keywords == {"R": 8, "U": 4}
-    assert message("serial", R=8, B=17) == (
-        "schedule.B = 17: samples a step must be whole groups of K = 4; choose 4 times U"
-    )
-    assert message("serial", R=8, B=16, U=4) == "schedule.B = 16: U says the same; give one of the two"
+    assert bound.keywords == {
+        "groups_per_round": 8,
+        "groups_per_step": 2,
+        "admission": FrontierFirst(groups=2),
+    }
 
 
 def test_a_schedule_of_its_own_in_a_race_wins_over_the_shared_section() -> None:
     race = RunConfig(
         run=SETTINGS,
-        schedule={"name": "serial", "R": 8, "U": 4},
-        schedules={"serial": {"U": 2}, "april": {"N": 4, "N_launched": 8}},
+        schedule={"name": "serial", "groups_per_round": 8, "groups_per_step": 4},
+        schedules={"serial": {"groups_per_step": 2}, "april": {"groups_per_round": 4, "groups_launched": 8}},
     )
-    assert resolve(race).keywords == {"R": 8, "U": 2}
-    assert shared_parameters(race, "april") == {"name": "april"}
-    assert shared_parameters(race, "rolloutpipe") == {"name": "rolloutpipe", "R": 8, "U": 4}
+    assert resolve(race).keywords == {"groups_per_round": 8, "groups_per_step": 2}
+    assert shared_parameters(race, "april") == {"name": "april", "groups_per_round": 8}
+    assert shared_parameters(race, "rolloutpipe") == {
+        "name": "rolloutpipe",
+        "groups_per_round": 8,
+        "groups_per_step": 4,
+    }
 
 
-NOT_DIVISIBLE = "schedule.U = 3: R = 8 groups do not divide into steps of 3"
+def test_a_key_that_none_of_the_compared_schedules_has_is_refused() -> None:
+    shared = config("serial", groups_per_round=8, groups_per_step=4, groups_launched=16)
+    check_parameter_names(shared, ["rolloutpipe", "april"])
+    with pytest.raises(ConfigError) as caught:
+        check_parameter_names(shared, ["rolloutpipe"])
+    assert str(caught.value) == (
+        "schedule.groups_launched = 16: the schedule has no such parameter; it has: groups_per_round, "
+        "groups_per_step, max_tokens_per_batch, admission"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"april": {"groups_lunched": 8}},
+            "schedules.april.groups_lunched = 8: the schedule has no such param",
+        ),
+        ({"apirl": {}}, "schedules.apirl = 'apirl': there is no such schedule; choose from serial, "),
+    ],
+)
+def test_the_section_of_a_schedule_that_does_not_run_is_checked_too(
+    section: dict[str, dict[str, int]], said: str
+) -> None:
+    serial = {"name": "serial", "groups_per_round": 8, "groups_per_step": 4}
+    with pytest.raises(ConfigError) as caught:
+        resolve(RunConfig(run=SETTINGS, schedule=serial, schedules=section))
+    assert str(caught.value).startswith(said)
+
+
+NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divisible by it"
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "said"),
     [
-        ("rolloutpip", {"R": 8, "U": 2}, "schedule.name = 'rolloutpip': there is no such schedule; choose"),
-        ("serial", {"R": 8, "U": 3}, f"{NOT_DIVISIBLE}; choose from 1, 2, 4, 8"),
-        ("rolloutpipe", {"R": 8, "U": 3}, NOT_DIVISIBLE),
-        ("serial", {"R": 8}, "schedule.U = None: it is missing; set it"),
-        ("serial", {"R": 8, "U": 2, "F_w": 2}, "schedule.F_w = 2: the schedule has no such parameter"),
-        ("serial", {"R": "many", "U": 2}, "schedule.R = 'many': input should be a valid integer"),
-        ("serial", {"R": 0, "U": 2}, "schedule.R = 0: input should be greater than or equal to 1"),
-        ("april", {"N": 8, "N_launched": 7}, "schedule.N_launched = 7: fewer than N = 8 can never make N"),
-        ("pipelinerl", {"U": 8, "H": 4, "room": 7}, "schedule.room = 7: so few groups never make a step"),
-        ("serial", {"R": 8, "U": 2, "ess_floor": 0.5}, "schedule.ess_floor = 0.5: the schedule has no such"),
+        ("rolloutpip", {"groups_per_round": 8, "groups_per_step": 2}, "schedule.name = 'rolloutpip': there is no such schedule; choose"),
+        ("serial", {"groups_per_round": 8, "groups_per_step": 3}, f"{NOT_DIVISIBLE}; choose from 1, 2, 4, 8"),
+        ("rolloutpipe", {"groups_per_round": 8, "groups_per_step": 3}, NOT_DIVISIBLE),
+        ("serial", {"groups_per_round": 8}, "schedule.groups_per_step = None: it is missing; set it"),
+        ("serial", {"groups_per_round": 8, "groups_per_step": 2, "F_w": 2}, "schedule.F_w = 2: the schedule has no such parameter"),
+        ("serial", {"groups_per_round": "many", "groups_per_step": 2}, "schedule.groups_per_round = 'many': input should be a valid integer"),
+        ("serial", {"groups_per_round": 0, "groups_per_step": 2}, "schedule.groups_per_round = 0: input should be greater than or equal to 1"),
+        ("april", {"groups_per_round": 8, "groups_launched": 7}, "schedule.groups_launched = 7: 8 groups are trained; raise it"),
+        ("pipelinerl", {"groups_per_step": 8, "in_flight_per_engine": 4, "ring_groups": 7}, "schedule.ring_groups = 7: the ring never holds the 8 groups of a step"),
+        ("serial", {"groups_per_round": 8, "groups_per_step": 2, "min_ess": 0.5}, "schedule.min_ess = 0.5: the schedule has no such"),
         (
             "tailrace",
-            {"U": 4, "in_flight": 9, "staleness": 1},
-            "schedule.staleness = 1: 9 groups in flight cannot all be trained, 4 at a time, within 1 "
-            "publications; raise it, or keep at most 8 in flight",
+            {"groups_per_step": 4, "groups_in_flight": 9, "staleness": 1},
+            "schedule.staleness = 1: 9 groups in flight cannot be trained in 2 steps of 4; "
+            "raise it, or keep at most 8 in flight",
         ),
         (
             "april",
-            {"N": 4, "N_launched": 8, "staleness": 0},
-            "schedule.staleness = 0: 8 groups in flight cannot all be trained",
+            {"groups_per_round": 4, "groups_launched": 8, "staleness": 0},
+            "schedule.staleness = 0: 8 groups in flight cannot be trained in 1 steps of 4",
         ),
         ("json:dumps", {}, "schedule.name = 'json:dumps': it is not an async function; write `async def`"),
         ("nowhere:f", {}, "schedule.name = 'nowhere:f': it cannot be imported"),
@@ -93,13 +128,15 @@ def test_what_cannot_work_is_said_with_key_value_and_remedy(
 
 def test_a_frontier_of_no_group_is_refused_by_its_key() -> None:
     admission = {"kind": "frontier", "groups": 0}
-    assert message("rolloutpipe", R=8, U=2, admission=admission).startswith(
+    assert message("rolloutpipe", groups_per_round=8, groups_per_step=2, admission=admission).startswith(
         "schedule.admission.groups = 0: input should be greater than or equal to 1"
     )
 
 
 def test_an_unknown_admission_is_answered_with_those_there_are() -> None:
-    said = message("rolloutpipe", R=8, U=2, admission={"kind": "fronteer", "groups": 2})
+    said = message(
+        "rolloutpipe", groups_per_round=8, groups_per_step=2, admission={"kind": "fronteer", "groups": 2}
+    )
     assert all(kind in said for kind in ("schedule.admission", "'at_most'", "'frontier'", "'frontier_first'"))
 
 
@@ -206,4 +243,30 @@ def test_a_rehearsal_catches_what_a_schedule_from_outside_gets_wrong(
 def test_the_same_objects_run_live_and_simulated() -> None:
     """A schedule knows no world: it is resolved before one is chosen."""
     assert all(inspect.iscoroutinefunction(schedule) for schedule in SCHEDULES.values())
-    assert resolve(config("serial", R=4, U=2)).func is SCHEDULES["serial"]
+    assert resolve(config("serial", groups_per_round=4, groups_per_step=2)).func is SCHEDULES["serial"]
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "old_policy"),
+    [
+        ("april", {}, "recomputed"),
+        ("april", {"old_policy": "recorded"}, "recorded"),
+        ("april", {"name": "reinforce"}, "recorded"),
+        ("serial", {}, "recorded"),
+        ("serial", {"old_policy": "recomputed"}, "recomputed"),
+    ],
+)
+def test_the_old_policy_is_that_of_the_schedules_paper_unless_the_config_sets_it(
+    name: str, algorithm: dict[str, Any], old_policy: str
+) -> None:
+    given = RunConfig(run=SETTINGS, schedule={"name": name}, algorithm=algorithm)
+    assert with_published_defaults(given).algorithm.old_policy == old_policy
+    assert given.algorithm.old_policy == algorithm.get("old_policy")
+
+
+def test_a_correction_of_recorded_log_probs_is_refused_for_every_schedule_that_records_them() -> None:
+    truncated = {"correction": "truncate"}
+    april = RunConfig(run=SETTINGS, schedule={"name": "april"}, algorithm=truncated)
+    assert with_published_defaults(april).algorithm.correction == "truncate"
+    with pytest.raises(ConfigError, match=r"algorithm\.correction"):
+        with_published_defaults(RunConfig(run=SETTINGS, schedule={"name": "serial"}, algorithm=truncated))

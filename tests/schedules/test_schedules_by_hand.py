@@ -9,7 +9,7 @@ from math import exp
 
 import pytest
 
-from tailrace.parts import RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import (
     Accumulated,
     EssTaken,
@@ -30,7 +30,7 @@ from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 from tailrace.types import Sample, SampleId, Span
-from virtual import EXACT, change, simulate, worlds
+from helpers.virtual import EXACT, change, simulate, worlds
 
 PAIRS = RunSettings(rounds=1, group_size=2)
 ONE_BY_ONE = change(EXACT, engines=change(EXACT.engines, slots=2))
@@ -45,24 +45,24 @@ def times(outcome) -> tuple[list[float], list[tuple[float, float]], float]:  # t
 
 
 def test_serial_trains_after_the_last_response() -> None:
-    outcome = simulate(partial(serial, R=3, U=1), PAIRS, ONE_BY_ONE)
+    outcome = simulate(partial(serial, groups_per_round=3, groups_per_step=1), PAIRS, ONE_BY_ONE)
     assert times(outcome) == ([10, 20, 30], [(30, 52), (52, 74), (74, 96)], 96)
 
 
 def test_rolloutpipe_trains_from_the_first_complete_group_on() -> None:
-    outcome = simulate(partial(rolloutpipe, R=3, U=1), PAIRS, ONE_BY_ONE)
+    outcome = simulate(partial(rolloutpipe, groups_per_round=3, groups_per_step=1), PAIRS, ONE_BY_ONE)
     assert times(outcome) == ([10, 20, 30], [(10, 32), (32, 54), (54, 76)], 76)
 
 
 def test_a_step_waits_for_its_u_groups_and_the_publication_for_all_r() -> None:
-    outcome = simulate(partial(rolloutpipe, R=4, U=2), PAIRS, ONE_BY_ONE)
+    outcome = simulate(partial(rolloutpipe, groups_per_round=4, groups_per_step=2), PAIRS, ONE_BY_ONE)
     assert times(outcome) == ([10, 20, 30, 40], [(20, 64), (64, 108)], 108)
     assert [step.end_s for step in outcome.of(Stepped)] == [64, 108]
     assert [event.end_s for event in outcome.of(Published)] == [108]
 
 
 def test_eager_accumulates_at_once_and_steps_at_the_same_groups() -> None:
-    outcome = simulate(partial(rolloutpipe_eager, R=4, U=2), PAIRS, ONE_BY_ONE)
+    outcome = simulate(partial(rolloutpipe_eager, groups_per_round=4, groups_per_step=2), PAIRS, ONE_BY_ONE)
     assert times(outcome) == ([10, 20, 30, 40], [(10, 32), (32, 54), (54, 98)], 98)
     assert [[id.prompt for id in step.stats.samples[::2]] for step in outcome.of(Stepped)] == [[0, 1], [2, 3]]
 
@@ -70,7 +70,11 @@ def test_eager_accumulates_at_once_and_steps_at_the_same_groups() -> None:
 def test_groups_travel_in_feasible_batches_within_one_step() -> None:
     """22 positions a group: two fit into 44 tokens, one into 43."""
     for tokens, worked in [(44, [(40, 84), (84, 128)]), (43, [(40, 62), (62, 84), (84, 106), (106, 128)])]:
-        outcome = simulate(partial(rolloutpipe, R=4, U=4, tokens=tokens), PAIRS, ONE_BY_ONE)
+        outcome = simulate(
+            partial(rolloutpipe, groups_per_round=4, groups_per_step=4, max_tokens_per_batch=tokens),
+            PAIRS,
+            ONE_BY_ONE,
+        )
         assert times(outcome)[1] == worked
         assert [step.end_s for step in outcome.of(Stepped)] == [128]
 
@@ -79,7 +83,12 @@ def test_a_round_of_the_papers_size_to_the_second() -> None:
     """R = 96, K = 8, U = 2: group g ends at g + 1 s, and a pair trains for a 32nd of its positions."""
     sim = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=256.0))
     parts = worlds(sim, lambda sample: sample.prompt.index + 1)
-    outcome = simulate(partial(rolloutpipe, R=96, U=2), RunSettings(rounds=1, group_size=8), sim, parts=parts)
+    outcome = simulate(
+        partial(rolloutpipe, groups_per_round=96, groups_per_step=2),
+        RunSettings(rounds=1, group_size=8),
+        sim,
+        parts=parts,
+    )
     end_s, expected = 0.0, []
     for second in range(1, 96, 2):
         complete_s = second + 1.0
@@ -108,14 +117,14 @@ def unequal(sample: Sample) -> int:
     ],
 )
 def test_a_strict_frontier_holds_slots_free_that_frontier_first_fills(admission, started) -> None:  # type: ignore[no-untyped-def]
-    schedule = partial(rolloutpipe, R=2, U=2, admission=admission)
+    schedule = partial(rolloutpipe, groups_per_round=2, groups_per_step=2, admission=admission)
     outcome = simulate(schedule, PAIRS, EXACT, parts=worlds(EXACT, unequal))
     assert [(event.time_s, event.sample.prompt) for event in outcome.of(RequestStarted)] == started
 
 
 def test_serving_complete_frees_the_frontier_before_the_group_is_trainable() -> None:
     sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
-    schedule = partial(rolloutpipe, R=2, U=1, admission=Frontier(groups=1))
+    schedule = partial(rolloutpipe, groups_per_round=2, groups_per_step=1, admission=Frontier(groups=1))
     outcome = simulate(schedule, PAIRS, sim)
     assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0, 10, 10]
     assert [event.time_s for event in outcome.of(GroupReady)] == [15, 25]
@@ -124,7 +133,9 @@ def test_serving_complete_frees_the_frontier_before_the_group_is_trainable() -> 
 def test_april_goes_on_from_the_parked_tokens_and_records_both_versions() -> None:
     """Group 1 has 10 of its 20 tokens when group 0 is taken; v1 comes at 32 s; it ends at 42 s."""
     parts = worlds(EXACT, lambda sample: 20 if sample.prompt.index == 1 else 10)
-    outcome = simulate(partial(april, N=1, N_launched=2), change(PAIRS, rounds=2), EXACT, parts=parts)
+    outcome = simulate(
+        partial(april, groups_per_round=1, groups_launched=2), change(PAIRS, rounds=2), EXACT, parts=parts
+    )
     first, second = outcome.of(Stepped)
     assert (first.start_s, second.start_s) == (32, 42 + 42)
     assert [sample.spans for sample in first.samples] == [[Span(0, 10)]] * 2
@@ -137,7 +148,7 @@ def test_tailbatch_races_short_rounds_and_restarts_what_lost_in_a_long_one() -> 
     """P0 = 1 of 2 prompts, 3 samples each for K = 2: in round 0 prompt 1 loses and fills the long round 1."""
     lengths = {(0, 0): 4, (0, 1): 6, (0, 2): 9, (1, 0): 7, (1, 1): 7, (1, 2): 7}
     parts = worlds(EXACT, lambda sample: lengths[sample.id.prompt, sample.id.number])
-    schedule = partial(tailbatch, P0=1, eta_prompts=2.0, eta_responses=1.5)
+    schedule = partial(tailbatch, groups_per_round=1, prompt_speculation=2.0, response_speculation=1.5)
     outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
     assert outcome.trained == [0, 1]
     assert outcome.totals.wasted_tokens == {"raced": 6, "deferred": 18}  # at 6 s, the moment that decides
@@ -148,7 +159,7 @@ def test_tailbatch_races_short_rounds_and_restarts_what_lost_in_a_long_one() -> 
 def test_pipelinerl_publishes_into_running_sequences() -> None:
     """Two groups of 10 and 40 tokens in flight; the step on the first ends at 10 + 22 s."""
     parts = worlds(EXACT, lambda sample: 40 if sample.prompt.index == 1 else 10)
-    schedule = partial(pipelinerl, U=1, H=4, room=4)
+    schedule = partial(pipelinerl, groups_per_step=1, in_flight_per_engine=4, ring_groups=4)
     outcome = simulate(schedule, change(PAIRS, rounds=3), EXACT, parts=parts)
     long = next(s for step in outcome.of(Stepped) for s in step.samples if s.prompt.index == 1)
     assert outcome.of(Published)[0].end_s == 32
@@ -160,7 +171,9 @@ def test_pipelinerl_s_guard_gives_up_what_is_stale_until_a_batch_is_fresh() -> N
     when groups 1 to 4 have tokens of version 0. All four are ready and fill the ring at 60 s, when the guard
     has looked at group 1; what is drawn then is fresh."""
     parts = worlds(EXACT, lambda sample: {1: 30, 2: 31, 3: 30}.get(sample.prompt.index, 10))
-    schedule = partial(pipelinerl, U=1, H=6, room=1, full="hold", ess_floor=0.99)
+    schedule = partial(
+        pipelinerl, groups_per_step=1, in_flight_per_engine=6, ring_groups=1, ring_full="block", min_ess=0.99
+    )
     outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
     guard, ended = outcome.of(EssTaken), outcome.of(GroupEnded)
     assert [event.time_s for event in guard] == pytest.approx([10 + 22 / 3, 60])
@@ -173,7 +186,7 @@ def test_pipelinerl_s_guard_gives_up_what_is_stale_until_a_batch_is_fresh() -> N
 
 def test_conventional_shuffles_the_samples_of_a_round_and_steps_g_times() -> None:
     sim = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=1e9))
-    outcome = simulate(partial(conventional, U=2, G=3), PAIRS, sim)
+    outcome = simulate(partial(conventional, groups_per_step=2, steps_per_round=3), PAIRS, sim)
     steps = [[sample.id for sample in step.samples] for step in outcome.of(Stepped)]
     assert [len(step) for step in steps] == [4, 4, 4] and len(outcome.of(Published)) == 1
     assert sorted(id for step in steps for id in step) == [
@@ -186,7 +199,7 @@ def test_the_stream_trainer_accumulates_in_the_rollout_and_parks_at_the_last_gro
     """Groups 0 to 3 take 10, 20, 30, 40 s; the race is for two: the others are parked at 20 s, not at 32 s,
     when group 0 has been accumulated."""
     outcome = simulate(
-        partial(rollpacker, P0=2, eta_prompts=2.0, eta_responses=1.0),
+        partial(rollpacker, groups_per_round=2, prompt_speculation=2.0, response_speculation=1.0),
         PAIRS,
         EXACT,
         parts=worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1)),
@@ -199,7 +212,7 @@ def test_the_stream_trainer_accumulates_in_the_rollout_and_parks_at_the_last_gro
 
 def test_what_is_queued_after_the_last_round_is_flushed_on_policy() -> None:
     outcome = simulate(
-        partial(tailbatch, P0=3, eta_prompts=4 / 3, eta_responses=1.0),
+        partial(tailbatch, groups_per_round=3, prompt_speculation=4 / 3, response_speculation=1.0),
         PAIRS,
         EXACT,
         parts=worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1)),
@@ -214,7 +227,7 @@ def test_what_is_queued_after_the_last_round_is_flushed_on_policy() -> None:
 def test_tailrace_refills_at_publish_and_never_stops() -> None:
     """One group of two is trained a round; the other goes on over the publication, not from its start."""
     outcome = simulate(
-        partial(tailrace, U=1, in_flight=2, staleness=1),
+        partial(tailrace, groups_per_step=1, groups_in_flight=2, staleness=1),
         change(PAIRS, rounds=2),
         EXACT,
         parts=worlds(EXACT, lambda sample: {0: 10, 1: 40, 2: 100}[sample.prompt.index]),
@@ -228,7 +241,7 @@ def test_tailrace_refills_at_publish_and_never_stops() -> None:
 def test_the_window_waits_for_the_group_that_falls_due() -> None:
     """Bound 1: group 0 of 100 s must be in the second round, though 1 and 2 are complete long before."""
     outcome = simulate(
-        partial(tailrace, U=1, in_flight=2, staleness=1),
+        partial(tailrace, groups_per_step=1, groups_in_flight=2, staleness=1),
         change(PAIRS, rounds=3),
         EXACT,
         parts=worlds(EXACT, lambda sample: {0: 100, 1: 10, 2: 10, 3: 10}[sample.prompt.index]),
@@ -240,7 +253,7 @@ def test_the_on_policy_form_puts_off_what_was_long_and_batches_it() -> None:
     """Six rows, the last one long: from the second epoch on it waits until there are two of it."""
     sim = change(EXACT, lengths=change(EXACT.lengths, rows=6))
     outcome = simulate(
-        partial(tailrace_on_policy, N=2, eta=1.0, long_share=0.2),
+        partial(tailrace_on_policy, groups_per_round=2, prompt_speculation=1.0, long_share=0.2),
         change(PAIRS, rounds=9),
         sim,
         parts=worlds(sim, lambda sample: 50 if sample.prompt.row_number == 5 else 10),

@@ -10,9 +10,9 @@ from tailrace import clock
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
-from tailrace.types import Group, Prompt, Sample, SampleId, Span
+from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
 from tailrace.weights.base import Weights
-from virtual import EXACT, change
+from helpers.virtual import EXACT, change
 
 TEN = EXACT.engines
 
@@ -164,3 +164,57 @@ def test_when_the_cache_is_full_the_youngest_gives_way_and_loses_no_token() -> N
         assert engine.usage().num_preempted >= 1 and engine.usage().num_generated == 20
 
     on_engine(change(TEN, kv_tokens=16), main)
+
+
+def test_a_request_that_arrives_in_the_middle_of_a_step_joins_at_its_end() -> None:
+    async def main(engine: SimEngine) -> None:
+        first, second = sample(0), sample(1)
+        tasks = [asyncio.ensure_future(engine.generate(first))]
+        await asyncio.sleep(3.5)
+        await engine.generate(second)
+        assert (clock.now(), second.num_tokens) == (14.0, 10)
+        await tasks[0]
+
+    on_engine(TEN, main)
+
+
+def siblings(num_prompt_tokens: int) -> list[Sample]:
+    group = Group(Prompt(0, range(num_prompt_tokens)), 2, [])
+    group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
+    return group.samples
+
+
+def test_the_prompt_of_a_group_is_computed_once() -> None:
+    async def main(engine: SimEngine) -> None:
+        await asyncio.gather(*(engine.generate(one) for one in siblings(4)))
+        assert clock.now() == 0.25 + 10.0 and engine.usage().num_prefilled == 4
+
+    on_engine(change(TEN, prefill_tokens_per_s=16.0), main)
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "kv", "prefilled"),
+    [
+        (1000, None, 4),  # the cache of the aborted request is kept
+        (1000, "keep", 4),
+        (1000, "recompute", 4 + 7),  # new weights computed nothing for it
+        (16, None, 4 + 3 + 7),  # the other request needed its room
+    ],
+)
+def test_a_request_that_continues_costs_a_prefill_of_what_the_cache_does_not_hold(
+    kv_tokens: int, kv: KV | None, prefilled: int
+) -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample(0, num_prompt_tokens=4)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3.5):
+                await engine.generate(one)
+        assert one.num_tokens == 3
+        if kv_tokens == 16:
+            await engine.generate(sample(1, num_prompt_tokens=3))
+        if kv:
+            await engine.load(Weights(1), kv=kv)
+        await engine.generate(one)
+        assert engine.usage().num_prefilled == prefilled
+
+    on_engine(change(TEN, kv_tokens=kv_tokens), main)

@@ -1,6 +1,7 @@
 """The simulated trainer, rewards and lengths."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimTrain
 from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
-from virtual import EXACT, change
+from helpers.virtual import EXACT, change
 
 
 def sample(prompt: int = 0, number: int = 0) -> Sample:
@@ -27,13 +28,13 @@ def test_a_step_trains_what_was_accumulated_since_the_last_and_counts_its_own_ti
         samples = [sample(number) for number in range(3)]
         for one in samples:
             one.grow(6, version=0)
-        await trainer.accumulate([samples[:1]])
+        await trainer.accumulate([samples[:1]], version=0)
         await asyncio.sleep(100)
-        await trainer.accumulate([samples[1:2]])
+        await trainer.accumulate([samples[1:2]], version=0)
         first = await trainer.step()
         assert (clock.now(), first.compute_s, first.num_steps, first.num_tokens) == (104.5, 4.5, 1, 12)
         assert first.samples == (samples[0].id, samples[1].id)
-        await trainer.accumulate([samples[2:]])
+        await trainer.accumulate([samples[2:]], version=0)
         second = await trainer.step()
         assert (second.compute_s, second.num_steps, second.samples) == (2.5, 2, (samples[2].id,))
 
@@ -47,8 +48,10 @@ def test_the_effective_sample_size_is_one_on_policy_and_falls_with_age() -> None
         await trainer.publish(3)
         fresh.grow(10, version=3)
         stale.grow(10, version=1)
-        assert await trainer.ess([[fresh]]) == 1.0
-        assert 0 < await trainer.ess([[stale]]) < await trainer.ess([[fresh, stale]]) < 1
+        assert await trainer.ess([[fresh]], version=3) == 1.0
+        assert (
+            0 < await trainer.ess([[stale]], version=3) < await trainer.ess([[fresh, stale]], version=3) < 1
+        )
 
     clock.run(main(), virtual=True)
 
@@ -78,15 +81,36 @@ def test_rewards_take_time_on_a_bounded_number_of_workers() -> None:
     clock.run(main(), virtual=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason", "time_s"), [("failing", "raised", 3.0), ("hanging", "timeout", 10.0)]
-)
-def test_a_reward_that_fails_or_hangs_says_so(fault: str, reason: str, time_s: float) -> None:
+def test_a_reward_that_fails_says_so() -> None:
     async def main() -> None:
-        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), **{fault: 1.0}), seed=0)
+        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), failing=1.0), seed=0)
         with pytest.raises(RewardFailed) as caught:
             await rewards.score(sample())
-        assert (caught.value.reason, clock.now()) == (reason, time_s)
+        assert (caught.value.reason, clock.now()) == ("raised", 3.0)
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_reward_that_times_out_is_zero_and_is_marked() -> None:
+    async def main() -> None:
+        rewards = SimRewards(change(SimRewardSettings(median_s=3.0, sigma=0.0), hanging=1.0), seed=0)
+        one = sample()
+        assert (await rewards.score(one), one.timed_out, clock.now()) == (0.0, True, 10.0)
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_step_reports_the_effective_sample_size_of_its_own_tokens() -> None:
+    """Ten tokens of age 0 and ten of age 2: 20 / (10 + 10 exp((0.5 * 2)^2))."""
+
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings(drift=0.5))
+        fresh, stale = sample(0), sample(1)
+        fresh.grow(10, version=3)
+        stale.grow(10, version=1)
+        await trainer.accumulate([[fresh], [stale]], version=3)
+        assert (await trainer.step()).ess == pytest.approx(20 / (10 + 10 * math.e))
+        assert (await trainer.step()).ess == 1.0
 
     clock.run(main(), virtual=True)
 

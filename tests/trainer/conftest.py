@@ -8,7 +8,7 @@ import torch
 from trainer_cases import VOCABULARY, make_torch_trainer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.trainer.trainer import TorchTrainer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,7 +44,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
     def make(temperature: float = 0.8, **settings: object) -> TorchTrainer:
-        defaults: dict[str, object] = {"learning_rate": 1e-3, "token_budget": 48, "least_tokens": 90}
+        defaults: dict[str, object] = {
+            "learning_rate": 1e-3,
+            "max_tokens_per_microbatch": 48,
+            "min_tokens_per_microbatch": 90,
+        }
         return make_torch_trainer(model_path, temperature=temperature, **(defaults | settings))
 
     return make

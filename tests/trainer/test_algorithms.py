@@ -1,4 +1,4 @@
-"""Every algorithm on a real model: what streaming, publishing and several steps may not change, and may."""
+"""Every algorithm on a real model: streaming, publication, several steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,9 @@ from torch import Tensor
 from trainer_cases import MAX_TOKENS, Unit, first_moments, make_units
 
 from tailrace.trainer.base import StepStats
+from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.reference import TorchReference
-from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 Make = Callable[..., TorchTrainer]
@@ -34,10 +34,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def with_reference(units: list[Unit]) -> list[Unit]:
-    """The same, with log-probs under a reference; every other sample's first half was carried over."""
+    """The units with log-probs under a reference; the first half of every other sample is carried over."""
 
-    def of(sample: TrainSample) -> TrainSample:
-        reference_logprobs = [logprob - 0.3 for logprob in sample.logprobs]
+    def of(sample: TrainingSample) -> TrainingSample:
+        reference_logprobs = [logprob - 0.3 for logprob in sample.behavior_logprobs]
         carried = len(sample.completion_ids) // 2 if sample.id.number % 2 else 0
         return replace(sample, reference_logprobs=reference_logprobs, num_carried=carried)
 
@@ -45,7 +45,7 @@ def with_reference(units: list[Unit]) -> list[Unit]:
 
 
 def gradients(trainer: TorchTrainer, calls: list[list[Unit]], folder: Path) -> Tensor:
-    """Of policy and critic, in one vector."""
+    """The gradients of policy and critic in one vector."""
     for units in calls:
         trainer.accumulate(units)
     trainer.step()
@@ -78,7 +78,7 @@ def test_another_order_and_packing_change_only_the_rounding(
     units = with_reference(make_units(5))
     algorithm = ALGORITHMS[name]
     wanted = gradients(make_trainer(**algorithm, **NO_MOMENTUM), [units], tmp_path / "a")
-    packed = make_trainer(token_budget=10_000, **algorithm, **NO_MOMENTUM)
+    packed = make_trainer(max_tokens_per_microbatch=10_000, **algorithm, **NO_MOMENTUM)
     joined = [sample for unit in units[::-1] for sample in unit]
     found = gradients(packed, [[joined]], tmp_path / "b")
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=1e-5)
@@ -87,7 +87,7 @@ def test_another_order_and_packing_change_only_the_rounding(
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_empty_completions_give_no_nan(make_trainer: Make, name: str) -> None:
     trainer = make_trainer(**ALGORITHMS[name])
-    empty = TrainSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
+    empty = TrainingSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
     trainer.accumulate([[empty, empty]])
     stats = trainer.step()
     assert (stats.loss, stats.grad_norm, stats.ess, stats.value_loss) == (0.0, 0.0, 1.0, 0.0)
@@ -105,7 +105,7 @@ def ppo_steps(trainer: TorchTrainer, num: int) -> list[StepStats]:
     return stats
 
 
-def test_a_critic_begins_at_zero_and_learns_what_to_expect(make_trainer: Make) -> None:
+def test_a_critic_starts_at_zero_and_learns_the_rewards(make_trainer: Make) -> None:
     trainer = make_trainer(name="ppo", critic_learning_rate=1e-2, learning_rate=1e-9)
     units = make_units(2)
     first, *_, last = ppo_steps(trainer, 30)
@@ -144,7 +144,7 @@ def test_a_restored_critic_goes_on_bit_for_bit_and_is_never_published(
 # -- the old policy ------------------------------------------------------------------------------------
 
 
-def test_recomputed_the_ratio_is_one_until_the_weights_move_and_to_the_published_ones_after(
+def test_with_a_recomputed_old_policy_the_ratio_is_one_until_the_weights_change(
     make_trainer: Make,
 ) -> None:
     units = make_units(3)
@@ -161,10 +161,10 @@ def test_recomputed_the_ratio_is_one_until_the_weights_move_and_to_the_published
     assert trainer.step().clip_ratio == 0
 
 
-def test_a_recomputed_old_policy_is_that_of_log_probs_recorded_at_the_publication(
+def test_a_recomputed_old_policy_equals_log_probs_recorded_by_the_published_weights(
     make_trainer: Make,
 ) -> None:
-    """The second step of a round: as if the engines had recorded what the published weights say."""
+    """Also in the second step of a round, after the weights have changed."""
     units = make_units(2)
     recomputed, recorded = make_trainer(old_policy="recomputed"), make_trainer()
     published = recorded_by(make_trainer(), units)
@@ -177,10 +177,10 @@ def test_a_recomputed_old_policy_is_that_of_log_probs_recorded_at_the_publicatio
 
 
 def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:
-    """The same samples, drawn by a trainer's policy."""
+    """The samples with log-probs of a trainer's policy."""
     reference = TorchReference(trainer._policy, 1000)
     return [
-        [replace(sample, logprobs=logprobs) for sample, logprobs in zip(unit, found, strict=True)]
+        [replace(sample, behavior_logprobs=logprobs) for sample, logprobs in zip(unit, found, strict=True)]
         for unit, found in ((unit, reference.logprobs(unit)) for unit in units)
     ]
 
@@ -190,7 +190,7 @@ def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:
 
 @pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
 def test_masked_tokens_are_as_if_they_were_prompt(make_trainer: Make, tmp_path: Path, normalize: str) -> None:
-    """Context that the policy reads, and nothing that it learns or counts."""
+    """They are context, and neither trained nor counted."""
     units = make_units(3)
     carried = [[replace(s, num_carried=len(s.completion_ids) // 2) for s in unit] for unit in units]
     prompted = [[as_prompt(sample, sample.num_carried) for sample in unit] for unit in carried]
@@ -204,14 +204,14 @@ def test_masked_tokens_are_as_if_they_were_prompt(make_trainer: Make, tmp_path: 
     torch.testing.assert_close(masked, plain, atol=1e-6, rtol=0)
 
 
-def as_prompt(sample: TrainSample, n: int) -> TrainSample:
+def as_prompt(sample: TrainingSample, n: int) -> TrainingSample:
     """The first n tokens of the completion given to the prompt."""
     ids = sample.completion_ids
     return replace(
         sample,
         prompt_ids=sample.prompt_ids + ids[:n],
         completion_ids=ids[n:],
-        logprobs=sample.logprobs[n:],
+        behavior_logprobs=sample.behavior_logprobs[n:],
         num_carried=0,
     )
 
@@ -219,15 +219,15 @@ def as_prompt(sample: TrainSample, n: int) -> TrainSample:
 # -- what a step says ----------------------------------------------------------------------------------
 
 
-def test_a_step_says_its_effective_sample_size_and_its_kl_to_the_reference(make_trainer: Make) -> None:
+def test_a_step_reports_its_effective_sample_size_and_its_kl_to_the_reference(make_trainer: Make) -> None:
     units = with_reference(make_units(3))
     trainer = make_trainer(kl_coef=0.1, kl_estimator="k1")
     guard = trainer.ess(units)
     trainer.accumulate(units)
     stats = trainer.step()
     assert stats.ess == pytest.approx(guard, rel=1e-6) and 0 < stats.ess < 0.99
-    tokens = [s for unit in units for sample in unit for s in sample.logprobs]
-    current = [x for unit in recorded_by(make_trainer(), units) for s in unit for x in s.logprobs]
+    tokens = [s for unit in units for sample in unit for s in sample.behavior_logprobs]
+    current = [x for unit in recorded_by(make_trainer(), units) for s in unit for x in s.behavior_logprobs]
     away = [p - (mu - 0.3) for p, mu in zip(current, tokens, strict=True)]
     assert stats.reference_kl == pytest.approx(sum(away) / len(away), abs=1e-5)
 

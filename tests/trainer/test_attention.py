@@ -17,7 +17,7 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_equals_one_masked_attention_over_everything(window: int | None) -> None:
+def test_packed_attention_equals_one_masked_attention_over_all_tokens(window: int | None) -> None:
     lengths = [5, 1, 7]
     query, key, value, boundaries = packed(lengths)
     out, weights = packed_causal_attention(
@@ -32,9 +32,9 @@ def test_equals_one_masked_attention_over_everything(window: int | None) -> None
     assert weights is None
 
 
-def test_without_boundaries_it_refuses() -> None:
+def test_attention_without_boundaries_is_refused() -> None:
     query, key, value, _ = packed([3])
-    with pytest.raises(NotImplementedError, match="Identity does not hand packed boundaries"):
+    with pytest.raises(NotImplementedError, match="Identity does not pass packed boundaries"):
         packed_causal_attention(MODULE, query, key, value, None)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tailrace.errors import CheckpointError
 from tailrace.trainer.base import StepStats
-from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.trainer.trainer import TorchTrainer
 
 Make = Callable[..., TorchTrainer]
 
@@ -113,5 +113,5 @@ def test_a_checkpoint_of_another_model_is_refused(
     config = AutoConfig.from_pretrained(model_path)
     config.intermediate_size = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"of another model: .*mlp.* is .*64.*here .*48"):
+    with pytest.raises(CheckpointError, match=r"to another model: .*mlp.* is .*64.*here .*48"):
         make_trainer().restore(tmp_path / "checkpoint")

@@ -12,7 +12,7 @@ SETTINGS = TrainerSettings(
 
 
 def make_parameters() -> dict[str, Tensor]:
-    """Norms and matrices in turn, as in a model."""
+    """Vectors and matrices in turn, as in a model."""
     chance = torch.Generator().manual_seed(0)
     shapes = {"norm": (4,), "up": (4, 3), "bias": (3,), "down": (3, 4)}
     return {name: torch.randn(shape, generator=chance).requires_grad_() for name, shape in shapes.items()}
@@ -64,14 +64,12 @@ def test_moments_are_known_by_parameter_and_another_goes_on_from_them() -> None:
     assert all(torch.equal(ours[name], others[name]) for name in ours)
 
 
-def test_parameters_that_were_moved_to_another_vector_are_stepped_there() -> None:
-    stayed, moved = make_parameters(), make_parameters()
-    one, other = Optimizer(stayed, SETTINGS), Optimizer(moved, SETTINGS)
-    vector = torch.zeros(4 + 12 + 3 + 12)
-    other.move(vector)
-    for parameters, optimizer in ((stayed, one), (moved, other)):
-        add_gradients(parameters)
-        optimizer.step(1)
-    assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
-    everything = [stayed[name].detach().flatten() for name in ("up", "down", "norm", "bias")]
-    assert torch.equal(vector, torch.cat(everything))  # matrices first
+def test_a_gradient_above_the_limit_is_scaled_to_it_and_the_norm_returned_is_the_one_before() -> None:
+    parameters = {"weight": torch.zeros(2, 2).requires_grad_()}
+    settings = SETTINGS.model_copy(update={"betas": (0.0, 0.9), "max_grad_norm": 0.5})
+    optimizer = Optimizer(parameters, settings)
+    (parameters["weight"] * torch.tensor([[6.0, 0.0], [0.0, 8.0]])).sum().backward()
+    assert optimizer.step(2) == 5.0  # of [[3, 0], [0, 4]]
+    wanted = torch.tensor([[0.3, 0.0], [0.0, 0.4]])
+    torch.testing.assert_close(optimizer.state().first_moments["weight"], wanted, atol=1e-6, rtol=0)
+    assert not any(gradient.any() for gradient in optimizer.gradients())

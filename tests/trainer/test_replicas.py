@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from trainer_cases import first_moments, make_torch_trainer, make_units
 
-from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.trainer.trainer import TorchTrainer
 
 NORMALIZE = ("sample_mean", "token_mean")
 SHARES = ((0, 1, 2, 3), (4,))
@@ -41,7 +41,7 @@ def train(rank: int, model_path: Path, folder: Path) -> None:
 
 def make(model_path: Path, normalize: str) -> TorchTrainer:
     return make_torch_trainer(
-        model_path, betas=(0.0, 0.9), max_grad_norm=1e9, normalize=normalize, token_budget=64
+        model_path, betas=(0.0, 0.9), max_grad_norm=1e9, normalize=normalize, max_tokens_per_microbatch=64
     )
 
 

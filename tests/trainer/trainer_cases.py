@@ -9,30 +9,29 @@ from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.passes import Passes
-from tailrace.trainer.torch_trainer import TorchTrainer
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 VOCABULARY = 24
 MAX_TOKENS = 50
 """The limit of a completion."""
-Unit = list[TrainSample]
+Unit = list[TrainingSample]
 
 
 def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit]:
     """Groups of samples of unequal lengths, one with an empty completion in each second group."""
     chance = random.Random(seed)
 
-    def sample(prompt: int, index: int) -> TrainSample:
+    def sample(prompt: int, index: int) -> TrainingSample:
         length = min(40, int(chance.lognormvariate(1.8, 0.9)) + 1)
         if index == 1 and prompt % 2:
             length = 0
-        return TrainSample(
+        return TrainingSample(
             id=SampleId(prompt, 0, index),
             prompt_ids=[chance.randrange(VOCABULARY) for _ in range(3 + prompt % 3)],
             completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],
-            logprobs=[chance.uniform(-4, -2) for _ in range(length)],
+            behavior_logprobs=[chance.uniform(-4, -2) for _ in range(length)],
             advantage=chance.gauss(0, 1),
         )
 
@@ -40,17 +39,16 @@ def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit
 
 
 def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: object) -> TorchTrainer:
-    """Of a model on disk; each setting goes to the section that has it."""
+    """A trainer of a model folder; each setting goes to the section that has it."""
     own = {key: value for key, value in settings.items() if key in AlgorithmSettings.model_fields}
     rest = {key: value for key, value in settings.items() if key not in own}
-    passes = Passes.load(
+    return TorchTrainer.load(
         model,
         TrainerSettings.model_validate(rest),
         AlgorithmSettings.model_validate(own),
         temperature=temperature,
-        max_tokens=MAX_TOKENS,
+        max_completion_tokens=MAX_TOKENS,
     )
-    return TorchTrainer(passes)
 
 
 def first_moments(folder: Path) -> Tensor:

@@ -81,7 +81,7 @@ def reference_model() -> PreTrainedModel:
 
 
 def reference_samples() -> list[dict[str, Any]]:
-    """Six samples as plain values, by the names of TrainSample."""
+    """Six samples as plain values, by the names of TrainingSample."""
     chance = random.Random(5)
     samples = []
     for prompt_length, length in ((3, 9), (3, 2), (3, 5), (5, 1), (5, 14), (5, 4)):
@@ -89,13 +89,13 @@ def reference_samples() -> list[dict[str, Any]]:
             {
                 "prompt_ids": [chance.randrange(2, 12) for _ in range(prompt_length)],
                 "completion_ids": [chance.randrange(2, 12) for _ in range(length)],
-                "logprobs": [round(chance.uniform(-4.0, -1.0), 3) for _ in range(length)],
+                "behavior_logprobs": [round(chance.uniform(-4.0, -1.0), 3) for _ in range(length)],
                 "advantage": round(chance.gauss(0, 1), 3),
             }
         )
     for sample in samples:
         sample["reference_logprobs"] = [
-            logprob + chance.choice((-0.5, 0.5)) for logprob in sample["logprobs"]
+            logprob + chance.choice((-0.5, 0.5)) for logprob in sample["behavior_logprobs"]
         ]
     return samples
 
@@ -117,7 +117,7 @@ def trl_loss_and_gradient(case: Case) -> tuple[float, list[float]]:
     samples = reference_samples()
     prompt_ids, prompt_mask = padded([s["prompt_ids"] for s in samples], left=True)
     completion_ids, completion_mask = padded([s["completion_ids"] for s in samples], left=False)
-    recorded, _ = padded([s["logprobs"] for s in samples], left=False)
+    recorded, _ = padded([s["behavior_logprobs"] for s in samples], left=False)
     reference, _ = padded([s["reference_logprobs"] for s in samples], left=False)
     inputs = {
         "prompt_ids": prompt_ids,

@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drive() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+def execute() -> Callable[[Coroutine[Any, Any, Any]], Any]:
     """Run a coroutine on a live loop; one that hangs fails the test instead of stopping the suite."""
 
     async def within_deadline(main: Coroutine[Any, Any, Any]) -> Any:

@@ -73,4 +73,4 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(drive:
             assert messages == [Done()]
         channel.close()
 
-    drive(main())
+    execute(main())

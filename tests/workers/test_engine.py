@@ -88,7 +88,7 @@ def check(samples: list[Sample], expected: list[Delta]) -> None:
     assert [sample.completion_ids for sample in samples] == [delta.ids for delta in expected]
     assert [sample.finish_reason for sample in samples] == [delta.finish_reason for delta in expected]
     for sample, delta in zip(samples, expected, strict=True):
-        assert sample.logprobs == pytest.approx(delta.logprobs, abs=1e-4)
+        assert sample.behavior_logprobs == pytest.approx(delta.logprobs, abs=1e-4)
         assert sample.spans == [Span(0, len(delta.ids))]
 
 
@@ -170,8 +170,10 @@ def test_published_weights_sign_the_tokens_that_come_after_them(
         for sample in samples:
             assert sample.spans == sorted(sample.spans)
             num_old = sum(span.num_tokens for span in sample.spans if span.version == 0)
-            assert uniform not in sample.logprobs[:num_old]
-            assert sample.logprobs[num_old:] == pytest.approx([uniform] * (sample.num_tokens - num_old))
+            assert uniform not in sample.behavior_logprobs[:num_old]
+            assert sample.behavior_logprobs[num_old:] == pytest.approx(
+                [uniform] * (sample.num_tokens - num_old)
+            )
         await served.engine.load(Weights(0, str(original)), kv="recompute")
 
     served.run(main())
@@ -207,4 +209,4 @@ def test_a_killed_engine_fails_what_it_served_by_name(model_path: Path, tmp_path
             with pytest.raises(WorkerDied, match="engine-0"):
                 await remote.generate(samples[0])
 
-    drive(main())
+    execute(main())

@@ -40,7 +40,7 @@ async def publish(opened: Workers, version: int) -> Weights:
 
 
 async def train(opened: Workers, samples: list[Sample]) -> StepStats:
-    await opened.trainer.accumulate([samples[:4], samples[4:]])
+    await opened.trainer.accumulate([samples[:4], samples[4:]], version=0)
     return await opened.trainer.step()
 
 
@@ -60,13 +60,13 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)
     assert {span.version for sample in second for span in sample.spans} == {1}
-    assert [s.logprobs for s in second] != [s.logprobs for s in first]
+    assert [s.behavior_logprobs for s in second] != [s.behavior_logprobs for s in first]
 
     await opened.trainer.restore(start)
     await publish(opened, 0)
     again = await roll_out(opened, 8)
     assert [s.completion_ids for s in again] == [s.completion_ids for s in first]
-    assert [s.logprobs for s in again] == [s.logprobs for s in first]
+    assert [s.behavior_logprobs for s in again] == [s.behavior_logprobs for s in first]
     assert replace(await train(opened, again), compute_s=stats.compute_s) == stats
 
 
@@ -88,7 +88,7 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
         await until_gone(*pids)
         assert not Path(weights.location).parent.exists()
 
-    drive(main())
+    execute(main())
 
 
 def test_a_trainer_is_lent_the_cpus_of_engines_that_nobody_uses(
@@ -104,7 +104,7 @@ def test_a_trainer_is_lent_the_cpus_of_engines_that_nobody_uses(
             assert (await train(opened, await rolling)).num_tokens > 0
             assert opened.trainer.lent() == len(opened.engines)
 
-    drive(main())
+    execute(main())
 
 
 def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive: Drive) -> None:
@@ -113,7 +113,7 @@ def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive
             async with workers(model_path, tmp_path, function="reward_cases:nothing"):
                 pass
 
-    drive(main())
+    execute(main())
 
 
 def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
@@ -122,7 +122,7 @@ def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
             async with ended_by_death([]):
                 raise KeyError("in the block")
 
-    drive(main())
+    execute(main())
 
 
 CONTROLLER = """
@@ -158,4 +158,4 @@ def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
         await controller.communicate()
         assert not Path(location).parent.exists()
 
-    drive(main())
+    execute(main())

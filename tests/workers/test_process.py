@@ -38,7 +38,7 @@ def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, drive: Drive
         await worker.close()
         assert words_of(tmp_path, "worker-7").count("was asked to settle") == 100
 
-    drive(main())
+    execute(main())
 
 
 def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, drive: Drive) -> None:
@@ -51,7 +51,7 @@ def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path
         assert await worker.ask(Settle(), Done) == Done()
         await worker.close()
 
-    drive(main())
+    execute(main())
 
 
 def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
@@ -69,7 +69,7 @@ def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_trac
             await worker.ask(Settle(), Done)
         await worker.close()
 
-    drive(main())
+    execute(main())
 
 
 def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, drive: Drive) -> None:
@@ -81,7 +81,7 @@ def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, driv
             await worker.ask(Settle(), Done)
         assert words_of(tmp_path, "worker-7") == "words of yesterday\n"
 
-    drive(main())
+    execute(main())
 
 
 def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> None:
@@ -97,7 +97,7 @@ def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> 
         with pytest.raises(WorkerDied, match="worker-7"):
             await worker.died()
 
-    drive(main())
+    execute(main())
 
 
 def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, drive: Drive) -> None:
@@ -107,7 +107,7 @@ def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path
             await worker.ask(Settle(), Done)
         assert isinstance(died.value.__cause__, msgspec.DecodeError)
 
-    drive(main())
+    execute(main())
 
 
 def test_a_worker_that_does_not_end_is_killed(
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_end_is_killed(
         await worker.close()
         await until_gone(worker.pid)
 
-    drive(main())
+    execute(main())
 
 
 def test_a_worker_ignores_ctrl_c(tmp_path: Path, drive: Drive) -> None:
@@ -130,7 +130,7 @@ def test_a_worker_ignores_ctrl_c(tmp_path: Path, drive: Drive) -> None:
         assert await worker.ask(Settle(), Done) == Done()
         await worker.close()
 
-    drive(main())
+    execute(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
@@ -141,7 +141,7 @@ def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, drive: Drive) -> None:
         assert os.sched_getaffinity(worker.pid) == {cpu}
         await worker.close()
 
-    drive(main())
+    execute(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -153,7 +153,7 @@ def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, drive: Dr
         assert {f"{name}={value}".encode() for name, value in environment(3).items()} <= found
         await worker.close()
 
-    drive(main())
+    execute(main())
 
 
 CONTROLLER = """
@@ -194,4 +194,4 @@ def test_workers_end_when_their_controller_is_killed_also_in_the_midst_of_work(
         await until_gone(*pids)
         await controller.communicate()
 
-    drive(main())
+    execute(main())

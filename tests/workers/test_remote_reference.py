@@ -1,9 +1,10 @@
-"""The reference model in a process of its own, beside engines, trainer and scorers."""
+"""The reference model in its own process."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,78 +12,108 @@ import pytest
 from worker_cases import make_samples, workers
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.errors import WorkerDied
+from tailrace.errors import ConfigError, WorkerDied
 from tailrace.rollout.reference import WithReference
+from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.reference import TorchReference
+from tailrace.types import Sample
+from tailrace.workers.messages import ReferenceJob
+from tailrace.workers.reference import RemoteReference
 
 Drive = Callable[[Any], Any]
-WITH_KL = AlgorithmSettings(kl_coef=0.1)
 
 
-def test_the_reference_gives_the_log_probs_of_the_first_weights_whatever_is_trained(
+@asynccontextmanager
+async def open_reference(model: Path, folder: Path) -> AsyncIterator[RemoteReference]:
+    job = ReferenceJob(model=model, trainer=TrainerSettings(), temperature=0.7)
+    reference = await RemoteReference.spawn(job, logs=folder)
+    try:
+        await reference.ready()
+        yield reference
+    finally:
+        await reference.close()
+
+
+def finished_samples(num: int) -> list[Sample]:
+    """Sample n has n + 1 tokens."""
+    samples = make_samples(num)
+    for sample in samples:
+        ids = list(range(3, 4 + sample.id.number))
+        sample.extend(ids, [-1.0] * len(ids), version=0)
+    return samples
+
+
+def test_samples_get_the_log_probs_of_the_model_in_the_folder_and_a_cancelled_one_changes_nothing(
     model_path: Path, tmp_path: Path, drive: Drive
 ) -> None:
     async def main() -> None:
-        async with workers(model_path, tmp_path, algorithm=WITH_KL) as opened:
+        samples = finished_samples(4)
+        async with open_reference(model_path, tmp_path) as reference:
+            tasks = [asyncio.create_task(reference.logprobs(sample)) for sample in samples]
+            await asyncio.sleep(0)
+            tasks[2].cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[2], asyncio.CancelledError)
+        here = TorchReference.load(model_path, TrainerSettings(), temperature=0.7)
+        wanted = here.logprobs([TrainingSample.of(sample) for sample in samples])
+        for number in (0, 1, 3):
+            assert found[number] == pytest.approx(wanted[number], abs=1e-5)
+
+    execute(main())
+
+
+def test_a_request_to_a_process_that_was_killed_fails_with_the_signal(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        (sample,) = finished_samples(1)
+        async with open_reference(model_path, tmp_path) as reference:
+            os.kill(reference.process.pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
+                await reference.logprobs(sample)
+
+    execute(main())
+
+
+def test_a_damaged_model_folder_is_a_config_error_that_names_the_file(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in model_path.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes()[:100])
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"model\.path = .*model\.safetensors is damaged"):
+            async with open_reference(broken, tmp_path):
+                pass
+
+    execute(main())
+
+
+def test_the_reference_stays_at_the_first_weights_while_the_policy_is_trained(
+    model_path: Path, tmp_path: Path, drive: Drive
+) -> None:
+    async def main() -> None:
+        async with workers(model_path, tmp_path, algorithm=AlgorithmSettings(kl_coef=0.1)) as opened:
             assert opened.reference is not None
             judge = WithReference(opened.rewards, opened.reference)
             samples = make_samples(6)
 
-            async def roll_out(sample: Any) -> None:
+            async def roll_out(sample: Sample) -> None:
                 await opened.engines[0].generate(sample)
                 sample.reward = await judge.score(sample)
 
             await asyncio.gather(*map(roll_out, samples))
             for number, sample in enumerate(samples):
-                assert sample.reference_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+                assert sample.reference_logprobs == pytest.approx(sample.behavior_logprobs, abs=1e-4)
                 sample.advantage = number - 2.5
             for _ in range(2):
-                await opened.trainer.accumulate([samples])
+                await opened.trainer.accumulate([samples], version=0)
                 stats = await opened.trainer.step()
-            assert stats.reference_kl > 1e-4, "the policy has moved away from it"
+            assert stats.reference_kl > 1e-4, "the policy has changed"
             again = await opened.reference.logprobs(samples[0])
             assert again == pytest.approx(samples[0].reference_logprobs, abs=1e-5)
 
-    drive(main())
-
-
-def test_without_a_kl_there_is_no_process_for_it(model_path: Path, tmp_path: Path, drive: Drive) -> None:
-    async def main() -> None:
-        async with workers(model_path, tmp_path) as opened:
-            assert opened.reference is None
-        assert not (tmp_path / "logs" / "reference.log").exists()
-
-    drive(main())
-
-
-def test_its_death_ends_the_run_and_who_waits_for_it_learns_why(
-    model_path: Path, tmp_path: Path, drive: Drive
-) -> None:
-    async def main() -> None:
-        with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
-            async with workers(model_path, tmp_path, algorithm=WITH_KL) as opened:
-                assert opened.reference is not None
-                (sample,) = make_samples(1)
-                sample.extend([3, 4], [-1.0, -1.0], version=0)
-                os.kill(opened.reference.process.pid, signal.SIGKILL)
-                await opened.reference.logprobs(sample)
-
-    drive(main())
-
-
-def test_a_cancelled_request_leaves_the_others_their_answers(
-    model_path: Path, tmp_path: Path, drive: Drive
-) -> None:
-    async def main() -> None:
-        async with workers(model_path, tmp_path, algorithm=WITH_KL) as opened:
-            assert opened.reference is not None
-            samples = make_samples(3)
-            for sample in samples:
-                sample.extend([3, 4, 5][: sample.id.number + 1], [-1.0] * (sample.id.number + 1), version=0)
-            tasks = [asyncio.create_task(opened.reference.logprobs(sample)) for sample in samples]
-            await asyncio.sleep(0)
-            tasks[1].cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(found[1], asyncio.CancelledError)
-            assert [len(each) for each in (found[0], found[2])] == [1, 3]  # type: ignore[arg-type]
-
-    drive(main())
+    execute(main())

@@ -75,7 +75,7 @@ def test_a_reward_sees_prompt_completion_and_row_and_the_sample_keeps_the_text(
             assert await pool.score(right) == 5 + len("what?") / 8 + 1
             assert (wrong.text, right.text) == ("wrongs", "right")
 
-    drive(main())
+    execute(main())
 
 
 def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: Path, drive: Drive) -> None:
@@ -86,7 +86,7 @@ def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: P
             reasons = ("timeout", "timeout", "raised", "died", "raised", "died", "nan", "not a number", 4.625)
             assert await outcomes(pool, *words) == list(reasons)
 
-    drive(main())
+    execute(main())
 
 
 def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
@@ -102,7 +102,7 @@ def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
                     await pool.score(saying(word)[0])
                 assert str(failed.value) == why
 
-    drive(main())
+    execute(main())
 
 
 def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Drive) -> None:
@@ -115,7 +115,7 @@ def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Dr
                 assert failed.value.reason == "row"
             assert await outcomes(pool, "fine") == [4.625]
 
-    drive(main())
+    execute(main())
 
 
 def test_calls_that_travel_together_are_answered_in_order(tmp_path: Path, drive: Drive) -> None:
@@ -126,7 +126,7 @@ def test_calls_that_travel_together_are_answered_in_order(tmp_path: Path, drive:
             assert raised == Failed("raised", "KeyError: 'no such answer'")
             assert nan == Failed("nan", "")
 
-    drive(main())
+    execute(main())
 
 
 def test_quick_calls_come_to_travel_together(tmp_path: Path, drive: Drive) -> None:
@@ -144,7 +144,7 @@ def test_quick_calls_come_to_travel_together(tmp_path: Path, drive: Drive) -> No
             assert len(sizes) < 63
             assert sum(sizes) == 63
 
-    drive(main())
+    execute(main())
 
 
 def test_of_calls_that_travel_together_only_the_one_that_ends_the_process_fails(
@@ -157,7 +157,7 @@ def test_of_calls_that_travel_together_only_the_one_that_ends_the_process_fails(
             words = ("fine", "exit", "fives", "hang", "fine")
             assert await outcomes(pool, *words) == [4.625, "died", 5.625, "timeout", 4.625]
 
-    drive(main())
+    execute(main())
 
 
 def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: Drive) -> None:
@@ -169,7 +169,7 @@ def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: D
                 2.5,
             ]
 
-    drive(main())
+    execute(main())
 
 
 def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> None:
@@ -181,7 +181,7 @@ def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> N
             assert not hung.done()
             hung.cancel()
 
-    drive(main())
+    execute(main())
 
 
 def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
@@ -195,7 +195,7 @@ def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
             forgotten.cancel()
             assert await outcomes(pool, "four", "fives") == [2.0, 2.5]
 
-    drive(main())
+    execute(main())
 
 
 def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, drive: Drive) -> None:
@@ -207,7 +207,7 @@ def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Pa
             assert first in (4.625, "died")
             assert others == [4.625] * 2
 
-    drive(main())
+    execute(main())
 
 
 def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive) -> None:
@@ -221,7 +221,7 @@ def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive
                 await call
             await until_gone(fork)
 
-    drive(main())
+    execute(main())
 
 
 def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
@@ -233,7 +233,7 @@ def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
         await until_gone(fork, one.process.pid)
         assert await call == Failed("died", "the call ended its process: signal SIGKILL")
 
-    drive(main())
+    execute(main())
 
 
 def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive: Drive) -> None:
@@ -244,7 +244,7 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive:
         assert wrong.value.key == "reward.function"
         assert "reward_cases:scroe" in str(wrong.value)
 
-    drive(main())
+    execute(main())
 
 
 CONTROLLER = """
@@ -278,4 +278,4 @@ def test_a_call_that_holds_the_lock_ends_when_the_controller_is_killed(tmp_path:
         await until_gone(*pids)
         await controller.communicate()
 
-    drive(main())
+    execute(main())

@@ -1,4 +1,4 @@
-"""Estimates of a KL divergence from the tokens that one of the two policies drew."""
+"""Estimators of a KL divergence from tokens that one of the two policies generated."""
 
 from torch import Tensor
 
@@ -6,19 +6,20 @@ from tailrace.algo.base import KLEstimator
 
 
 def kl(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """[C]: estimates of KL(p || q), p having drawn the tokens (Schulman 2020, "Approximating KL Divergence").
+    """Estimate KL(p || q) at each token that p generated (Schulman 2020, "Approximating KL Divergence"): [C].
 
         r = q / p
         k1 = -log r             unbiased, of high variance; its own gradient is zero in expectation
         k2 = (log r)^2 / 2      biased, of low variance; its gradient is that of the KL
         k3 = (r - 1) - log r    unbiased and never negative (GRPO, DeepSeekMath, eq. 4)
 
-    In a loss, therefore, k1 pulls nowhere on average; it belongs in the reward, where its gradient is the
-    KL's (algo/rewards.py).
+    In a loss, k1 therefore has no effect on average. In the reward its gradient is the KL's
+    (algo/rewards.py).
 
     Args:
         logprobs: [C] log p
         other_logprobs: [C] log q
+        estimator: k1, k2 or k3.
     """
     log_ratio = other_logprobs - logprobs
     match estimator:

@@ -1,8 +1,8 @@
 """Policy-gradient losses: pure functions on the completion tokens of packed samples.
 
-Every [C] tensor holds the C completion tokens of all samples, one sample after another. A loss gives a
-value a token; `token_weights` says how values add up. What comes out is a SUM, divided once by the
-count of a whole optimizer step, so it does not matter in how many pieces the step was computed.
+A [C] tensor holds the C completion tokens of all samples, one sample after another. A loss is a value for
+each token; `token_weights` gives the weights of their sum. The sum is divided once by the count of the whole
+optimizer step, so the result does not depend on the number of micro-batches.
 """
 
 from typing import NamedTuple
@@ -15,25 +15,28 @@ from tailrace.algo.segments import spread, sums
 
 
 class PolicyLoss(NamedTuple):
+    """The loss of each token."""
+
     per_token: Tensor
     """[C], differentiable."""
     clipped: Tensor
-    """[C] bool: True where the clip removed the gradient, or for cispo bounded the weight."""
+    """[C] bool: True where clipping removed the gradient, or for cispo bounded the weight."""
 
 
 def grpo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """The clipped surrogate, a token each (PPO, 1707.06347, eq. 7; DeepSeekMath, 2402.03300, eq. 3).
+    """The clipped surrogate with a ratio for each token (PPO, 1707.06347, eq. 7; GRPO, 2402.03300, eq. 3).
 
         rho = pi / pi_old
         loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
 
-    pi_old is never the moving weights: rho would be 1 and the clip dead. Unequal bounds are DAPO's
-    (2503.14476, eq. 10).
+    pi_old must not be the current weights after they have changed: rho would be 1, and clipping would have
+    no effect. Unequal bounds are DAPO's (2503.14476, eq. 10).
 
     Args:
         logprobs, old_logprobs, advantages: [C]
+        clip_low, clip_high: bounds of the ratio, as distances from 1.
     """
     return _surrogate((logprobs - old_logprobs).exp(), advantages, clip_low, clip_high)
 
@@ -47,35 +50,37 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """The clipped surrogate, with a ratio a sequence (GSPO, 2507.18071, eq. 5 and 7).
+    """The clipped surrogate with a ratio for each sequence (GSPO, 2507.18071, eq. 5 and 7).
 
         s = (pi(y) / pi_old(y))^(1/|y|)
-        loss = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), the same at each token of the sequence
+        loss = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), equal at each token of the sequence
 
-    Under `sample_mean` a sequence's tokens add up to one such loss.
+    Under `sample_mean` the tokens of a sequence sum to one such loss.
 
     Args:
-        logprobs, old_logprobs, advantages: [C]; a sample's tokens share its advantage.
-        num_tokens: [N], none of them zero.
+        logprobs, old_logprobs, advantages: [C]; the advantage is equal at all tokens of a sample.
+        num_tokens: [N] completion tokens of each sample, none of them zero.
+        clip_low, clip_high: bounds of the ratio, as distances from 1.
     """
     means = sums(logprobs - old_logprobs, num_tokens) / num_tokens
     return _surrogate(spread(means.exp(), num_tokens), advantages, clip_low, clip_high)
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_high: float) -> PolicyLoss:
-    """loss = -sg(min(rho, 1 + clip_high)) A log pi, a token each (CISPO, MiniMax-M1, 2506.13585, eq. 4-5).
+    """loss = -sg(min(rho, 1 + clip_high)) A log pi for each token (CISPO, MiniMax-M1, 2506.13585, eq. 4-5).
 
-    The weight is bounded and no token loses its gradient. There is no lower bound, as in the paper's runs.
+    The weight is bounded, and every token has a gradient. There is no lower bound, as in the paper's runs.
 
     Args:
         logprobs, old_logprobs, advantages: [C]
+        clip_high: upper bound of the weight, as a distance from 1.
     """
     ratio = (logprobs.detach() - old_logprobs).exp()
     return PolicyLoss(-ratio.clamp(max=1 + clip_high) * advantages * logprobs, ratio > 1 + clip_high)
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """loss = -A log pi, a token each (Williams 1992, with the advantage for the reward).
+    """loss = -A log pi for each token (Williams 1992, with the advantage in place of the reward).
 
     Args:
         logprobs, advantages: [C]
@@ -84,32 +89,38 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
 
 
 def value_loss(values: Tensor, returns: Tensor) -> Tensor:
-    """[C]: (V - R)^2 / 2, a token each (PPO, 1707.06347, eq. 9; PipelineRL eq. 4).
+    """(V - R)^2 / 2 for each token (PPO, 1707.06347, eq. 9; PipelineRL eq. 4).
 
-    Without the clip of PPO's code: that bounds how far a critic moves over several passes through a batch,
-    and here each sample is passed once.
+    Without the clipping of PPO's code, which bounds the change of the critic over several passes through a
+    batch: here there is one pass.
+
+    Args:
+        values, returns: [C]
     """
     return (values - returns).square() / 2
 
 
-def token_weights(counted: Tensor, num_tokens: Tensor, normalize: Normalize, *, max_tokens: int) -> Tensor:
-    """[C]: what each token's loss weighs in the sum.
+def token_weights(
+    counted: Tensor, num_tokens: Tensor, normalize: Normalize, *, max_completion_tokens: int
+) -> Tensor:
+    """Compute the weight of each token's loss in the sum: [C].
 
-    `sample_mean`: sum over samples of the mean over each one's tokens; the step divides by its samples.
+    `sample_mean`: sum over samples of the mean over each sample's tokens; the step divides by its samples.
     `token_mean`: sum over tokens; the step divides by its tokens (DAPO, 2503.14476, eq. 8).
     `sample_sum`: sum over tokens; the step divides by its samples (REINFORCE; RLOO, 2402.14740).
-    `fixed_length`: that over `max_tokens`, the limit of a completion (Dr. GRPO, 2503.20783, 3.2 and its
-    code).
+    `fixed_length`: sample_sum divided by `max_completion_tokens` (Dr. GRPO, 2503.20783, 3.2 and its code).
 
     Args:
-        counted: [C] float32: 1, or 0 for a token that is left out as if it were not there.
-        num_tokens: [N] completion tokens of each sample, none of them zero; they sum to C.
+        counted: [C] float32: 1, or 0 for a token that is masked and not counted.
+        num_tokens: [N] completion tokens of each sample, none of them zero. Their sum is C.
+        normalize: which of the four.
+        max_completion_tokens: length limit of a completion.
     """
     match normalize:
         case "sample_mean":
             return counted / spread(sums(counted, num_tokens).clamp(min=1), num_tokens)
         case "fixed_length":
-            return counted / max_tokens
+            return counted / max_completion_tokens
         case "token_mean" | "sample_sum":
             return counted
 

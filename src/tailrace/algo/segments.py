@@ -1,11 +1,11 @@
-"""Sums over the samples of a packed [C] tensor, and back."""
+"""Sums over the samples of a packed [C] tensor, and the inverse."""
 
 import torch
 from torch import Tensor
 
 
 def sums(values: Tensor, num_tokens: Tensor) -> Tensor:
-    """[N]: of each sample's tokens, of `values` [C]."""
+    """Sum `values` [C] over the tokens of each sample: [N]."""
     samples = torch.arange(len(num_tokens), device=values.device).repeat_interleave(num_tokens)
     return torch.zeros(len(num_tokens), dtype=values.dtype, device=values.device).index_add(
         0, samples, values
@@ -13,5 +13,5 @@ def sums(values: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, num_tokens: Tensor) -> Tensor:
-    """[C]: each sample's value, of `values` [N], at each of its tokens."""
+    """Repeat each sample's value, of `values` [N], for each of its tokens: [C]."""
     return values.repeat_interleave(num_tokens)

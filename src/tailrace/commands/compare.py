@@ -23,8 +23,8 @@ from tailrace.commands.race import Racer, race
 from tailrace.config import RunConfig, require_sections
 from tailrace.errors import ConfigError
 from tailrace.record.timeline import draw
-from tailrace.run import Run
-from tailrace.schedules.resolve import resolve, shared_parameters
+from tailrace.controller.run import Run
+from tailrace.schedules.resolve import check_parameter_names, resolve, shared_parameters
 
 BASELINE = "serial"
 FIRST_GROUPS = "first-groups"
@@ -46,6 +46,8 @@ def compare(config: RunConfig, *, folder: Path | None = None, json_path: Path | 
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     require_sections(config, "model", "data", "sampling")
+    compared = [name for name in config.compare.schedules if name not in config.variants]
+    check_parameter_names(config, compared)
     racers = {name: _racer(config, name) for name in config.compare.schedules}
     if config.run.rounds == 1 and (U := _groups_a_step(racers.values())):
         racers[FIRST_GROUPS] = Racer(config, partial(first_groups, U=U))

@@ -12,7 +12,8 @@ from tailrace.commands.live import check_live, open_parts
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples
-from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.router import Router
+from tailrace.schedules.resolve import check_parameter_names
 
 
 def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
@@ -21,6 +22,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
+    check_parameter_names(config)
     check_live(config)
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)
@@ -37,4 +39,4 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
     learns_nothing = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
     async with open_parts(learns_nothing, scratch) as parts:
         samples = held_out_samples(parts.held_out, config.run.eval_prompts, config.run.seed, 0)
-        return await evaluate(samples, Fleet(parts.engines, Recorder()), parts.rewards)
+        return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)

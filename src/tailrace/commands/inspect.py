@@ -15,8 +15,8 @@ from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.open import open_store
-from tailrace.ledger.past import held_tokens_of, totals_of
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
 OLDEST = 5
@@ -75,7 +75,7 @@ class LivingGroup(msgspec.Struct, frozen=True):
     """When it was drawn."""
     deferrals: int
     kept: int
-    need: int
+    num_required: int
     tokens: int
 
 
@@ -208,7 +208,7 @@ def _living(books: Books, group: GroupRow) -> LivingGroup:
         if sample.prompt == group.prompt and sample.fate is None
     )
     kept = len(msgspec.json.decode(group.kept, type=list[int]))
-    return LivingGroup(group.prompt, group.round, group.deferrals, kept, group.need, tokens)
+    return LivingGroup(group.prompt, group.round, group.deferrals, kept, group.num_required, tokens)
 
 
 def _sample(books: Books, row: SampleRow) -> SampleLife:
@@ -241,7 +241,7 @@ def _balance_tables(balance: Balance) -> list[Table]:
         lives.add_row(str(life.life), began, *(f"{number:,}" for number in numbers))
     oldest = Table("prompt", "drawn in round", "parked", "finished", "tokens", title="oldest living groups")
     for group in balance.oldest:
-        finished = f"{group.kept} of {group.need}"
+        finished = f"{group.kept} of {group.num_required}"
         drawn = (str(group.prompt), str(group.round), str(group.deferrals))
         oldest.add_row(*drawn, finished, f"{group.tokens:,}")
     return [sums, lives, *([oldest] if balance.oldest else [])]

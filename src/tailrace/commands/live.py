@@ -2,18 +2,20 @@
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
-from tailrace.data.base import Prompts
+from tailrace.controller.base import Parts
+from tailrace.data.base import Prompts, Split
+from tailrace.data.lengths import check_lengths
 from tailrace.data.open import open_prompts
-from tailrace.data.tokenizer import load_tokenizer
+from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
-from tailrace.parts import Parts
 from tailrace.reward.functions import Scorer
 from tailrace.workers.base import left_to_the_trainer, plan_pins
 from tailrace.workers.local import open_local
@@ -28,7 +30,16 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
-    training_prompts(config, config.run.seed)
+    max_context_tokens = context_length(config.model.path)
+    if max_context_tokens is not None:
+        check_lengths(
+            max_context_tokens=max_context_tokens,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
+    tokenizer = load_tokenizer(config.model.path)
+    _open_prompts(config, tokenizer, config.run.seed, "train")
+    _open_prompts(config, tokenizer, config.run.seed, "eval")
     Scorer.load(config.reward, config.data).close()
     plan_pins(config.host, config.engine.replicas)
     _check_lending(config)
@@ -51,8 +62,25 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
     Raises:
         ConfigError: the settings name no data that can be read.
     """
+    assert config.model
+    return _open_prompts(config, load_tokenizer(config.model.path), seed, "train")
+
+
+def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     assert config.model and config.data
-    return open_prompts(config.data, load_tokenizer(config.model.path), seed=seed, split="train")
+    return open_prompts(
+        config.data,
+        tokenizer,
+        seed=seed,
+        split=split,
+        max_context_tokens=context_length(config.model.path),
+    )
+
+
+def context_length(path: Path) -> int | None:
+    """Return the positions of the model in a folder, or None where its config.json does not tell."""
+    length = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:
@@ -62,10 +90,10 @@ async def rewind(parts: Parts, folder: Path, version: int) -> None:
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
-def live_materialise(config: RunConfig) -> Materialise:
+def advantages_of(config: RunConfig) -> ComputeAdvantages:
     """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
     assert config.sampling
-    return Materialise(config.algorithm, config.sampling.max_completion_tokens)
+    return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
 
 
 @asynccontextmanager
@@ -95,8 +123,8 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 engines=opened.engines,
                 trainer=opened.trainer,
                 rewards=opened.rewards,
-                prompts=open_prompts(config.data, tokenizer, seed=config.run.seed, split="train"),
-                held_out=open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval"),
+                prompts=_open_prompts(config, tokenizer, config.run.seed, "train"),
+                held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
             )
             with _seldom_collected():

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.errors import BadRow
-from tailrace.parts import Parts, RunSettings
+from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
-from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
 from tailrace.weights.base import Weights
 
@@ -33,7 +33,7 @@ class Probe:
 
 async def probe(parts: Parts, checkpoints: Sequence[Saved], settings: RunSettings) -> list[Probe]:
     """Every checkpoint of a lap, in order."""
-    fleet, half = Fleet(parts.engines, Recorder()), settings.group_size // 2
+    router, half = Router(parts.engines, Recorder()), settings.group_size // 2
     probes: list[Probe] = []
     for before, checkpoint, after in zip(
         [None, *checkpoints], checkpoints, [*checkpoints[1:], None], strict=False
@@ -41,20 +41,20 @@ async def probe(parts: Parts, checkpoints: Sequence[Saved], settings: RunSetting
         weights = Weights(checkpoint.version, str(Path(checkpoint.path) / WEIGHTS_FILE))
         await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
         held_out = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, 0)
-        accuracy = (await evaluate(held_out, fleet, parts.rewards)).accuracy
+        accuracy = (await evaluate(held_out, router, parts.rewards)).accuracy
         probes.append(Probe(checkpoint.round, accuracy, {}))
         if before:
             drawn = range(before.num_drawn, checkpoint.num_drawn)
             responses = _samples(parts, settings, drawn, range(half, settings.group_size))
-            await _measure(fleet, responses, probes[-2].lengths)
+            await _measure(router, responses, probes[-2].lengths)
         if after:
             drawn = range(checkpoint.num_drawn, after.num_drawn)
-            await _measure(fleet, _samples(parts, settings, drawn, range(half)), probes[-1].lengths)
+            await _measure(router, _samples(parts, settings, drawn, range(half)), probes[-1].lengths)
     return probes
 
 
-async def _measure(fleet: Fleet, responses: Sequence[Sample], lengths: dict[int, list[int]]) -> None:
-    await asyncio.gather(*(fleet.serve(response) for response in responses))
+async def _measure(router: Router, responses: Sequence[Sample], lengths: dict[int, list[int]]) -> None:
+    await asyncio.gather(*(router.serve(response) for response in responses))
     for response in responses:
         lengths.setdefault(response.id.prompt, []).append(response.num_tokens)
 

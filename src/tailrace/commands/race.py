@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import live_materialise, open_parts, rewind, training_prompts
+from tailrace.commands.live import advantages_of, open_parts, rewind, training_prompts
 from tailrace.commands.probe import probe
 from tailrace.config import RunConfig
-from tailrace.drive import drive
-from tailrace.parts import Parts
+from tailrace.controller.execution import execute
+from tailrace.controller.base import Parts
 from tailrace.record.events import FromRound, Recorder, Sink
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
@@ -116,12 +116,12 @@ async def _lap(
     settings = config.run.model_copy(update=changes)
     meter = LapMeter(race.warm_up_rounds)
     checkpoints = folder / "laps" / f"{name}-{repeat}"
-    await drive(
+    await execute(
         racer.schedule,
         parts,
         settings,
         Recorder(meter, *pictures),
-        materialise=live_materialise(config),
+        compute_advantages=advantages_of(config),
         folder=checkpoints,
     )
     return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)

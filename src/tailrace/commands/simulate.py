@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
-from tailrace.algo.materialise import Materialise
+from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig
-from tailrace.drive import drive
+from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline, draw
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule, resolve
-from tailrace.sim.world import simulated_parts
+from tailrace.controller.simulation import simulated_parts
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
@@ -42,8 +42,8 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
 
 async def _simulate(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:
     parts = simulated_parts(config.sim, config.run.seed, reference=config.algorithm.needs_reference)
-    materialise = Materialise(config.algorithm, config.sim.lengths.max_tokens)
-    await drive(schedule, parts, config.run, recorder, materialise=materialise)
+    compute_advantages = ComputeAdvantages(config.algorithm, config.sim.lengths.max_tokens)
+    await execute(schedule, parts, config.run, recorder, compute_advantages=compute_advantages)
     return clock.now()
 
 

@@ -25,15 +25,15 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.live import check_live, live_materialise, open_parts, rewind, training_prompts
-from tailrace.config import RunConfig
-from tailrace.drive import drive
+from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.config import RunConfig, check_resumable
+from tailrace.controller.execution import execute
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.ledger.base import Store
-from tailrace.ledger.journal import Journal, Unwritten
+from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.open import create_store, open_store
-from tailrace.ledger.past import Past, first_life, next_life
 from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
 from tailrace.record.events import FromRound, Recorder
@@ -67,9 +67,11 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: boo
     with alone_in(folder):
         store = open_store(config.ledger, folder) if resume else _begun(config, folder)
         with closing(store) if store else nullcontext():
-            past = _past(config, folder, store) if resume and store else first_life(config.digest())
+            starting_point = (
+                _starting_point(config, folder, store) if resume and store else first_life(config.to_json())
+            )
             with full_disk_explained(folder):
-                clock.run(_train(config, schedule, folder, store, past), virtual=False)
+                clock.run(_train(config, schedule, folder, store, starting_point), virtual=False)
 
 
 @contextmanager
@@ -100,16 +102,18 @@ def _begun(config: RunConfig, folder: Path) -> Store | None:
         )
     store = create_store(config.ledger, folder)
     if store:
-        store.commit(first_life(config.digest()).opening)
+        store.commit(first_life(config.to_json()).opening)
     (folder / CONFIG_FILE).write_text(config.toml())
     return store
 
 
-def _past(config: RunConfig, folder: Path, store: Store) -> Past:
+def _starting_point(config: RunConfig, folder: Path, store: Store) -> StartingPoint:
+    books = read_books(store)
+    check_resumable(books.lives[max(books.lives)].config, config)
     return next_life(
-        read_books(store),
+        books,
         name=store.name,
-        config_digest=config.digest(),
+        config=config.to_json(),
         checkpoints=folder / CHECKPOINTS_FOLDER,
         num_generated=counted_tokens(folder / COUNTS_FOLDER),
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
@@ -134,36 +138,44 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
 
 
 async def _train(
-    config: RunConfig, schedule: BoundSchedule, folder: Path, store: Store | None, past: Past
+    config: RunConfig,
+    schedule: BoundSchedule,
+    folder: Path,
+    store: Store | None,
+    starting_point: StartingPoint,
 ) -> None:
     checkpoints = folder / CHECKPOINTS_FOLDER
-    async with open_parts(config, folder, life=past.life) as parts:
-        if past.checkpoint:
-            await rewind(parts, checkpoints / past.checkpoint, past.version)
-        if store and past.life > 1:
-            store.commit(past.opening)
+    async with open_parts(config, folder, life=starting_point.life) as parts:
+        if starting_point.checkpoint:
+            await rewind(parts, checkpoints / starting_point.checkpoint, starting_point.version)
+        if store and starting_point.life > 1:
+            store.commit(starting_point.opening)
             (folder / CONFIG_FILE).write_text(config.toml())
         timeline, metrics = Timeline(), folder / "metrics.jsonl"
-        trace = folder / ("trace.json" if past.life == 1 else f"trace-{past.life}.json")
-        summary = Summary(folder / "summary.json", earlier=read_rows(metrics, before_round=past.round))
+        trace = folder / ("trace.json" if starting_point.life == 1 else f"trace-{starting_point.life}.json")
+        summary = Summary(
+            folder / "summary.json", earlier=read_rows(metrics, before_round=starting_point.round)
+        )
         recorder = Recorder(
-            MetricsWriter(metrics, first_round=past.round),
-            SamplesWriter(folder / "samples", first_round=past.round),
+            MetricsWriter(metrics, first_round=starting_point.round),
+            SamplesWriter(folder / "samples", first_round=starting_point.round),
             TraceWriter(trace),
             FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
             summary,
             open_display(rounds=config.run.rounds, waits=clock.who_waits),
         )
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
-            journal = Journal(writer, past, flush_s=config.ledger.flush_s) if writer else Unwritten()
-            await drive(
+            journal = (
+                Journal(writer, starting_point, flush_s=config.ledger.flush_s) if writer else NullJournal()
+            )
+            await execute(
                 schedule,
                 parts,
                 config.run,
                 recorder,
-                materialise=live_materialise(config),
+                compute_advantages=advantages_of(config),
                 folder=checkpoints,
-                past=past,
+                starting_point=starting_point,
                 journal=journal,
             )
     draw({str(config.schedule["name"]): timeline}, folder / "timeline.png")

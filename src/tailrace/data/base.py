@@ -1,68 +1,119 @@
-"""What data is to a run: prompts by number, in an order fixed by the seed."""
+"""The contract of the data room: prompts by index, in an order that the seed fixes."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from tailrace.settings import Settings
 from tailrace.types import Prompt
 
+RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+    {"conversation", "messages", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "return_dict", "return_tensors", "chat_template"}
+)
+"""Arguments of `apply_chat_template` that the data room sets itself."""
+
+
+class PromptSettings(Settings):
+    """How prompts become token ids. Both kinds of data have these keys."""
+
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Whether a plain string becomes one user message of the model's chat template. `auto`: where the
+    tokenizer has a template. `always`: a tokenizer without a template is an error. `never`: the string is
+    encoded as it stands. Rows that are chat messages use the template in each case."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """Content of a system message placed before each prompt. Rows of messages that begin with a system
+    message keep their own. It needs the chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Arguments passed to the chat template, for example `{ enable_thinking = false }` for Qwen3."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
+    the model's context leaves no room for one completion token."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_arguments(
+        cls, given: dict[str, bool | int | float | str]
+    ) -> dict[str, bool | int | float | str]:
+        for name in sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
+            raise ValueError(f"{name!r} is set by tailrace and cannot be given here")
+        return given
+
+    @model_validator(mode="after")
+    def _check_that_the_template_is_used(self) -> "PromptSettings":
+        if self.chat_template == "never" and (self.system_prompt or self.chat_template_kwargs):
+            raise ValueError(
+                "system_prompt and chat_template_kwargs need the chat template, and chat_template is 'never'"
+            )
+        return self
+
 
 class TermsSettings(Settings):
-    """A long-tailed difficulty: a clipped lognormal number of steps a prompt."""
+    """The clipped lognormal distribution of one difficulty parameter of a procedural task."""
 
-    median: float = Field(gt=0)
-    sigma: float = Field(ge=0)
+    median: float = Field(gt=0, le=1e9)
+    """Median of the lognormal distribution, before rounding and clipping."""
+    sigma: float = Field(ge=0, le=10)
+    """Standard deviation of the logarithm; 0 gives the median each time."""
     minimum: int = Field(ge=1)
+    """Smaller draws are raised to this number."""
     maximum: int = Field(ge=1)
+    """Larger draws are lowered to this number."""
 
 
-class ProceduralSettings(Settings):
-    """A reasoning-gym task: endless prompts that bring their own scorer."""
+class ProceduralSettings(PromptSettings):
+    """A reasoning-gym task: an endless stream of prompts with a scorer of its own."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Selects this kind of data."""
     task: str
+    """Name of the task in reasoning-gym, for example `chain_sum`."""
     params: dict[str, int | float | str | bool] = {}
-    """Of the task's own config."""
+    """Parameters of the task's own config."""
     lengths: dict[str, TermsSettings] = {}
-    """Task parameters drawn anew for every prompt, for tasks that have `min_X` and `max_X`:
+    """Difficulty parameters drawn anew for each prompt. The task must have `min_X` and `max_X` for a key `X`:
     key `terms` draws a number and sets both `min_terms` and `max_terms` to it."""
     template: str = "{question}"
-    """What the model reads."""
+    """Text of the prompt. `{question}` is replaced by the question of the task."""
     size: int | None = Field(default=None, ge=2)
-    """So many prompts, which come again in a new order every epoch; None: endless ones, each once."""
+    """Number of different training prompts, shuffled anew in each epoch. Without it each prompt is new."""
     answer: str | None = None
-    """Regular expression whose last match's last group is the answer; None: the whole completion."""
+    """Regular expression that extracts the answer from a completion: the last group of the last match.
+    Without it the whole completion is the answer."""
 
 
-class RowsSettings(Settings):
-    """Rows: a JSONL file, a parquet file, or a Hugging Face dataset folder."""
+class RowsSettings(PromptSettings):
+    """Rows of a file or a data set."""
 
     kind: Literal["rows"] = "rows"
+    """Selects this kind of data."""
     path: Path
     """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
     prompt_column: str = "prompt"
-    """A string, or a list of chat messages."""
+    """Column of the prompt: a string, or a list of chat messages."""
     split: str = "train"
-    """Of a dataset folder."""
+    """Training split of a dataset folder that has several splits."""
     eval_path: Path | None = None
-    """Held-out rows. None: one different prompt in sixteen of `path` is held out."""
-    eval_split: str = "test"
-    """Of `eval_path`, where that is a dataset folder."""
+    """File or folder of the evaluation set. Without it the evaluation set is the split `eval_split` of
+    `path`, or else one sixteenth of the different prompts of `path`, which is then not trained on."""
+    eval_split: str | None = None
+    """Evaluation split of a dataset folder that has several splits. Without it: `test`, or else
+    `validation`."""
 
 
 Split = Literal["train", "eval"]
-"""No prompt is in both, whatever the seed."""
+"""Which of the two disjoint sets of prompts."""
 
 DataSettings = Annotated[ProceduralSettings | RowsSettings, Field(discriminator="kind")]
 
 
 class Prompts(Protocol):
-    """An endless, seeded order of prompts. It has no state, so the cursor of a run is one number."""
+    """An endless order of prompts, fixed by the seed. It has no state, so one index is the cursor of a
+    run."""
 
     def __getitem__(self, index: int) -> Prompt:
-        """The index-th prompt of the run: the same at every call, in every process.
+        """Return prompt number `index` of the run. Each call, in each process, returns the same prompt.
 
         Raises:
             BadRow: the row has no usable prompt.

@@ -1,13 +1,14 @@
-"""Epochs: a finite number of rows as an endless order, each epoch shuffled anew.
+"""An endless order over a finite number of rows, shuffled anew in each epoch.
 
-Epoch e is its own permutation, a function of (seed, e): the row at any index is found without walking there.
+Each epoch has its own permutation, a function of (seed, epoch). The row at any index is found without
+visiting the earlier ones.
 """
 
 import numpy as np
 
 
 class Epochs:
-    """Which row comes at an index."""
+    """Maps an index of the endless order to a row number."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._num_rows, self._seed = num_rows, seed
@@ -15,6 +16,7 @@ class Epochs:
         self._order = np.empty(0, dtype=np.int64)
 
     def row_at(self, index: int) -> int:
+        """Return the row number at `index`."""
         epoch, place = divmod(index, self._num_rows)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)

@@ -1,9 +1,8 @@
-"""Procedural tasks of reasoning-gym: endless prompts, each with a scorer that knows its answer.
+"""Procedural tasks of reasoning-gym: endless prompts with a scorer that knows the answer.
 
-Random access: prompt `index` is a function of (settings, seed, split, index) alone; with a `size`, of its row
-number. Draws whose text belongs
-to the other split are drawn again, so training and evaluation share no prompt, whatever their seeds: the
-text alone decides (`is_held_out`).
+Prompt `index` is a function of (settings, seed, split, index) only, or of its row number where the data has a
+`size`. The text of a question alone decides to which split it belongs (`is_held_out`). A draw that belongs to
+the other split is drawn again, so training and evaluation share no prompt, whatever their seeds.
 """
 
 import difflib
@@ -11,7 +10,8 @@ import math
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from random import Random
@@ -20,30 +20,33 @@ from typing import Any
 import msgspec
 
 from tailrace.data.base import ProceduralSettings, Split, TermsSettings
+from tailrace.data.encoding import PromptEncoder
 from tailrace.data.epochs import Epochs
-from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
 HELD_OUT_ONE_IN = 16
-"""The share of a task's different prompts that is only evaluated on."""
+"""Share of a task's different prompts that is held out for evaluation."""
 MAX_DRAWS = 400
-"""For one prompt. By chance alone, all draws of an evaluation prompt fail once in 10^11."""
+"""Draws for one prompt. All draws of an evaluation prompt fail by chance once in 10^11."""
 PAGE = 256
-"""Consecutive prompts that come from one dataset of the task: for some tasks, making one takes a second."""
+"""Consecutive prompts that come from one dataset of the task. Some tasks need a second to make a dataset."""
 MAX_DATASETS = 256
-"""Kept for the next prompt of their page and difficulty."""
+"""Datasets kept in memory for the next prompt of their page and difficulty."""
 MAX_ROWS = 4096
-"""Kept for the next epoch, tokenised."""
+"""Tokenised rows kept in memory for the next epoch."""
+PROBED_PROMPTS = 16
+"""Training prompts looked at, at most, to find one that is short enough."""
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a prompt belongs to evaluation. Its text decides, so no seed can put it into training."""
+    """Return whether a question belongs to evaluation. Its text decides, so the answer is the same for each
+    seed."""
     return zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def draw_length(terms: TermsSettings, random: Random) -> int:
-    """A lognormal number, rounded and clipped to [minimum, maximum]."""
+    """Draw a lognormal number, rounded and clipped to [minimum, maximum]."""
     length = round(terms.median * math.exp(terms.sigma * random.gauss(0.0, 1.0)))
     return min(max(length, terms.minimum), terms.maximum)
 
@@ -65,18 +68,22 @@ class Task:
         self._scorer = self.dataset(0, {})
 
     def dataset(self, seed: int, lengths: Mapping[str, int]) -> Any:
-        """A dataset of PAGE entries of one difficulty."""
+        """Make a dataset of PAGE entries.
+
+        Args:
+            lengths: value of each difficulty parameter of `data.lengths`.
+        """
         params = dict(self._settings.params)
         for name, length in lengths.items():
             params |= {f"min_{name}": length, f"max_{name}": length}
         return self._dataset_type(config=self._config_type(**params, seed=seed, size=PAGE))
 
     def question(self, entry: Mapping[str, Any]) -> str:
-        """What the model reads."""
+        """Return the text of the prompt: the question in `data.template`."""
         return self._settings.template.replace("{question}", entry["question"])
 
     def score(self, completion: str, row: Mapping[str, object]) -> float:
-        """The task's own score of the extracted answer; 0 where there is none to extract."""
+        """Return the task's own score of the extracted answer, or 0 where no answer can be extracted."""
         answer: str | None = completion
         if self._answer is not None:
             answer = None
@@ -85,7 +92,7 @@ class Task:
         return 0.0 if answer is None else float(self._scorer.score_answer(answer, row))
 
     def _check_names(self) -> None:
-        """Every parameter exists, and the seed and the number of entries stay ours."""
+        """Check that the task has each parameter. The seed and the number of entries cannot be set."""
         known = sorted({field.name for field in fields(self._config_type)} - {"seed", "size"})
         for name, value in self._settings.params.items():
             if name not in known:
@@ -98,20 +105,20 @@ class Task:
                 problem = f"{task} has no min_{name} and max_{name}"
                 raise ConfigError(key, name, problem, _suggest(name, ranges))
             if terms.minimum > terms.maximum:
-                remedy = f"its maximum is {terms.maximum}: choose at most that"
-                raise ConfigError(f"{key}.minimum", terms.minimum, "no number is that long", remedy)
+                remedy = f"choose at most {terms.maximum}"
+                raise ConfigError(f"{key}.minimum", terms.minimum, "it is larger than the maximum", remedy)
         if "{question}" not in self._settings.template:
             remedy = "write {question} where the task's question belongs"
             raise ConfigError("data.template", self._settings.template, "the question is not in it", remedy)
 
     def _probe(self, lengths: Mapping[str, int]) -> None:
-        """Draw one entry, send it through the process border, and score its own answer."""
+        """Draw one entry, encode it as for another process, and score its own answer."""
         try:
             dataset = self.dataset(0, lengths)
             entry = dataset[0]
             expected = dataset.score_answer(entry["answer"], entry)
         except Exception as why:
-            # A task checks its parameters with asserts and whatever else it meets.
+            # Tasks check their parameters with asserts and with errors of any type.
             remedy = "change data.params or data.lengths"
             problem = f"the task refuses its parameters ({why!r})"
             raise ConfigError("data.task", self._settings.task, problem, remedy) from why
@@ -129,28 +136,44 @@ class ProceduralPrompts:
     """The endless prompts of a task."""
 
     def __init__(
-        self, task: Task, settings: ProceduralSettings, tokenizer: Tokenizer, seed: int, split: Split
-    ):
+        self, task: Task, settings: ProceduralSettings, encoder: PromptEncoder, seed: int, split: Split
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the prompts are too long.
+        """
         self._task = task
         self._lengths = settings.lengths
-        self._tokenizer = tokenizer
+        self._encoder = encoder
         self._seed = seed
         self._held_out = split == "eval"
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
         self._datasets: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._made = lru_cache(maxsize=MAX_ROWS)(self._make)
+        if split == "train":
+            encoder.check_that_one_fits("data.task", settings.task, self._first_questions())
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index) if self._epochs else None
         return Prompt(index, *self._made(index if row_number is None else row_number), row_number)
 
     def _make(self, index: int) -> tuple[list[int], str, dict[str, object]]:
-        """Its ids, its text and its row."""
+        """Return the token ids, the text and the row of a prompt."""
+        entry = self._entry_of_split(index)
+        text, ids = self._encoder.encode(self._task.question(entry))
+        return ids, text, row_of(entry)
+
+    def _first_questions(self) -> Iterator[str]:
+        for index in range(PROBED_PROMPTS):
+            with suppress(BadRow):
+                yield self._task.question(self._entry_of_split(index))
+
+    def _entry_of_split(self, index: int) -> dict[str, Any]:
+        """Draw until an entry belongs to the split."""
         for draw in range(MAX_DRAWS):
             entry = self._entry(index, draw)
             if is_held_out(entry["question"]) == self._held_out:
-                text = self._task.question(entry)
-                return self._tokenizer.encode(text), text, row_of(entry)
+                return entry
         raise BadRow("no prompt in the split", f"{MAX_DRAWS} draws all belong to the other one")
 
     def _entry(self, index: int, draw: int) -> dict[str, Any]:
@@ -170,17 +193,17 @@ class ProceduralPrompts:
 
 
 def row_of(entry: Mapping[str, Any]) -> dict[str, object]:
-    """The entry (question, answer, metadata) in what msgpack can carry.
+    """Return an entry (question, answer, metadata) as values that msgpack can encode.
 
     Raises:
-        TypeError: it holds something that msgpack cannot carry.
+        TypeError: it holds a value that msgpack cannot encode.
     """
     row: dict[str, object] = msgspec.to_builtins(dict(entry), str_keys=False, enc_hook=_plain)
     return row
 
 
 def _plain(value: object) -> object:
-    """Strings of numpy and the like: their base type says all there is to say."""
+    """Convert subclasses of plain types, such as numpy's strings, to the plain type."""
     for base in (str, int, float):
         if isinstance(value, base):
             return base(value)
@@ -188,12 +211,14 @@ def _plain(value: object) -> object:
 
 
 def _find_task(name: str) -> tuple[Any, Any]:
-    """The dataset class and the config class of a task."""
+    """Return the dataset class and the config class of a task."""
     try:
         import reasoning_gym
     except ImportError as why:
         remedy = "pip install 'tailrace[quickstart]'"
-        raise ConfigError("data.kind", "reasoning_gym", f"it is not installed ({why})", remedy) from why
+        raise ConfigError(
+            "data.kind", "reasoning_gym", f"the package reasoning-gym is not installed ({why})", remedy
+        ) from why
     tasks: dict[str, tuple[Any, Any]] = reasoning_gym.factory.DATASETS
     if name not in tasks:
         raise ConfigError("data.task", name, "reasoning-gym has no such task", _suggest(name, sorted(tasks)))
@@ -204,8 +229,8 @@ def _compile(pattern: str | None) -> re.Pattern[str] | None:
     try:
         return None if pattern is None else re.compile(pattern)
     except re.error as why:
-        problem = f"it is no regular expression ({why})"
-        raise ConfigError("data.answer", pattern, problem, "mend the expression") from why
+        problem = f"it is not a regular expression ({why})"
+        raise ConfigError("data.answer", pattern, problem, "correct the expression") from why
 
 
 def _suggest(name: str, known: list[str]) -> str:

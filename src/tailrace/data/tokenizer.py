@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, without torch: the controller that reads the data never needs it."""
+"""Loads the tokenizer of a model folder. It does not import torch, which the controller never needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,25 +9,30 @@ from tailrace.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """What we ask of a tokenizer of `transformers`."""
+    """The part of a fast tokenizer of `transformers` that is used here."""
 
     chat_template: str | None
     eos_token_id: int | None
     clean_up_tokenization_spaces: bool
     backend_tokenizer: Any
-    """Of the library `tokenizers`: it does the work."""
+    """The tokenizer of the library `tokenizers` behind it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **template_arguments: object,
     ) -> str: ...
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
-    """The fast tokenizer of a Hugging Face folder, its chat template included.
+    """Load the fast tokenizer of a Hugging Face folder, with its chat template.
 
     Raises:
         ConfigError: there is no `tokenizer.json`, or it cannot be read.
@@ -52,8 +57,11 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
 
 
 def text_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What makes text of ids, special tokens left out. Where the tokenizer has nothing to clean up behind the
-    library that does the work, that one is asked directly: the way to it takes twice as long as the work."""
+    """Return a function from token ids to text, without special tokens.
+
+    Where there are no spaces to clean up, the function calls the library `tokenizers` directly: the wrapper
+    of transformers takes twice as long as the decoding itself.
+    """
     cleans = tokenizer.clean_up_tokenization_spaces
     decode = tokenizer.decode if cleans else tokenizer.backend_tokenizer.decode
     return partial(decode, skip_special_tokens=True)

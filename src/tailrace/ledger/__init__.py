@@ -1,1 +1,1 @@
-"""Nothing is lost: the fate of every token and prompt, in memory and in a store that outlives the process."""
+"""Records what becomes of each token and each prompt, in memory and in a store that outlives the process."""

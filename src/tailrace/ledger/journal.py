@@ -1,13 +1,12 @@
-"""Journal: writes a ledger down as it changes, off the critical path.
+"""Writes the ledger to a store while the run goes on, off the critical path.
 
-All truth is in the groups and samples, so the journal looks at them from time to time, between two events of
-the loop, and puts down what is other than the last time: a cut through the whole run at one instant. Parking,
-restarting, growing and finishing need no code of their own. The writer commits cuts whole and in their order,
-one at a time; while it is busy the next one waits, and gets larger.
+Groups and samples hold the state of the run. At intervals, between two events of the loop, the journal
+compares them with what it wrote last and collects the rows that differ: a consistent cut through the whole
+run at one instant. Parking, restarting, growing and finishing a sample need no code of their own. The writer
+commits the cuts in order, one at a time. While a commit is under way the next cut grows.
 
-A mark is a cut that says: up to here, this checkpoint. It is committed after the checkpoint is whole, and a
-checkpoint without a mark does not count; so what the weights contain and what the ledger says of them agree
-after a kill at any moment.
+A mark is committed after its checkpoint is complete, and a checkpoint without a mark is ignored. So the
+weights of a checkpoint and the ledger agree after a kill at any moment.
 """
 
 import asyncio
@@ -28,32 +27,37 @@ from tailrace.ledger.base import (
     TrainingRow,
 )
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.past import Past
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.writer import Writer
 from tailrace.types import Group, Sample, SampleId
 
-REST = 50
-"""After a look the journal rests so many times as long as it took: its share of the loop stays below 1/50."""
+MIN_PAUSE_RATIO = 50
+"""After a scan of all groups the journal pauses at least this many times as long as the scan took. Its share
+of the loop's time stays below 1/50."""
 
-_Look = tuple[int, str | None, float | None, str | None]
+_SampleState = tuple[int, str | None, float | None, str | None]
 
 
 class Journal:
-    """Between the ledger of one life and the store."""
+    """Writes the ledger of one life."""
 
-    def __init__(self, writer: Writer, past: Past, *, flush_s: float) -> None:
-        """past: what the store holds."""
+    def __init__(self, writer: Writer, starting_point: StartingPoint, *, flush_s: float) -> None:
+        """
+        Args:
+            starting_point: what the store holds already.
+            flush_s: least seconds between two commits.
+        """
         self._writer, self._flush_s = writer, flush_s
-        self._life = past.life
-        self._run = past.run
-        self._origins = past.origins
-        self._groups = past.rows
-        """What the store says of each living group."""
-        self._samples = {sample: _look(sample) for sample in past.origins}
-        """What of each living sample is in the store."""
-        self._trained = past.trained
-        self._marks = past.marks
-        """The last two."""
+        self._life = starting_point.life
+        self._run = starting_point.run
+        self._origins = starting_point.origins
+        self._groups = starting_point.rows
+        """Stored row of each group without a fate."""
+        self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
+        """Stored state of each sample without a fate."""
+        self._trained = starting_point.trained
+        self._marks = starting_point.marks
+        """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
         self._settled: list[tuple[Sample, int | None]] = []
         self._rows: list[Row] = []
@@ -61,15 +65,15 @@ class Journal:
         self._commit: asyncio.Future[None] | None = None
 
     def follow(self, ledger: Ledger) -> None:
-        """Write this one down."""
+        """Attach the ledger to write."""
         self._ledger = ledger
 
     def settle(self, sample: Sample, step: int | None) -> None:
-        """The ledger says: a sample has its fate."""
+        """Record that a sample has its fate. `step`: the optimizer step that trained it; None: waste."""
         self._settled.append((sample, step))
 
     def end(self, group: Group, reason: str) -> None:
-        """The ledger says: a group has its fate."""
+        """Record that a group has its fate."""
         self._ended.append((group, reason))
 
     async def mark(
@@ -83,19 +87,25 @@ class Journal:
         longest: Mapping[int, int],
         steps_at: Mapping[int, int],
     ) -> None:
-        """Commit that a checkpoint is whole, with all that was until now.
+        """Commit a mark for a complete checkpoint, with all changes until now.
+
+        Args:
+            checkpoint: name of the checkpoint's folder.
+            parked: groups that a resumed run finds parked.
+            longest: longest response to each row of the data, in tokens.
+            steps_at: optimizer steps at each publication.
 
         Raises:
             LedgerError: it cannot be written.
         """
-        self._look_at_everything()
+        self._collect_changes()
         mark = MarkRow(
             self._life,
             round,
             version,
             step,
             checkpoint,
-            shelf=_json([group.prompt.index for group in parked]),
+            partial_rollouts=_json([group.prompt.index for group in parked]),
             longest=_json(longest),
             steps_at=_json(steps_at),
         )
@@ -104,33 +114,33 @@ class Journal:
         await self._put_and_wait()
 
     async def keep(self) -> None:
-        """Write from time to time, until it is cancelled.
+        """Commit changes at intervals until cancelled.
 
         Raises:
             LedgerError: it cannot be written.
         """
-        rest_s = self._flush_s
+        pause_s = self._flush_s
         while True:
-            await asyncio.sleep(rest_s)
+            await asyncio.sleep(pause_s)
             if self._idle():
                 began_s = now()
-                self._look_at_everything()
+                self._collect_changes()
                 self._put()
-                rest_s = max(self._flush_s, REST * (now() - began_s))
+                pause_s = max(self._flush_s, MIN_PAUSE_RATIO * (now() - began_s))
 
     async def finish(self) -> None:
-        """Commit what is left.
+        """Commit all changes that are left.
 
         Raises:
             LedgerError: it cannot be written.
         """
-        self._look_at_everything()
+        self._collect_changes()
         await self._put_and_wait()
 
     # -- commits ------------------------------------------------------------------------------------
 
     def _idle(self) -> bool:
-        """No commit is under way. Raises what the last one raised."""
+        """Return whether no commit is under way. Raises the error of the last commit."""
         if self._commit is None:
             return True
         if not self._commit.done():
@@ -141,7 +151,7 @@ class Journal:
     def _put(self) -> None:
         if self._rows or self._pruned:
             self._commit = self._writer.put(Cut(self._rows, self._pruned))
-            self._commit.add_done_callback(_heard)
+            self._commit.add_done_callback(_retrieve_error)
             self._rows, self._pruned = [], []
 
     async def _put_and_wait(self) -> None:
@@ -154,9 +164,9 @@ class Journal:
                 assert self._commit
                 await asyncio.wait([self._commit])
 
-    # -- looks --------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------
 
-    def _look_at_everything(self) -> None:
+    def _collect_changes(self) -> None:
         totals = self._ledger.totals
         run = msgspec.structs.replace(
             self._run, num_drawn=totals.num_drawn, evaluated_tokens=totals.evaluated_tokens
@@ -165,25 +175,25 @@ class Journal:
             self._rows.append(run)
             self._run = run
         for group in self._ledger.living.values():
-            self._look_at_group(group, "")
+            self._collect_group(group, "")
             for sample in group.samples:
-                if sample.fate is None and self._samples.get(sample) != _look(sample):
+                if sample.fate is None and self._samples.get(sample) != _state_of(sample):
                     self._rows += self._sample_rows(sample)
-                    self._samples[sample] = _look(sample)
+                    self._samples[sample] = _state_of(sample)
         for group, reason in self._ended:
-            self._look_at_group(group, reason)
+            self._collect_group(group, reason)
             del self._groups[group]
         for sample, step in self._settled:
-            self._look_at_settled(sample, step)
+            self._collect_settled(sample, step)
         self._ended, self._settled = [], []
 
-    def _look_at_group(self, group: Group, reason: str) -> None:
+    def _collect_group(self, group: Group, reason: str) -> None:
         old = self._groups.get(group)
         row = GroupRow(
             prompt=group.prompt.index,
             life=old.life if old else self._life,
-            round=group.drawn,
-            need=group.need,
+            round=group.round_drawn,
+            num_required=group.num_required,
             num_launched=group.num_launched,
             attempt=group.attempt,
             deferrals=group.deferrals,
@@ -195,7 +205,7 @@ class Journal:
             self._groups[group] = row
             self._rows.append(row)
 
-    def _look_at_settled(self, sample: Sample, step: int | None) -> None:
+    def _collect_settled(self, sample: Sample, step: int | None) -> None:
         seen = self._samples.get(sample)
         if step is None:
             self._rows.append(self._sample_row(sample, pruned=True))
@@ -209,12 +219,12 @@ class Journal:
         self._origins.pop(sample, None)
 
     def _sample_rows(self, sample: Sample) -> Iterator[Row]:
-        """The sample, and what it gained."""
+        """Yield the row of the sample, and a row of the tokens gained since the last one."""
         yield self._sample_row(sample)
         seen = self._samples.get(sample)
         start = seen[0] if seen else 0
         if ids := sample.completion_ids[start:]:
-            logprobs = array("f", sample.logprobs[start:])
+            logprobs = array("f", sample.behavior_logprobs[start:])
             yield TokensRow(*sample.id, start, array("i", ids).tobytes(), logprobs.tobytes())
 
     def _sample_row(self, sample: Sample, *, pruned: bool = False) -> SampleRow:
@@ -231,7 +241,8 @@ class Journal:
         )
 
     def _spans(self, sample: Sample) -> list[Origin]:
-        """Those of earlier lives as they were stored, and what this life added."""
+        """Return the origins of the sample's tokens: those of earlier lives as stored, then those of this
+        life."""
         origins = list(self._origins.get(sample, ()))
         known = sum(origin.num_tokens for origin in origins)
         for span in sample.spans:
@@ -241,8 +252,8 @@ class Journal:
         return origins
 
     def _prune_behind(self, mark: MarkRow) -> None:
-        """Forget what only marks before the last one need: if the newest checkpoint is damaged, the run can
-        still go back to the one before it."""
+        """Remove what only marks before the last two need. The second mark remains usable in case the newest
+        checkpoint is damaged."""
         marks = [*self._marks, mark]
         for old in marks[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}"))
@@ -256,8 +267,8 @@ class Journal:
         self._marks = marks[-2:]
 
 
-class Unwritten:
-    """The journal of a run that is not written down."""
+class NullJournal:
+    """The journal of a run that is not stored."""
 
     def follow(self, ledger: Ledger) -> None: ...
 
@@ -286,12 +297,12 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _look(sample: Sample) -> _Look:
-    """Changes whenever something of the sample is to be written."""
+def _state_of(sample: Sample) -> _SampleState:
+    """Return the fields of a sample whose change makes it due to be written."""
     return (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
 
 
-def _heard(commit: asyncio.Future[None]) -> None:
-    """A failure that nobody waits for any more is no surprise."""
+def _retrieve_error(commit: asyncio.Future[None]) -> None:
+    """Mark the error of a commit as retrieved, so that asyncio does not log it when the run ends first."""
     if not commit.cancelled():
         commit.exception()

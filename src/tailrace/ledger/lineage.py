@@ -1,14 +1,14 @@
-"""Lives and the publications they made: a tree.
+"""The tree of lives and the publications that each made.
 
-A life begins with the checkpoint of another one, at its version; whatever that one published later is a dead
-branch. The staleness of a token is how many publications lie between the one that produced it and the current
-one, along the tree.
+A life begins with a checkpoint of an earlier life, at the version of that checkpoint. What the earlier life
+published later is a dead branch. The staleness of a token is the number of publications, along the tree,
+between the one that produced it and the current one.
 
     life 1   0 - 1 - 2 - 3 - 4         killed; the last checkpoint was of version 2
     life 2           `-- 3 - 4 - 5
 
-Seen from version 5 of life 2, a token of its own version 4 is 1 old, one of version 2 is 3 old, and one of
-life 1's version 4 is 5 old: two publications back to the fork, and three on.
+At version 5 of life 2, the staleness of a token is 1 for version 4 of life 2, 3 for version 2, and 5 for
+version 4 of life 1: two publications back to the fork and three forward.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from tailrace.ledger.base import LifeRow
 
 
 def distance(lives: Mapping[int, LifeRow], one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Publications between two of them, each (life, version)."""
+    """Return the number of publications between two versions, each given as (life, version)."""
     newest = dict(_branches(lives, *one))
     for life, version in _branches(lives, *other):
         if life in newest:
@@ -26,7 +26,7 @@ def distance(lives: Mapping[int, LifeRow], one: tuple[int, int], other: tuple[in
 
 
 def _branches(lives: Mapping[int, LifeRow], life: int, version: int) -> Iterator[tuple[int, int]]:
-    """Each life on the way to the first, and the newest of its versions that lies on it."""
+    """Yield each life on the path to the root, with the newest of its versions on that path."""
     while life:
         yield life, version
         version = min(version, lives[life].version)

@@ -1,4 +1,4 @@
-"""A store that ends with the process: for virtual time, where a life ends and the process does not."""
+"""A store in memory. In virtual time a simulated run can be killed and resumed within one process."""
 
 from tailrace.ledger.base import Cut, Row, TokensRow
 
@@ -23,8 +23,9 @@ class MemoryStore:
         return [table[key] for key in sorted(table)]
 
     def close(self) -> None:
-        """It lives on, for the next life."""
+        """Do nothing: the rows stay for the next life."""
 
 
 def key_of(row: Row) -> tuple[object, ...]:
+    """Return the values of the key fields."""
     return tuple(getattr(row, name) for name in row.__struct_fields__[: row.num_keys])

@@ -1,9 +1,9 @@
-"""The store that a config names."""
+"""Opens the store that the [ledger] section names."""
 
 from pathlib import Path
 
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import LedgerSettings, Store
+from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 
@@ -11,26 +11,40 @@ LEDGER_FILE = "ledger.sqlite"
 
 
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
-    """For a run that begins; None: it is to be kept nowhere.
+    """Open an empty store for a new run. A store whose run never began is replaced.
+
+    Args:
+        folder: output directory of the run.
+
+    Returns:
+        The store, or None when the run is not to be stored.
 
     Raises:
-        LedgerError: there is one already, or it cannot be written.
+        LedgerError: the store holds a run that began, or cannot be written.
     """
     match settings.kind:
         case "sqlite":
-            return SqliteStore.create(folder / LEDGER_FILE)
+            path = folder / LEDGER_FILE
+            if path.exists() and not _sqlite_has_begun(path):
+                for suffix in ("", "-wal", "-shm"):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return SqliteStore.create(path)
         case "redis":
+            store = RedisStore(str(settings.url), str(folder.resolve()))
+            if not _holds_a_run(store):
+                store.forget()
+            store.close()
             return RedisStore.create(str(settings.url), str(folder.resolve()))
         case "memory":
             return None
 
 
 def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = False) -> Store:
-    """Of a run that was begun.
+    """Open the store of an existing run.
 
     Raises:
-        ConfigError: it was kept nowhere.
-        LedgerError: it is missing or damaged.
+        ConfigError: the run was not stored.
+        LedgerError: the store is missing or damaged.
     """
     match settings.kind:
         case "sqlite":
@@ -39,5 +53,47 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
             return RedisStore.open(str(settings.url), str(folder.resolve()))
         case "memory":
             raise ConfigError(
-                "ledger.kind", "memory", "the run's ledger ended with its process", "begin a new run"
+                "ledger.kind", "memory", "the ledger of the run ended with its process", "begin a new run"
             )
+
+
+def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
+    """Return whether a run in the folder drew a prompt or wrote a checkpoint, so that a new run would lose
+    it.
+
+    A run whose ledger is kept in memory has begun only when there is a checkpoint.
+
+    Args:
+        folder: output directory of the run.
+        checkpoints: folder of its checkpoints.
+
+    Raises:
+        LedgerError: the store is damaged, or cannot be reached.
+    """
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return True
+    match settings.kind:
+        case "sqlite":
+            path = folder / LEDGER_FILE
+            return path.exists() and _sqlite_has_begun(path)
+        case "redis":
+            store = RedisStore(str(settings.url), str(folder.resolve()))
+            try:
+                return _holds_a_run(store)
+            finally:
+                store.close()
+        case "memory":
+            return False
+
+
+def _sqlite_has_begun(path: Path) -> bool:
+    store = SqliteStore.open(path)
+    try:
+        return store.has_tables and _holds_a_run(store)
+    finally:
+        store.close()
+
+
+def _holds_a_run(store: Store) -> bool:
+    drawn = any(row.num_drawn for row in store.rows(RunRow) if isinstance(row, RunRow))
+    return drawn or bool(store.rows(MarkRow))

@@ -1,4 +1,4 @@
-"""From a store's rows to books, checked."""
+"""Reads all rows of a store and checks that they are consistent."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -26,9 +26,10 @@ _TOKEN_BYTES = 4
 
 
 def read_books(store: Store, *, tokens: bool = True) -> Books:
-    """
+    """Read the books of a run.
+
     Args:
-        tokens: False leaves them out.
+        tokens: whether to read the tokens of the samples, which are most of the data.
 
     Raises:
         LedgerError: the store is damaged, or of another format.
@@ -36,8 +37,8 @@ def read_books(store: Store, *, tokens: bool = True) -> Books:
     runs = _rows(store, RunRow)
     if len(runs) != 1 or runs[0].format != FORMAT:
         raise LedgerError(
-            f"{store.name} holds no ledger that this version reads (format {FORMAT}); resume with the "
-            "version that wrote it, or begin a new run in another --output-dir"
+            f"{store.name} holds no ledger that this version of tailrace reads (format {FORMAT}); resume "
+            "with the version that wrote it, or begin a new run in another --output-dir"
         )
     try:
         books = Books(
@@ -60,7 +61,7 @@ def read_books(store: Store, *, tokens: bool = True) -> Books:
 
 
 class _Damaged(Exception):
-    """Rows contradict one another."""
+    """The rows contradict one another."""
 
 
 def _rows(store: Store, kind: type[R]) -> list[R]:
@@ -76,16 +77,16 @@ def _check(books: Books) -> None:
         if id.prompt not in books.groups:
             raise _Damaged(f"sample {id} has no group")
         if any(origin.life not in books.lives for origin in sample.origins):
-            raise _Damaged(f"sample {id} is of a life that was not")
+            raise _Damaged(f"sample {id} belongs to a life that is not recorded")
     for training in books.trainings.values():
         if training.id not in books.samples:
-            raise _Damaged(f"sample {training.id} was trained and is not there")
+            raise _Damaged(f"sample {training.id} was trained and is missing")
     for id, rows in books.tokens.items():
         _check_tokens(id, rows, books.samples[id].num_tokens if id in books.samples else 0)
 
 
 def _check_tokens(id: SampleId, rows: Iterable[TokensRow], num_tokens: int) -> None:
-    """They follow one another, and are as many as the sample's spans say."""
+    """Check that the rows are contiguous and hold as many tokens as the spans of the sample."""
     place = 0
     for row in rows:
         if row.start != place or len(row.ids) != len(row.logprobs) or len(row.ids) % _TOKEN_BYTES:

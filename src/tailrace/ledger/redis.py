@@ -1,7 +1,7 @@
-"""A Redis server as the store: for runs whose output directory does not outlive the host.
+"""A Redis server as the store, for runs whose output directory does not outlive the host.
 
-A hash a table, a hash of tokens a sample. A cut is one MULTI/EXEC. What outlives the server is the server's
-settings' business: appendonly yes, and appendfsync as careful as it must be.
+Each table is a hash, and the tokens of each sample are a hash. A cut is one MULTI/EXEC. The settings of the
+server decide what survives its crash: set `appendonly yes` and a suitable `appendfsync`.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RedisStore:
-    """Keeps the contract of `ledger.base.Store`. Made by `create` and `open`."""
+    """A `Store` on a Redis server. Use `create` or `open` to make one."""
 
     def __init__(self, url: str, run: str) -> None:
-        """run: sets its keys apart from those of other runs.
+        """
+        Args:
+            run: name of the run, which separates its keys from those of other runs.
 
         Raises:
-            ConfigError: the client is not installed, or the URL is none.
+            ConfigError: the Redis client is not installed, or the URL is malformed.
         """
         try:
             import redis
@@ -43,9 +45,10 @@ class RedisStore:
 
     @classmethod
     def create(cls, url: str, run: str) -> "RedisStore":
-        """
+        """Open the store of a new run.
+
         Raises:
-            LedgerError: there is one already, or the server cannot be reached.
+            LedgerError: the server holds a ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
         if store.rows(RunRow):
@@ -54,9 +57,10 @@ class RedisStore:
 
     @classmethod
     def open(cls, url: str, run: str) -> "RedisStore":
-        """
+        """Open the store of an existing run.
+
         Raises:
-            LedgerError: there is none, or the server cannot be reached.
+            LedgerError: the server holds no ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
         if not store.rows(RunRow):
@@ -64,7 +68,7 @@ class RedisStore:
         return store
 
     def commit(self, cut: Cut) -> None:
-        with self._explained("cannot be written", "see to the server, then --resume"):
+        with self._explained("cannot be written", "check the server, then --resume"):
             transaction = self._redis.pipeline(transaction=True)
             for row in cut.rows:
                 if isinstance(row, TokensRow):
@@ -81,7 +85,7 @@ class RedisStore:
             transaction.execute()
 
     def rows(self, kind: type[Row]) -> list[Row]:
-        with self._explained("cannot be read", "see to the server, then --resume"):
+        with self._explained("cannot be read", "check the server, then --resume"):
             found = [
                 msgspec.msgpack.decode(blob, type=kind)
                 for table in self._hashes(kind)
@@ -93,8 +97,8 @@ class RedisStore:
         self._redis.close()
 
     def forget(self) -> None:
-        """Remove the run's keys."""
-        with self._explained("cannot be written", "see to the server"):
+        """Remove all keys of the run."""
+        with self._explained("cannot be written", "check the server"):
             tables = [table for kind in ROWS for table in self._hashes(kind)]
             self._redis.unlink(*tables, self._prefix + "with_tokens")
 
@@ -109,9 +113,10 @@ class RedisStore:
 
     @contextmanager
     def _explained(self, problem: str, remedy: str) -> Iterator[None]:
-        """
+        """Turn errors of the client, of the server and of decoding into a LedgerError.
+
         Raises:
-            LedgerError: for whatever the client or the server says, and for what is no row.
+            LedgerError: with the problem and the remedy.
         """
         try:
             yield

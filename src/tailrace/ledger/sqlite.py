@@ -1,7 +1,7 @@
 """The default store: one SQLite file in the output directory.
 
-A write-ahead log: a commit waits for no disk, and a process that is killed loses nothing that was committed.
-When the machine itself goes down, the last commits may be lost, in order, and what is left is whole.
+It uses a write-ahead log without a sync for each commit. A killed process loses nothing that was committed.
+When the machine itself crashes, the last commits may be lost, and the rest is consistent.
 """
 
 import sqlite3
@@ -19,7 +19,7 @@ REPLACE = "put a copy back, or begin a new run in another --output-dir"
 
 
 class SqliteStore:
-    """Keeps the contract of `ledger.base.Store`. Made by `create` and `open`."""
+    """A `Store` in a SQLite file. Use `create` or `open` to make one."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.name = str(path)
@@ -27,9 +27,10 @@ class SqliteStore:
 
     @classmethod
     def create(cls, path: Path) -> "SqliteStore":
-        """
+        """Create the file with empty tables.
+
         Raises:
-            LedgerError: there is one already, or it cannot be written.
+            LedgerError: the file exists, or cannot be written.
         """
         if path.exists():
             raise LedgerError(f"{path} exists; add --resume, or choose another --output-dir")
@@ -37,19 +38,22 @@ class SqliteStore:
             store = cls(path, sqlite3.connect(path, isolation_level=None, check_same_thread=False))
             store._connection.execute("PRAGMA journal_mode = WAL")
             store._connection.execute("PRAGMA synchronous = NORMAL")
+            store._connection.execute("BEGIN")  # so that a kill leaves all tables or none
             for kind in ROWS:
                 names = kind.__struct_fields__
                 columns, key = ", ".join((*names, "crc")), ", ".join(names[: kind.num_keys])
                 store._connection.execute(
                     f"CREATE TABLE {kind.table} ({columns}, PRIMARY KEY ({key})) WITHOUT ROWID"
                 )
+            store._connection.execute("COMMIT")
             return store
 
     @classmethod
     def open(cls, path: Path, *, only_read: bool = False) -> "SqliteStore":
-        """
+        """Open an existing file.
+
         Raises:
-            LedgerError: it is missing or damaged; nothing was changed.
+            LedgerError: the file is missing or damaged. It is not changed.
         """
         if not path.exists():
             raise LedgerError(f"{path} is missing; start without --resume, or put a copy back")
@@ -65,6 +69,13 @@ class SqliteStore:
                 connection.close()
                 raise
         return cls(path, connection)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the file was initialised; a process killed in `create` may leave a file without tables."""
+        with _explained(self.name, "is damaged", REPLACE):
+            (number,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return bool(number)
 
     def commit(self, cut: Cut) -> None:
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
@@ -96,7 +107,7 @@ class SqliteStore:
 
 
 def _sealed(row: Row) -> tuple[object, ...]:
-    """The values of a row as SQLite gives them back, and a checksum: its pages have none."""
+    """Return the values of a row as SQLite returns them, and their checksum. SQLite's pages have none."""
     values = [_plain(value) for value in msgspec.structs.astuple(row)]
     return (*values, _checksum(values))
 
@@ -104,13 +115,13 @@ def _sealed(row: Row) -> tuple[object, ...]:
 def _opened(values: Sequence[object], kind: type[Row]) -> Row:
     if _checksum(values[:-1]) != values[-1]:
         raise sqlite3.DatabaseError(
-            f"a row of {kind.table} is not as it was written: {values[: kind.num_keys]}"
+            f"the checksum of a row of {kind.table} is wrong: {values[: kind.num_keys]}"
         )
     return msgspec.convert(values[:-1], kind, strict=False)
 
 
 def _plain(value: object) -> object:
-    """SQLite has no truth values, and no negative zero."""
+    """Convert a value to one that SQLite returns unchanged: it has no booleans and no negative zero."""
     if isinstance(value, bool):
         return int(value)
     return value + 0.0 if isinstance(value, float) else value
@@ -122,9 +133,10 @@ def _checksum(values: Sequence[object]) -> int:
 
 @contextmanager
 def _explained(path: Path | str, problem: str, remedy: str) -> Iterator[None]:
-    """
+    """Turn errors of SQLite and of decoding into a LedgerError.
+
     Raises:
-        LedgerError: for whatever SQLite says, and for values that no row has.
+        LedgerError: with the problem and the remedy.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Who commits a cut while the controller goes on: a thread, or in virtual time nobody."""
+"""Commits cuts while the controller goes on: on a thread, or at once in virtual time."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -8,17 +8,18 @@ from tailrace.ledger.base import Cut, Store
 
 
 class Writer(Protocol):
-    """Commits cuts, each when the one before it is done."""
+    """Commits cuts in order, one at a time."""
 
     def put(self, cut: Cut) -> asyncio.Future[None]:
-        """Done when the cut is committed; fails with the store's LedgerError."""
+        """Start a commit. The future is done when the cut is committed, or fails with the LedgerError of the
+        store."""
 
     def close(self) -> None:
-        """Wait for what was put."""
+        """Wait for the commits that were started."""
 
 
 class ThreadWriter:
-    """Commits on a thread of its own: the controller waits for no disk and no network."""
+    """Commits on a thread of its own, so that the controller does not wait for a disk or a network."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,7 +33,7 @@ class ThreadWriter:
 
 
 class DirectWriter:
-    """Commits at once: virtual time has no threads."""
+    """Commits at once, for virtual time, which has no threads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,4 +45,4 @@ class DirectWriter:
         return done
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Do nothing: all commits are done."""

@@ -163,7 +163,7 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
             prompt=sample.prompt.text,
             text=sample.text,
             reward=reward,
-            failure=failure,
+            failure=failure or ("reward timeout" if sample.timed_out else None),
             finish_reason=sample.finish_reason,
             num_tokens=sample.num_tokens,
         )

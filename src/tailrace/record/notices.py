@@ -29,26 +29,27 @@ class Notices:
             case SampleScored(failure=str(reason)) if reason not in self._failures:
                 self._failures.add(reason)
                 return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
-            case StepRow() if event.lag_max == 0:
+            case StepRow():
                 return self._mismatch(event)
         return []
 
     def _mismatch(self, row: StepRow) -> list[str]:
-        """Alarms on a step whose tokens all come from the weights that are trained: there, engine and trainer
-        should give every token the same log-prob."""
-        kl, ess = self.settings.alarm_kl, self.settings.alarm_ess
-        checks = {
-            f"KL {number(row.mismatch_kl)} nats a token, limit {kl}": row.mismatch_kl <= kl,
-            f"effective sample size {number(row.ess)}, limit {ess}": row.ess >= ess,
-        }
+        """Alarms where engine and trainer should agree on the log-prob of each token, and do not: on tokens
+        of the very weights that are trained. A figure that is not a number is an alarm, too."""
+        kl, ess, limits = row.engine_mismatch_kl, row.ess, self.settings
         lines = []
-        for kind, (figures, is_well) in zip(("kl", "ess"), checks.items(), strict=True):
-            if is_well:
-                self._alarms.discard(kind)
-            elif kind not in self._alarms:
-                self._alarms.add(kind)
-                lines.append(
-                    f"ALARM | Step {row.step} | engine and trainer disagree on tokens of the same weights: "
-                    f"{figures} | compare their dtype, temperature and weights"
-                )
+        if kl is not None:
+            figures = f"KL {number(kl)} nats a token, limit {limits.alarm_kl}"
+            lines += self._alarm("kl", kl <= limits.alarm_kl, row.step, figures)
+        if row.lag_max == 0:
+            figures = f"effective sample size {number(ess)}, limit {limits.alarm_ess}"
+            lines += self._alarm("ess", ess >= limits.alarm_ess, row.step, figures)
         return lines
+
+    def _alarm(self, kind: str, is_well: bool, step: int, figures: str) -> list[str]:
+        """One line when an alarm begins; the next one only after it has ended."""
+        began = not is_well and kind not in self._alarms
+        self._alarms = self._alarms - {kind} if is_well else self._alarms | {kind}
+        what = "engine and trainer disagree on tokens of the same weights"
+        remedy = "compare their dtype, temperature and weights"
+        return [f"ALARM | Step {step} | {what}: {figures} | {remedy}"] if began else []

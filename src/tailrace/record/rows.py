@@ -90,7 +90,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
     """KL of the current policy to the reference model, in nats a token; 0 without a reference."""
     mismatch_kl: float
-    """KL of the behaviour policy (engine) to the current one (trainer), in nats a token."""
+    """KL of the behaviour policy (engine) to the current one (trainer), in nats a token. The age of the
+    tokens is in it."""
+    engine_mismatch_kl: float | None = None
+    """The same over samples generated entirely by the weights that are trained: only the numerical difference
+    between engine and trainer is in it. None if the step has no such samples."""
     ess: float
     """Effective sample size of the trained tokens, as a share."""
     ess_guard: float | None = field(name="ess/guard", default=None)

@@ -125,6 +125,7 @@ class StepMeter:
             clip_ratio=stats.clip_ratio,
             kl=stats.reference_kl,
             mismatch_kl=stats.kl,
+            engine_mismatch_kl=stats.engine_mismatch_kl,
             ess=stats.ess,
             ess_guard=min(self._guards, default=None),
             value_loss=stats.value_loss,
@@ -224,7 +225,7 @@ def _ages(event: Stepped, round: int) -> _Ages:
     groups: dict[Group, None] = dict.fromkeys(sample.group for sample in event.samples)
     versions = Counter(len({span.version for span in sample.spans}) for sample in event.samples)
     deferrals = Counter(group.deferrals for group in groups)
-    ages = Counter(round - group.drawn for group in groups)
+    ages = Counter(round - group.round_drawn for group in groups)
     return {
         "staleness_mean": mean_of(lags.publications),
         "staleness_max": max(lags.publications, default=0),

@@ -1,7 +1,7 @@
-"""Admission: which of the waiting requests may be served now. One pure question, no I/O.
+"""Admission: which of the waiting requests may be served now. Pure functions, no I/O.
 
-The pool asks about the request at the head of its line, which is in the order of launch; so every
-admission serves the lowest groups first, and differs only in how many it lets in.
+The pool asks about the first request of its queue. The queue is in the order of launch, so every admission
+serves the groups launched first, and admissions differ only in how many requests they let in.
 """
 
 from typing import Annotated, Literal, Protocol
@@ -13,48 +13,61 @@ from tailrace.types import Group
 
 
 class Service(Protocol):
-    """What an admission may know: who is being served."""
+    """What an admission may read: the requests in service."""
 
     @property
-    def num_requests(self) -> int: ...
+    def num_requests(self) -> int:
+        """Requests on engines."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that are open."""
 
     @property
     def num_groups(self) -> int:
-        """Groups that began to be served and still lack responses: the frontier."""
+        """Groups in service that lack samples: the frontier."""
 
     def serves(self, group: Group) -> bool:
-        """Is the group one of those?"""
+        """Whether the group is in the frontier."""
 
 
 class AtMost(Settings):
-    """FIFO: a cap on the requests in service, or none."""
+    """FIFO admission with an optional cap on the requests in service."""
 
     kind: Literal["at_most"] = "at_most"
-    requests: int | None = Field(default=None, ge=1)
+    requests_per_engine: int | None = Field(default=None, ge=1)
+    """Requests in service, for each open engine (PipelineRL's H). None: as many as engines have slots."""
 
     def admits(self, group: Group, service: Service) -> bool:
-        return self.requests is None or service.num_requests < self.requests
+        cap = self.requests_per_engine
+        return cap is None or service.num_requests < cap * service.num_engines
 
 
 class Frontier(Settings):
-    """Frontier-group dispatch as printed (RolloutPipe eq. 5 and 6): only the `groups` lowest groups
-    that still lack responses are served; the requests of all others are held."""
+    """Frontier-group dispatch as printed (RolloutPipe eq. 5 and 6).
+
+    Only the `groups` groups launched first that still lack samples are served. All other requests wait.
+    """
 
     kind: Literal["frontier"] = "frontier"
     groups: int = Field(ge=1)
-    """F_w, the width of the frontier."""
+    """Width of the frontier (F_w)."""
 
     def admits(self, group: Group, service: Service) -> bool:
         return service.serves(group) or service.num_groups < self.groups
 
 
 class FrontierFirst(Settings):
-    """Frontier-group dispatch that wastes no slot: as many requests as `groups` whole groups have, the
-    lowest groups first; later groups fill what the frontier leaves free."""
+    """Frontier-group dispatch in which later groups fill the slots that the frontier leaves free.
+
+    As many requests are in service as `groups` whole groups have. Because the queue is in the order of
+    launch, this admits the same requests as a FIFO queue with a cap of groups * K requests in all; the cap is
+    only given in another unit.
+    """
 
     kind: Literal["frontier_first"] = "frontier_first"
     groups: int = Field(ge=1)
-    """F_w, the width of the frontier."""
+    """Width of the frontier (F_w)."""
 
     def admits(self, group: Group, service: Service) -> bool:
         return service.num_requests < self.groups * group.num_launched

@@ -8,7 +8,7 @@ from tailrace.clock import waiting
 from tailrace.data.base import Prompts
 from tailrace.errors import BadRow, RewardFailed
 from tailrace.reward.base import Rewards
-from tailrace.rollout.fleet import Fleet
+from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
 
 
@@ -41,14 +41,14 @@ def held_out_samples(prompts: Prompts, n: int, seed: int, attempt: int) -> list[
     return samples
 
 
-async def evaluate(samples: Sequence[Sample], fleet: Fleet, rewards: Rewards) -> Evaluation:
+async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) -> Evaluation:
     """Generate and score all samples."""
     # Of all engines: those that are away now may come back while it runs.
-    slots = asyncio.Semaphore(sum(engine.slots for engine in fleet.engines))
+    slots = asyncio.Semaphore(sum(engine.slots for engine in router.engines))
 
     async def reward_of(sample: Sample) -> float:
         async with slots:
-            await fleet.serve(sample)
+            await router.serve(sample)
         try:
             return await rewards.score(sample)
         except RewardFailed:

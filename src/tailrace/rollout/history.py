@@ -1,7 +1,7 @@
-"""History: how long the responses to each row of the data were when it was last trained.
+"""History: the length of the responses to each row of the data when it was last trained.
 
-That is all that is known of a prompt before it is served. Rows that were never trained, and data that
-never comes again, have no history.
+Nothing else is known about a prompt before it is served. Rows that were never trained, and data without epochs,
+have no history.
 """
 
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ class History:
         self._ordered = sorted(self.longest.values())
 
     def observe(self, group: Group) -> None:
-        """A trained group; it replaces what its row had before."""
+        """Record a trained group. It replaces the earlier entry of its row."""
         row = group.prompt.row_number
         if row is None:
             return
@@ -29,9 +29,7 @@ class History:
         insort(self._ordered, self.longest[row])
 
     def predicts_long(self, prompt: Prompt, share: float) -> bool:
-        """Was it longer than all but the longest `share` of the rows that were trained so far?
-
-        Example: with a share of 0.125, rows among the longest eighth. Ties count as short.
+        """Whether the row was among the longest `share` of the rows trained so far. Ties count as short.
         """
         longest = None if prompt.row_number is None else self.longest.get(prompt.row_number)
         if longest is None:

@@ -1,14 +1,13 @@
 """Pool: the groups between the prompts and the trainer.
 
-    waiting (held in line) -> serving (on an engine) -> finished -> being judged -> complete -> ready
+    waiting (in the queue) -> serving (on an engine) -> finished -> scoring -> complete -> ready
 
-All truth is in the samples; tasks only drive them. `_look(group)` reads a group and does what it lacks,
-and may be called at any time, any number of times. That is why a cancellation, completions in the same
-instant, a dead engine and a restart need no code of their own.
+All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks. It
+may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples that
+finish in the same instant need no code of their own.
 """
 
 import asyncio
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -21,84 +20,93 @@ from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
-from tailrace.rollout.fleet import Fleet
-from tailrace.rollout.ring import Full, Ring
+from tailrace.rollout.in_flight import SamplesInFlight, Stage
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.ready_queue import Full, ReadyQueue
+from tailrace.rollout.router import Router
 from tailrace.rollout.selection import Select, earliest
-from tailrace.rollout.shelf import Shelf
 from tailrace.types import Group, Sample
 
 Draw = Callable[[int], list[Group]]
-Materialise = Callable[[Group], str | None]
-"""Sets the advantages of a judged group; or says why it must not be trained."""
+"""The next n groups of the data."""
+ComputeAdvantages = Callable[[Group], str | None]
+"""Sets the advantages of a complete group, or returns the reason why the group is filtered."""
 
 
 class Pool:
-    """Groups in flight and groups ready."""
+    """Groups in flight and groups ready for the trainer."""
 
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
-        fleet: Fleet,
+        router: Router,
         rewards: Rewards,
         ledger: Ledger,
-        shelf: Shelf,
+        partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
         *,
         replace: Callable[[int], list[Group]],
-        materialise: Materialise,
+        compute_advantages: ComputeAdvantages,
     ) -> None:
+        """replace: draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
-        self.ready = Ring("the pool", drop=self.drop, coming=self._coming)
-        self.ready.on_taken = fleet.on_changed = self._pump
-        self._tasks, self._fleet, self._rewards = tasks, fleet, rewards
-        self._ledger, self._shelf, self._recorder = ledger, shelf, recorder
-        self._replace, self._materialise = replace, materialise
-        self._groups: dict[Group, None] = {}  # here and not complete
-        self._frontier: dict[Group, None] = {}  # being served, and lacking responses
-        self._serving: dict[Sample, asyncio.Task[None]] = {}
-        self._scoring: dict[Sample, asyncio.Task[None]] = {}
-        self._line: list[tuple[int, int, Sample]] = []  # a heap: (order, tie, sample)
-        self._waiting: dict[Sample, None] = {}  # what of the line is still to be served
-        self._cut: dict[Sample, str] = {}  # out of its group: waste once its task has ended
+        self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
+        self.ready.on_taken = router.on_changed = self._pump
+        self._tasks, self._router, self._rewards = tasks, router, rewards
+        self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
+        self._replace, self._compute_advantages = replace, compute_advantages
+        self._in_flight: dict[Group, None] = {}
+        self._frontier: dict[Group, None] = {}  # groups in service that lack samples
+        self._samples = SamplesInFlight()
         self._source: Draw | None = None
-        self._places = inf  # how many more groups a race lets out
+        self._places = inf  # how many more groups the present race lets out
         self._parking: asyncio.Task[None] | None = None
-        self._orders, self._ties = itertools.count(), itertools.count()
+        self._orders = itertools.count()
         self._pumping = self._shut = False
 
     # -- the verbs ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Groups here: in flight or ready."""
-        return len(self._groups) + len(self.ready)
+        """Groups in flight or ready."""
+        return len(self._in_flight) + len(self.ready)
 
     def launch(self, groups: list[Group]) -> None:
-        """Put groups in the line, in this order. Each goes on from what it has: tokens, finished
-        siblings, rewards; one that is complete is ready at once. One that is filtered or dropped is
-        replaced, so as many come out as go in."""
+        """Queue groups for service, in this order.
+
+        A group continues from what it has: tokens, finished samples, rewards. A group that is complete is
+        ready at once. A group that is filtered or dropped is replaced by the next prompt, so as many groups
+        become ready as are launched.
+        """
         for group in groups:
             self._enter(group)
         self._pump()
 
     def feed(self, source: Draw, *, room: float, full: Full) -> None:
-        """Draw from the source whenever admission has room and nothing waits, until park. When `room`
-        complete groups wait to be taken, nothing more is drawn, and what is in flight still completes
-        (hold); or the oldest is thrown out for each that comes (drop)."""
+        """Draw from the source whenever admission has room and no request waits, until the pool is parked.
+
+        Args:
+            room: complete groups that may wait for the trainer.
+            full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
+                "drop_oldest": the oldest complete group is dropped for each that comes.
+        """
         self.ready.room, self.ready.full = room, full
         self._source = source
         self._pump()
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
-        """n complete groups, at once."""
+        """Wait for n complete groups."""
         return await self.ready.take(n, select)
 
     def stream(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
-        """n complete groups in all, in lists, as they complete."""
+        """n complete groups in all, in lists, as they become complete."""
         return self.ready.stream(n, select)
 
     async def race(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
-        """The first n groups, in lists, as they complete. All others are parked in the instant the n-th is
-        there, whatever the taker does then; the last list goes out when that is settled."""
+        """The first n groups whose samples are generated, in lists, as they become complete.
+
+        All other groups are parked in the instant in which the n-th group is generated (RollPacker 3: the
+        rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
+        """
         self._places = n
         self._end_race()
         async for groups in self.stream(n, select):
@@ -110,92 +118,106 @@ class Pool:
             yield groups
 
     async def park(self) -> None:
-        """Stop everything. Whatever nobody has taken goes to the shelf with its tokens, finished
-        siblings and rewards: complete groups first, then in the order of launch. Afterwards the pool is
-        empty."""
-        self._park([*self.ready.clear(), *self._groups])
+        """Stop all requests. All groups in the pool go to the partial-rollout buffer.
+
+        They keep their tokens, finished samples and rewards. Complete groups go first, then groups in the
+        order of their launch. The pool is empty afterwards.
+        """
+        self._places = inf
+        self._park([*self.ready.clear(), *self._in_flight])
         self.ready.room = inf
         await self.settled()
 
     async def settled(self) -> None:
-        """Wait for aborts under way: afterwards every token is in a group or in the waste."""
+        """Wait for aborts under way. Afterwards every token is in a group or counted as waste."""
         if self._parking is not None:
             await asyncio.shield(self._parking)  # a cancelled wait must not cancel the parking itself
             self._parking = None
-        if cut := [self._serving[sample] for sample in self._cut]:
-            await asyncio.wait(cut)
+        if aborting := self._samples.aborting():
+            await asyncio.wait(aborting)
 
     def drop(self, group: Group, reason: str, fate: Fate = "dropped") -> None:
-        """Give a living group up: its tokens are waste."""
+        """Give up a group that is alive. Its tokens are waste."""
         for sample in list(group.samples):
             self._discard(sample, reason)
         self._ledger.end(group, fate, reason)
 
-    # -- what admission, placements and checkpoints may ask ------------------------------------------
+    # -- read by admissions, selections and publications -------------------------------------------
 
     @property
     def num_requests(self) -> int:
-        return len(self._serving)
+        """Requests on engines."""
+        return self._samples.num_requests
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that are open."""
+        return self._router.num_open
 
     @property
     def num_groups(self) -> int:
+        """Groups in service that lack samples: the frontier (RolloutPipe 3.3)."""
         return len(self._frontier)
 
     def serves(self, group: Group) -> bool:
+        """Whether the group is in the frontier."""
         return group in self._frontier
 
     @property
-    def living(self) -> list[Group]:
-        """Every group here: ready first, then in flight."""
-        return [*self.ready.groups, *self._groups]
+    def groups(self) -> list[Group]:
+        """All groups here: ready ones, then those in flight."""
+        return [*self.ready.groups, *self._in_flight]
 
-    # -- the machine -------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------
 
     def _coming(self) -> float:
         """How many groups may still become ready."""
-        return inf if self._source else len(self._groups)
+        return inf if self._source else len(self._in_flight)
 
     def _enter(self, group: Group) -> None:
         group.order = next(self._orders)
-        self._groups[group] = None
+        self._in_flight[group] = None
         for sample in group.samples:
             if sample.finish_reason is None:
-                self._waiting[sample] = None
-                heapq.heappush(self._line, (group.order, next(self._ties), sample))
+                self._samples.wait(sample)
         self._look(group)
 
     def _look(self, group: Group) -> None:
-        """Do what the group lacks."""
-        if group not in self._groups:
-            return  # taken, parked or dropped: not ours now
+        """Start what the group lacks."""
+        if group not in self._in_flight:
+            return  # it was taken, parked or dropped
+        was_generated = group.serving_complete
         self._keep_finished(group)
         if group.serving_complete:
             self._frontier.pop(group, None)
-            for sample in [s for s in group.samples if s not in group.kept]:
+            for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
         for sample in group.kept:
-            if not sample.judged and sample not in self._scoring and not self._shut:
-                self._start_scoring(sample)
+            if not sample.scored and sample not in self._samples and not self._shut:
+                task = self._tasks.create_task(self._score(sample))
+                self._samples.score(sample, task)
         if group.complete:
             self._complete(group)
+        elif group.serving_complete and not was_generated:
+            self._end_race()
 
     @staticmethod
     def _keep_finished(group: Group) -> None:
         for sample in group.samples:
-            full = len(group.kept) >= group.need
+            full = len(group.kept) >= group.num_required
             if sample.finish_reason and not full and sample not in group.kept:
                 group.kept.append(sample)
 
     def _complete(self, group: Group) -> None:
-        """Materialise: RolloutPipe's trainable-complete, or the end of the group."""
-        del self._groups[group]
+        """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
+        del self._in_flight[group]
         if not group.trainable:
             reasons = Counter(sample.failure or "" for sample in group.kept)
             self.drop(group, reasons.most_common(1)[0][0])
-        elif reason := self._materialise(group):
+        elif reason := self._compute_advantages(group):
             self.drop(group, reason, "filtered")
         else:
-            for sample in [s for s in group.kept if s.failure and s.fate is None]:  # None: not parked since
+            for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
@@ -204,63 +226,54 @@ class Pool:
         self._refill(group)
 
     def _refill(self, group: Group) -> None:
-        """Another prompt takes the place of a group that will never be ready."""
+        """Launch another prompt in place of a group that will never be ready."""
         if self._source is None:
             self.launch(self._replace(group.num_launched))
-        self.ready.changed.fire()  # whoever waits must learn if none could be drawn
+        self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
     def _pump(self) -> None:
-        """Serve as many as admission and slots allow."""
+        """Serve as many requests as admission and slots allow."""
         if self._pumping or self._shut:
             return
         self._pumping = True
-        slots = self._fleet.slots
-        while (sample := self._head(slots)) and len(self._serving) < slots:
+        slots = self._router.slots
+        while (sample := self._next(slots)) and self.num_requests < slots:
             if not self.admission.admits(sample.group, self):
                 break
-            heapq.heappop(self._line)
-            del self._waiting[sample]
             self._frontier[sample.group] = None
-            self._serving[sample] = task = self._tasks.create_task(self._fleet.serve(sample))
-            # Not try/finally inside: a task cancelled before its first step never enters its body.
-            task.add_done_callback(partial(self._left, sample))
+            task = self._tasks.create_task(self._router.serve(sample))
+            self._samples.serve(sample, task)
+            # Not try/finally inside the task: a task cancelled before its first step never enters its body.
+            task.add_done_callback(partial(self._served, sample))
         self._pumping = False
 
-    def _head(self, slots: int) -> Sample | None:
-        """The first of the line that still waits; drawn from the source if the line is empty and one of the
-        slots is free."""
-        while True:
-            while self._line and self._line[0][2] not in self._waiting:
-                heapq.heappop(self._line)
-            if self._line:
-                return self._line[0][2]
+    def _next(self, slots: int) -> Sample | None:
+        """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""
+        while (sample := self._samples.first_waiting()) is None:
             if self._source is None or self.ready.is_full:
                 return None
-            if len(self._serving) >= slots or not self._admits_another():
+            if self.num_requests >= slots or not self._admits_another():
                 return None
             self._enter(self._source(1)[0])
+        return sample
 
     def _admits_another(self) -> bool:
-        """Ask admission before a prompt is drawn: what is drawn counts as in flight."""
-        newest = next(reversed(self._groups), None)
+        """Ask admission before a prompt is drawn, because a drawn group counts as in flight."""
+        newest = next(reversed(self._in_flight), None)
         return newest is None or self.admission.admits(newest, self)
 
-    def _left(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """Its task has ended: finished, or cancelled by the pool; or else the task group ends the run."""
-        del self._serving[sample]
-        if reason := self._cut.pop(sample, None):
-            self._ledger.waste(sample, reason)
-        elif self._parking is None and (task.cancelled() or task.exception()):
+    def _served(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        """A request has ended: finished, aborted by the pool, or failed, which ends the run."""
+        stage, discarded = self._samples.served(sample)
+        if discarded:
+            self._ledger.waste(sample, discarded)
+        elif stage is Stage.SERVING and (task.cancelled() or task.exception()):
             self._shut = True
         self._look(sample.group)
         self._pump()
 
-    def _start_scoring(self, sample: Sample) -> None:
-        self._scoring[sample] = task = self._tasks.create_task(self._score(sample))
-        task.add_done_callback(lambda _: self._scoring.pop(sample))
-
     async def _score(self, sample: Sample) -> None:
-        """Goes on when its group is parked: the reward belongs to the sample."""
+        """Scoring goes on when the group is parked: the reward belongs to the sample."""
         detail = ""
         try:
             sample.reward = await self._rewards.score(sample)
@@ -272,50 +285,39 @@ class Pool:
         self._look(sample.group)
 
     def _discard(self, sample: Sample, reason: str) -> None:
-        """Out of its group; waste as soon as no engine works on it."""
+        """Take a sample out of its group. It is waste as soon as no engine works on it."""
         sample.group.samples.remove(sample)
-        self._waiting.pop(sample, None)
-        if scoring := self._scoring.get(sample):
-            scoring.cancel()
-        if serving := self._serving.get(sample):
-            self._cut[sample] = reason
-            _cancel(serving)
-        elif sample.fate is None:
+        if not self._samples.discard(sample, reason) and sample.fate is None:
             self._ledger.waste(sample, reason)
 
     def _end_race(self) -> None:
-        """It is decided when as many are ready as have not been taken."""
-        if len(self.ready) >= self._places and self._groups:
-            self._park(list(self._groups))
+        """Park the groups that have lost, once as many groups are generated as the race lets out."""
+        if self._places == inf:
+            return
+        losers = [group for group in self._in_flight if not group.serving_complete]
+        num_generated = len(self.ready) + len(self._in_flight) - len(losers)
+        if losers and num_generated >= self._places:
+            self._park(losers)
 
     def _park(self, groups: list[Group]) -> None:
-        """The instant of parking, without an await: nobody enters or completes after it."""
-        self._source, self._places = None, inf
-        for held in (self._groups, self._frontier, self._waiting):
-            held.clear()
-        self._line.clear()
-        tasks = list(self._serving.values())
-        for task in tasks:
-            _cancel(task)
-        self._parking = asyncio.create_task(self._settle(groups, tasks))
-
-    async def _settle(self, groups: list[Group], tasks: list[asyncio.Task[None]]) -> None:
-        if tasks:
-            await asyncio.wait(tasks)
+        """The instant of parking, without an await: no request starts and no group completes after it."""
+        self._source = None
+        tasks = [self._samples.park(sample) for group in groups for sample in group.samples]
         for group in groups:
-            self._keep_finished(group)  # what finished in the same instant counts
+            self._in_flight.pop(group, None)
+            self._frontier.pop(group, None)
+        aborting = [task for task in (self._parking, *tasks) if task is not None]
+        self._parking = asyncio.create_task(self._settle(groups, aborting))
+
+    async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
+        if aborting:
+            await asyncio.wait(aborting)
+        for group in groups:
+            self._keep_finished(group)  # a sample that finished in the same instant counts
             group.deferrals += 1
-        self._shelf.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
+        self._partial_rollouts.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
 
     def shut(self) -> None:
-        """The end, or an error. Nobody is served any more; otherwise every task that is cancelled would
-        make room for another, and the task group would never end."""
+        """Stop serving and cancel all tasks, at the end of the run or after an error."""
         self._shut = True
-        for task in [*self._serving.values(), *self._scoring.values()]:
-            task.cancel()
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    """Once: a second cancellation would interrupt the abort that the first one waits for."""
-    if not task.cancelling():
-        task.cancel()
+        self._samples.cancel_all()

@@ -10,10 +10,10 @@ from tailrace.types import Sample
 
 
 class WithReference:
-    """Rewards (reward/base.py) that come with `Sample.reference_logprobs`.
+    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`.
 
-    Both are asked for the moment a sample is finished, and overlap with each other, with the rollout and with
-    the training. A sample is judged when both are there.
+    Reward and log-probs are computed as soon as a sample is finished, at the same time, beside the rollout and the
+    training. A sample is scored when both are there.
     """
 
     def __init__(self, rewards: Rewards, reference: Reference) -> None:

@@ -1,7 +1,7 @@
-"""Selection: which of the complete groups go out now. Pure policies over the line of ready groups.
+"""Selection: which of the complete groups go to the trainer now. Pure functions.
 
-A selection gets the groups that are ready, in the order they completed, and how many are wanted at
-most; it returns those that go now, none meaning: wait.
+A selection gets the ready groups in the order in which they completed, and how many are wanted at most. It
+returns the groups that go now; an empty list means: wait.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,27 +13,29 @@ Select = Callable[[Collection[Group], int], list[Group]]
 
 
 def earliest(ready: Collection[Group], wanted: int) -> list[Group]:
-    """First complete, first out: the trainer's FIFO (RolloutPipe 3.2)."""
+    """The groups that completed first (the trainer's FIFO, RolloutPipe 3.2)."""
     return list(islice(ready, wanted))
 
 
-def fits(tokens: int) -> Select:
-    """The feasible batch (RolloutPipe section 4): the largest prefix of whole groups within a token
-    budget; a group over the budget goes alone, and is cut into micro-batches by the trainer."""
+def fits(max_tokens: int) -> Select:
+    """The feasible batch (RolloutPipe 4): the largest prefix of whole groups within a token budget.
+
+    A single group over the budget goes alone; the trainer splits it into micro-batches.
+    """
 
     def feasible_batch(ready: Collection[Group], wanted: int) -> list[Group]:
-        return next(feasible(islice(ready, wanted), tokens), [])
+        return next(feasible(islice(ready, wanted), max_tokens), [])
 
     return feasible_batch
 
 
-def feasible(groups: Iterable[Group], tokens: int) -> Iterator[list[Group]]:
-    """Cut groups, in order, into feasible batches of at most `tokens` tokens, prompts included."""
+def feasible(groups: Iterable[Group], max_tokens: int) -> Iterator[list[Group]]:
+    """Split groups, in order, into feasible batches of at most `max_tokens` tokens, prompts included."""
     batch: list[Group] = []
     total = 0
     for group in groups:
         size = trained_tokens(group)
-        if batch and total + size > tokens:
+        if batch and total + size > max_tokens:
             yield batch
             batch, total = [], 0
         batch.append(group)
@@ -43,6 +45,6 @@ def feasible(groups: Iterable[Group], tokens: int) -> Iterator[list[Group]]:
 
 
 def trained_tokens(group: Group) -> int:
-    """What a trainer must compute for a group: its trainable samples, prompts included."""
+    """Tokens that a trainer computes for a group: its trainable samples, prompts included."""
     samples = samples_of([group])
     return len(samples) * len(group.prompt.ids) + sum(sample.num_tokens for sample in samples)

@@ -1,7 +1,7 @@
-"""One file a paper. A schedule is an async function over the vocabulary of `tailrace.run.Run`.
+"""One file for each paper. A schedule is an async function over the verbs of `tailrace.controller.run.Run`.
 
-Its parameters are its settings: what stands in the config's [schedule] section, checked against the types
-of the signature. What cannot be said by a type, the function says with `require` before it starts.
+Its parameters are the keys of the config's [schedule] section. They are checked against the types of the
+signature. The function checks the rest with `require` before it starts.
 """
 
 from collections.abc import Callable, Coroutine
@@ -17,6 +17,9 @@ from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
+
+RECOMPUTES_OLD_LOGPROBS = {"april"}
+"""The schedules whose published code recomputes the old log-probs at training."""
 
 SCHEDULES: dict[str, Schedule] = {
     "serial": serial,

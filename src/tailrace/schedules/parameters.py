@@ -1,4 +1,4 @@
-"""What schedules' parameters may be, beyond plain types."""
+"""Types of schedule parameters, and checks between them."""
 
 from typing import Annotated
 
@@ -9,22 +9,29 @@ from tailrace.errors import ConfigError
 Count = Annotated[int, Field(ge=1)]
 """At least one."""
 Bound = Annotated[int, Field(ge=0)]
-"""Publications: how old a trained token may be."""
-Factor = Annotated[float, Field(ge=1.0)]
-"""How many times more than wanted."""
+"""Publications."""
+Factor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]
+"""A multiple of what is wanted."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def require(true: bool, name: str, value: object, problem: str, remedy: str) -> None:
-    """
+    """Refuse a parameter of a schedule unless a condition is true.
+
     Raises:
-        ConfigError: `true` is false.
+        ConfigError: the condition is false.
     """
     if not true:
         raise ConfigError(f"schedule.{name}", value, problem, remedy)
 
 
-def require_divisible(R: int, U: int) -> None:
-    """R groups must make whole optimizer steps of U."""
+def require_divisible(groups_per_round: int, groups_per_step: int) -> None:
+    """A round must consist of whole optimizer steps.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    R, U = groups_per_round, groups_per_step
     divisors = ", ".join(str(n) for n in range(1, R + 1) if R % n == 0)
-    require(R % U == 0, "U", U, f"R = {R} groups do not divide into steps of {U}", f"choose from {divisors}")
+    problem = f"groups_per_round = {R} is not divisible by it"
+    require(R % U == 0, "groups_per_step", U, problem, f"choose from {divisors}")

@@ -1,57 +1,67 @@
 """PipelineRL (Piche et al. 2025): in-flight weight updates, section 4, Algorithm 2.
 
-    lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost(H)
-    lines 19-20     B sequences, one optimizer step                  run.pool.take, run.ahead
-    lines 9-11, 18  new weights between two decode steps             its publish
+    lines 3-8, 12   H sequences are kept in flight                   run.pool.feed, AtMost
+    lines 19-20     B sequences, one optimizer step                  run.pool.take, run.train
+    lines 9-11, 18  new weights between two decode steps             run.publish
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
-Between actor and trainer stands a ring of complete groups; when it is full, it holds the actor or drops
-its oldest (section 4, ring buffers).
+Complete groups wait for the trainer in a ring buffer. When it is full, it blocks the generation of new prompts
+or drops its oldest group (section 4, ring buffers).
 """
 
 from math import inf
 
+from tailrace.controller.run import Run
 from tailrace.rollout.admission import AtMost
-from tailrace.rollout.ring import Full
-from tailrace.run import Run
+from tailrace.rollout.ready_queue import Full
 from tailrace.schedules.parameters import Count, Share, require
 from tailrace.types import KV, Group
 
 
 async def pipelinerl(
     run: Run,
-    U: Count,
-    H: Count,
-    room: Count,
-    full: Full = "drop",
+    groups_per_step: Count,
+    in_flight_per_engine: Count,
+    ring_groups: Count,
+    ring_full: Full = "drop_oldest",
     kv: KV = "keep",
-    ess_floor: Share = 0.0,
-    steps: Count = 1,
+    min_ess: Share = 0.0,
 ) -> None:
-    """U groups a step, at most `room` complete groups between actor and trainer. Within the `steps` of a
-    round, the trainer has the next batch while it computes one. A batch whose effective sample size is below
-    the floor is given up, and so is all that holds an older token, until U groups of the current weights are
-    there; those are trained in any case. Its lag has no bound; it is measured."""
-    require(room >= U, "room", room, f"so few groups never make a step of U = {U}", "raise it")
+    """Generation never stops; the weights are updated after every optimizer step. The lag has no bound.
+
+    Args:
+        groups_per_step: groups of an optimizer step (U = B/K).
+        in_flight_per_engine: sequences in flight on each engine (H).
+        ring_groups: complete groups that may wait for the trainer, at least groups_per_step.
+        ring_full: "drop_oldest" group, or "block": draw no new prompts.
+        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+        min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with older
+            tokens, until a batch of the current weights is complete; that batch is always trained. 0: no guard.
+    """
+    require(
+        ring_groups >= groups_per_step,
+        "ring_groups",
+        ring_groups,
+        f"the ring never holds the {groups_per_step} groups of a step",
+        "raise it",
+    )
     run.promise(staleness=inf)
-    run.pool.admission = AtMost(requests=H)
-    run.pool.feed(run.prompts, room=room, full=full)
+    run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
+    run.pool.feed(run.prompts, room=ring_groups, full=ring_full)
     async for _ in run.rounds():
-        async with run.ahead(publish=kv) as ahead:
-            for _ in range(steps):
-                groups = await run.pool.take(U)
-                if ess_floor and await run.ess(groups) < ess_floor:
-                    await ahead.trained()
-                    run.drop(groups, "low ess")
-                    groups = await fresh(run, U)
-                await ahead.train(groups)
+        groups = await run.pool.take(groups_per_step)
+        if min_ess and await run.ess(groups) < min_ess:
+            run.drop(groups, "low ess")
+            groups = await fresh(run, groups_per_step)
+        await run.train(groups)
+        await run.publish(kv=kv)
 
 
-async def fresh(run: Run, U: int) -> list[Group]:
-    """The next U groups whose every token is of the published weights. Older ones are dropped as they come:
-    left where they are, they would fill a ring that holds, and halt the steps after this one again."""
+async def fresh(run: Run, n: int) -> list[Group]:
+    """The next n groups whose tokens are all of the published weights. Older groups are dropped as they come:
+    if they stayed in the ring, a ring that blocks would be full of them."""
     groups: list[Group] = []
-    while len(groups) < U:
+    while len(groups) < n:
         (group,) = await run.pool.take(1)
         if run.staleness(group):
             run.drop([group], "stale")

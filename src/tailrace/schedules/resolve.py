@@ -1,31 +1,46 @@
-"""From the config's [schedule] section to a schedule that can run: found, its parameters checked, rehearsed.
+"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. Whatever a schedule refuses, promises in vain or
-waits for in vain comes out before anything real starts; so does what a schedule from outside gets wrong.
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a broken
+promise and a wait without an end are found before any process starts, also in a schedule of the user's own.
 """
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
+from tailrace.algo.check import check_algorithm
 from tailrace.config import RunConfig, explain
-from tailrace.drive import drive
+from tailrace.controller.base import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.parts import RunSettings
 from tailrace.record.events import Recorder
-from tailrace.run import Run
-from tailrace.schedules import SCHEDULES, Schedule
-from tailrace.schedules.parameters import require
+from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimLengthSettings, SimSettings
-from tailrace.sim.world import simulated_parts
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
-"""A schedule with its parameters: waits for the run."""
+"""A schedule with its parameters; it is called with the run."""
+
+
+def with_published_defaults(config: RunConfig) -> RunConfig:
+    """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
+
+    Raises:
+        ConfigError: the algorithm cannot be combined with it.
+    """
+    algorithm = config.algorithm
+    if algorithm.old_policy is None:
+        recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
+        algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
+    check_algorithm(algorithm, group_size=config.run.group_size, sampling=config.sampling)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
@@ -34,56 +49,72 @@ def resolve(config: RunConfig) -> BoundSchedule:
     Raises:
         ConfigError: it is not found, or its parameters do not fit it or one another.
     """
-    settings = config.run
+    config = with_published_defaults(config)
+    check_parameter_names(config)
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
     schedule = _find(name)
     _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
-    accepted = dict(settable)
-    if "B" in parameters and "B" not in accepted and "U" in accepted:
-        require("U" not in parameters, "B", parameters["B"], "U says the same", "give one of the two")
-        parameters["U"] = _groups_per_step(parameters.pop("B"), settings.group_size)
-    bound = partial(schedule, **_checked(schedule, accepted, parameters))
-    _rehearse(bound, settings)
+    bound = partial(schedule, **_checked(schedule, dict(settable), parameters))
+    _rehearse(bound, config.run)
     return bound
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """What [schedule] says for another schedule than the one it names: the parameters it has too.
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
 
     Raises:
         ConfigError: there is no such schedule.
     """
-    accepted = {"name", "B", *inspect.signature(_find(name)).parameters}
+    accepted = {"name", *inspect.signature(_find(name)).parameters}
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
-def _find(name: object) -> Schedule:
+def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
+    """Check that a schedule has each key of [schedule], and that each [schedules.NAME] fits its schedule.
+
+    Args:
+        compared: other schedules that take their parameters from [schedule].
+
+    Raises:
+        ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
+    """
+    names = dict.fromkeys((config.schedule.get("name"), *compared))
+    accepted = dict.fromkeys(chain(["name"], *map(_parameters_of, names)))
+    _check_keys("schedule", config.schedule, accepted)
+    for name, section in config.schedules.items():
+        if ":" not in name:  # a file need not be importable while another schedule runs
+            _check_keys(f"schedules.{name}", section, _parameters_of(name, f"schedules.{name}"))
+
+
+def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
+    for name in (name for name in given if name not in accepted):
+        remedy = f"it has: {', '.join(each for each in accepted if each != 'name')}"
+        raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
+
+
+def _parameters_of(name: object, key: str = "schedule.name") -> list[str]:
+    _, *names = inspect.signature(_find(name, key)).parameters  # the first is the run
+    return names
+
+
+def _find(name: object, key: str = "schedule.name") -> Schedule:
     if not isinstance(name, str):
-        raise ConfigError("schedule.name", name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
+        raise ConfigError(key, name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
     if name in SCHEDULES:
         return SCHEDULES[name]
     if ":" in name:
-        schedule: Schedule = import_function(name, "schedule.name")
+        schedule: Schedule = import_function(name, key)
         if inspect.iscoroutinefunction(schedule):
             return schedule
-        raise ConfigError("schedule.name", name, "it is not an async function", "write `async def`")
+        raise ConfigError(key, name, "it is not an async function", "write `async def`")
     raise ConfigError(
-        "schedule.name",
+        key,
         name,
         "there is no such schedule",
         f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
     )
-
-
-def _groups_per_step(B: Any, K: int) -> int:
-    """U = B/K (RolloutPipe 3.2)."""
-    if not isinstance(B, int) or B < 1 or B % K:
-        raise ConfigError(
-            "schedule.B", B, f"samples a step must be whole groups of K = {K}", f"choose {K} times U"
-        )
-    return B // K
 
 
 def _checked(
@@ -136,7 +167,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
             )
 
     async def two_rounds() -> None:
-        await drive(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
+        await execute(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)

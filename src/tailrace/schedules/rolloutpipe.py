@@ -1,48 +1,69 @@
 """RolloutPipe (Chen et al. 2026): complete-group pipelining and frontier-group dispatch. Algorithm 1.
 
-    lines 8-12   FGD_ADMIT        run.pool.admission: Frontier(F_w) as printed, FrontierFirst(F_w), AtMost()
-    lines 13-15  ROLLOUT_WORKER   the pool: generate, judge, filter, advantages
-    lines 16-19  CGP_HANDOFF      run.pool.take(U), feasible(tokens)
-    lines 20-23  TRAIN            accumulate; the optimizer steps at U groups; publish when all R are consumed
+    lines 8-12   FGD_ADMIT        run.pool.admission: Frontier as printed, FrontierFirst, AtMost
+    lines 13-15  ROLLOUT_WORKER   the pool: generate, score, filter, advantages
+    lines 16-19  CGP_HANDOFF      run.pool.take, feasible
+    lines 20-23  TRAIN            accumulate; step at U groups; publish when all R groups are consumed
 
-All R groups have the round's weights, and the old policy of every step is the round's published one: against
-`serial`, only the order and the moment of training change.
+All groups of a round are generated with the round's weights, and the old policy of every step is the round's
+published policy. Compared with `serial`, only the order and the time of training change.
 """
 
+from tailrace.controller.run import Run
 from tailrace.rollout.admission import FIFO, Admission
 from tailrace.rollout.selection import feasible, fits
-from tailrace.run import Run
 from tailrace.schedules.parameters import Count, require_divisible
 
 
 async def rolloutpipe(
-    run: Run, R: Count, U: Count, tokens: Count = 65_536, admission: Admission = FIFO
+    run: Run,
+    groups_per_round: Count,
+    groups_per_step: Count,
+    max_tokens_per_batch: Count = 65_536,
+    admission: Admission = FIFO,
 ) -> None:
-    """The earliest U complete groups go to the trainer while later ones are generated; they travel in
-    feasible batches of at most `tokens` tokens."""
-    require_divisible(R, U)
+    """The first complete groups are trained while later groups are generated.
+
+    Args:
+        groups_per_round: groups of a rollout (R).
+        groups_per_step: complete groups of an optimizer step (U = B/K).
+        max_tokens_per_batch: tokens, prompts included, that are handed to the trainer at once (section 4).
+        admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
+    """
+    require_divisible(groups_per_round, groups_per_step)
     run.promise(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
-        run.pool.launch(run.prompts(R))
-        for _ in range(R // U):
-            for batch in feasible(await run.pool.take(U), tokens):
+        run.pool.launch(run.prompts(groups_per_round))
+        for _ in range(groups_per_round // groups_per_step):
+            for batch in feasible(await run.pool.take(groups_per_step), max_tokens_per_batch):
                 await run.accumulate(batch)
             await run.step()
         await run.publish()
 
 
 async def rolloutpipe_eager(
-    run: Run, R: Count, U: Count, tokens: Count = 65_536, admission: Admission = FIFO
+    run: Run,
+    groups_per_round: Count,
+    groups_per_step: Count,
+    max_tokens_per_batch: Count = 65_536,
+    admission: Admission = FIFO,
 ) -> None:
-    """Ours: whatever is complete is accumulated at once, without waiting for U; the steps stay at U."""
-    require_divisible(R, U)
+    """Ours: a complete group is accumulated at once. The optimizer steps at the same groups as `rolloutpipe`.
+
+    Args:
+        groups_per_round: groups of a rollout (R).
+        groups_per_step: complete groups of an optimizer step (U = B/K).
+        max_tokens_per_batch: tokens, prompts included, that are handed to the trainer at once.
+        admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
+    """
+    require_divisible(groups_per_round, groups_per_step)
     run.promise(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
-        run.pool.launch(run.prompts(R))
-        for _ in range(R // U):
-            async for batch in run.pool.stream(U, fits(tokens)):
+        run.pool.launch(run.prompts(groups_per_round))
+        for _ in range(groups_per_round // groups_per_step):
+            async for batch in run.pool.stream(groups_per_step, fits(max_tokens_per_batch)):
                 await run.accumulate(batch)
             await run.step()
         await run.publish()

@@ -1,16 +1,22 @@
-"""Serial rollout, then training: Slime and veRL, the baseline of RolloutPipe (section 2.1) and RollPacker."""
+"""Serial rollout, then training: Slime and veRL, the baseline of RolloutPipe (2.1) and RollPacker."""
 
-from tailrace.run import Run
+from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, require_divisible
 from tailrace.types import batched
 
 
-async def serial(run: Run, R: Count, U: Count) -> None:
-    """R groups with fixed weights; R/U optimizer steps; publish."""
-    require_divisible(R, U)
+async def serial(run: Run, groups_per_round: Count, groups_per_step: Count) -> None:
+    """A rollout with fixed weights, then optimizer steps on its groups in the order of their prompts.
+
+    Args:
+        groups_per_round: groups of a rollout (R).
+        groups_per_step: groups of an optimizer step (U = B/K).
+    """
+    require_divisible(groups_per_round, groups_per_step)
     run.promise(staleness=0)
     async for _ in run.rounds():
-        run.pool.launch(run.prompts(R))
-        for batch in batched(await run.pool.take(R), U):
+        run.pool.launch(run.prompts(groups_per_round))
+        groups = await run.pool.take(groups_per_round)
+        for batch in batched(sorted(groups, key=lambda group: group.order), groups_per_step):
             await run.train(batch)
         await run.publish()

@@ -1,80 +1,129 @@
 """RollPacker (Gao et al. 2025): tail batching, section 3; the stream trainer, section 4.4.
 
-Short rounds race: the first P0 prompts, the first K responses of each. What loses joins the long-prompt queue
-(`run.parked`); when that holds P0 prompts, they have a round without a race. Both are on-policy: a deferred
-prompt starts again from nothing. A factor of 1 switches that race off. What is queued after the last round is
-flushed, so that no prompt is left out.
+A short round is a race: the first P0 prompts to finish, with the first R0 responses of each. The prompts that
+lose join the long-prompt queue (`run.parked`). When the queue holds P0 prompts, they have a long round without a
+race. Both kinds are on-policy: a deferred prompt starts again from nothing. After the last round the rest of
+the queue has a round, too, so no prompt is left out. R0 is K, the group size of the run.
 """
 
 from functools import partial
 from math import ceil, inf
 
+from tailrace.controller.run import Run
 from tailrace.rollout.admission import AtMost
-from tailrace.run import Run
 from tailrace.schedules.parameters import Count, Factor
 from tailrace.types import Group
 
 
-async def tailbatch(run: Run, P0: Count, eta_prompts: Factor = 1.25, eta_responses: Factor = 1.25) -> None:
-    """P0 groups a round, one optimizer step."""
+async def tailbatch(
+    run: Run,
+    groups_per_round: Count,
+    prompt_speculation: Factor = 1.25,
+    response_speculation: Factor = 1.25,
+) -> None:
+    """Short rounds and long rounds, with one optimizer step each.
+
+    Args:
+        groups_per_round: prompts trained in a round (P0).
+        prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
+        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+    """
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(groups := next_round(run, P0, eta_prompts, eta_responses))
-        batch = await run.pool.take(min(P0, len(groups)))
-        await run.pool.park()
-        await run.train(batch)
+        groups = next_round(run, groups_per_round, prompt_speculation, response_speculation)
+        run.pool.launch(groups)
+        await run.train(await winners(run, min(groups_per_round, len(groups))))
         await run.publish()
 
 
-async def rollpacker(run: Run, P0: Count, eta_prompts: Factor = 1.25, eta_responses: Factor = 1.25) -> None:
-    """With the stream trainer (Algorithm 1, line 23): complete groups are accumulated while the rollout goes
-    on, and the optimizer steps at its end. Whether devices are lent is the host's to say (`host.lend`)."""
+async def rollpacker(
+    run: Run,
+    groups_per_round: Count,
+    prompt_speculation: Factor = 1.25,
+    response_speculation: Factor = 1.25,
+) -> None:
+    """Tail batching with the stream trainer (Algorithm 1, line 23): complete groups are accumulated while the
+    rollout goes on, and the optimizer steps at its end.
+
+    Args:
+        groups_per_round: prompts trained in a round (P0).
+        prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
+        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+    """
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(groups := next_round(run, P0, eta_prompts, eta_responses))
-        async for batch in run.pool.race(min(P0, len(groups))):
+        groups = next_round(run, groups_per_round, prompt_speculation, response_speculation)
+        run.pool.launch(groups)
+        async for batch in run.pool.race(min(groups_per_round, len(groups))):
             await run.accumulate(batch)
         await run.step()
         await run.publish()
 
 
-async def tailbatch_dapo(run: Run, P0: Count, requests: Count, eta_responses: Factor = 1.25) -> None:
-    """With DAPO's dynamic sampling (section 7): at most so many requests at once, and new prompts until
-    P0 groups pass the filter. What is filtered never joins the queue."""
+async def tailbatch_dapo(
+    run: Run,
+    groups_per_round: Count,
+    requests_per_engine: Count,
+    response_speculation: Factor = 1.25,
+) -> None:
+    """With DAPO's dynamic sampling (section 7): prompts are drawn until P0 groups pass the filter. Filtered
+    prompts do not join the queue. The round ends when P0 groups are scored, because the filter needs rewards.
+
+    Args:
+        groups_per_round: prompts trained in a round (P0).
+        requests_per_engine: requests in service on each engine.
+        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+    """
     run.promise(staleness=0)
-    run.pool.admission = AtMost(requests=requests)
+    run.pool.admission = AtMost(requests_per_engine=requests_per_engine)
+    num_samples = ceil(response_speculation * run.group_size)
     async for _ in run.rounds(while_parked=True):
-        if long := long_round(run, P0):
+        if long := long_round(run, groups_per_round):
             run.pool.launch(run.restart(long))
         else:
-            run.pool.feed(partial(run.prompts, samples=ceil(eta_responses * run.K)), room=inf, full="hold")
-        batch = await run.pool.take(len(long) or P0)
+            run.pool.feed(partial(run.prompts, samples=num_samples), room=inf, full="block")
+        batch = await run.pool.take(len(long) or groups_per_round)
         await run.pool.park()
         await run.train(batch)
         await run.publish()
 
 
 async def tailbatch_async(
-    run: Run, P0: Count, eta_prompts: Factor = 1.25, eta_responses: Factor = 1.25
+    run: Run,
+    groups_per_round: Count,
+    prompt_speculation: Factor = 1.25,
+    response_speculation: Factor = 1.25,
 ) -> None:
-    """Off-policy: the queued prompts go on as partial rollouts instead of from nothing."""
+    """Off-policy: queued prompts continue from their tokens instead of from nothing. No bound on staleness.
+
+    Args:
+        groups_per_round: prompts trained in a round (P0).
+        prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
+        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+    """
     run.promise(staleness=inf)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(groups := long_round(run, P0) or short_round(run, P0, eta_prompts, eta_responses))
-        batch = await run.pool.take(min(P0, len(groups)))
-        await run.pool.park()
-        await run.train(batch)
+        groups = long_round(run, groups_per_round) or short_round(
+            run, groups_per_round, prompt_speculation, response_speculation
+        )
+        run.pool.launch(groups)
+        await run.train(await winners(run, min(groups_per_round, len(groups))))
         await run.publish()
 
 
-def next_round(run: Run, P0: int, eta_prompts: float, eta_responses: float) -> list[Group]:
-    return run.restart(long_round(run, P0)) or short_round(run, P0, eta_prompts, eta_responses)
+async def winners(run: Run, n: int) -> list[Group]:
+    """The groups that win the race, all at once."""
+    return [group async for groups in run.pool.race(n) for group in groups]
 
 
-def long_round(run: Run, P0: int) -> list[Group]:
-    """The queue's first P0, as soon as it has so many; whatever it has, once no other round remains."""
-    return run.parked.pop(P0) if len(run.parked) >= P0 or run.overtime else []
+def next_round(run: Run, n: int, prompt_speculation: float, response_speculation: float) -> list[Group]:
+    return run.restart(long_round(run, n)) or short_round(run, n, prompt_speculation, response_speculation)
 
 
-def short_round(run: Run, P0: int, eta_prompts: float, eta_responses: float) -> list[Group]:
-    return run.prompts(ceil(eta_prompts * P0), samples=ceil(eta_responses * run.K))
+def long_round(run: Run, n: int) -> list[Group]:
+    """The first n groups of the queue if it has so many; after the last round, what it has."""
+    return run.parked.pop(n) if len(run.parked) >= n or run.overtime else []
+
+
+def short_round(run: Run, n: int, prompt_speculation: float, response_speculation: float) -> list[Group]:
+    return run.prompts(ceil(prompt_speculation * n), samples=ceil(response_speculation * run.group_size))

@@ -1,24 +1,32 @@
 """A simulated engine: continuous batching in whole decode steps.
 
-Event-driven: settling costs O(1) whatever the batch, so a thousand engines run in seconds. Joining costs a
-prefill of prompt and tokens so far; when the cache is full, the youngest request is preempted, tokens kept.
+Time is settled when something changes, in O(1) whatever the number of requests. A request that joins, or
+continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing for
+a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When the cache
+is full, the request that was admitted last is preempted and keeps its tokens.
 """
 
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 from tailrace.clock import now
 from tailrace.engine.base import Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.settings import SimEngineSettings
-from tailrace.types import KV, FinishReason, Sample
+from tailrace.types import KV, FinishReason, Group, Sample
 from tailrace.weights.base import Weights
 
 
 class SimEngine:
-    """Keeps the contract of `engine.base.Engine`, made of time."""
+    """An `Engine` (engine/base.py) that takes virtual time.
+
+    Args:
+        cost: time of a decode step, a prefill, an abort and a load; slots and room of the KV cache.
+        length_of: the length of the response that a sample will have, in tokens.
+    """
 
     def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
         self.name, self.slots, self.open, self.version = name, cost.slots, True, 0
@@ -28,7 +36,11 @@ class SimEngine:
         self._generated = self._prefilled = self._preempted = 0
         self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
         self._base: dict[Sample, int] = {}  # a running sample has base + steps tokens
-        self._length: dict[Sample, int] = {}  # and will have this many
+        self._length: dict[Sample, int] = {}  # a running sample will have this many
+        self._suspended: dict[Sample, int] = {}  # KV positions kept of aborted requests, the oldest first
+        self._suspended_tokens = 0
+        self._prompts: Counter[Group] = Counter()  # running samples whose prompt the present weights have computed
+        self._prompt_version: dict[Sample, int] = {}  # the version that computed a running sample's prompt
         self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
         self._ties = itertools.count()
         self._kv_base = 0  # the cache holds kv_base + steps * running positions
@@ -47,14 +59,17 @@ class SimEngine:
         finally:
             if self._queue.pop(sample, None) or sample in self._running:
                 self._settle()
+                self._suspend(sample)
                 self._leave(sample, None)
                 self._change()
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         self.report()
         self.version = weights.version
+        self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
+            self._clear_suspended()
             stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
             self._prefilled += self._kv_tokens
         self._stall(stall_s)
@@ -62,7 +77,7 @@ class SimEngine:
         await asyncio.sleep(stall_s)
 
     def report(self) -> None:
-        """Bring every running sample up to now, as a live engine does from time to time."""
+        """Write the tokens generated so far into every running sample, as a live engine does now and then."""
         self._settle()
         for sample in self._running:
             self._sync(sample)
@@ -79,9 +94,10 @@ class SimEngine:
         )
 
     def die(self) -> None:
-        """Every request is given back with its tokens."""
+        """End the engine. Every request is given back with its tokens."""
         self._settle()
         self.open = False
+        self._clear_suspended()
         futures = [self._leave(sample, None) for sample in list(self._running)]
         futures += self._queue.values()
         self._queue.clear()
@@ -101,7 +117,7 @@ class SimEngine:
         return self._cost.base_s + self._cost.slope_s * len(self._running)
 
     def _settle(self) -> None:
-        """Whole decode steps since the last change; the rest of a step is kept as credit."""
+        """Count the whole decode steps since the last change; the rest of a step is kept as credit."""
         time = now()
         if time <= self._since:
             return  # stalled until then
@@ -111,6 +127,7 @@ class SimEngine:
             self._credit = max(0.0, steps - whole)
             self._steps += whole
             self._generated += whole * len(self._running)
+            self._evict_suspended()
         else:
             self._credit = 0.0
         self._since = time
@@ -119,20 +136,24 @@ class SimEngine:
         self._since = max(self._since, now()) + seconds
 
     def _change(self) -> None:
-        """Something joined, left or stalled: admit what fits and set the next timer."""
+        """A request joined or left, or the engine stalled: admit what fits and set the next timer."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         if not self.open:
             return
         self._settle()
-        self._admit()
+        if not self._in_mid_step:
+            self._admit()
+        self._evict_suspended()
         while self._ends and self._ends[0][2] not in self._running:
             heapq.heappop(self._ends)
         if self._running:
             steps = self._ends[0][0] - self._steps
             room = (self._cost.kv_tokens - self._kv_tokens) // len(self._running)
             steps = min(steps, max(1, room + 1))
+            if self._queue and self._in_mid_step and len(self._running) < self.slots:
+                steps = 1  # the requests that wait join at the end of this step
             when = self._since + max(0.0, steps - self._credit) * self._step_s
             self._timer = asyncio.get_running_loop().call_at(when, self._tick)
 
@@ -152,6 +173,11 @@ class SimEngine:
                 self._queue = {youngest: future} | self._queue
         self._change()
 
+    @property
+    def _in_mid_step(self) -> bool:
+        """Whether a decode step is under way. A request that arrives then joins at its end."""
+        return bool(self._running) and self._credit > 1e-6
+
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.slots:
             sample = next(iter(self._queue))
@@ -165,8 +191,38 @@ class SimEngine:
             self._length[sample] = self._length_of(sample)
             end = self._length[sample] - self._base[sample]
             heapq.heappush(self._ends, (end, next(self._ties), sample))
-            self._prefilled += context
-            self._stall(context / self._cost.prefill_tokens_per_s)
+            computed = self._uncached(sample, context)
+            self._prefilled += computed
+            self._stall(computed / self._cost.prefill_tokens_per_s)
+
+    def _uncached(self, sample: Sample, context: int) -> int:
+        """Positions that a prefill computes for a request that joins."""
+        if self._forget(sample) == context:
+            return 0
+        cached = sample.num_tokens == 0 and self._prompts[sample.group] > 0
+        self._prompts[sample.group] += 1
+        self._prompt_version[sample] = self.version
+        return 0 if cached else context
+
+    def _suspend(self, sample: Sample) -> None:
+        """Keep the KV cache of an aborted request. Running requests have precedence over it."""
+        if sample in self._running:
+            self._suspended[sample] = len(sample.prompt.ids) + self._base[sample] + self._steps
+            self._suspended_tokens += self._suspended[sample]
+
+    def _evict_suspended(self) -> None:
+        while self._suspended and self._kv_tokens + self._suspended_tokens > self._cost.kv_tokens:
+            self._forget(next(iter(self._suspended)))
+
+    def _clear_suspended(self) -> None:
+        self._suspended.clear()
+        self._suspended_tokens = 0
+
+    def _forget(self, sample: Sample) -> int:
+        """Returns the positions that were kept of an aborted request."""
+        kept = self._suspended.pop(sample, 0)
+        self._suspended_tokens -= kept
+        return kept
 
     def _sync(self, sample: Sample) -> None:
         sample.grow(self._base[sample] + self._steps - sample.num_tokens, self.version)
@@ -177,5 +233,9 @@ class SimEngine:
         sample.finish_reason = finish_reason
         self._sync(sample)
         del self._length[sample]
+        if self._prompt_version.pop(sample, None) == self.version:
+            self._prompts[sample.group] -= 1
+            if not self._prompts[sample.group]:
+                del self._prompts[sample.group]
         self._kv_base -= len(sample.prompt.ids) + self._base.pop(sample)
         return self._running.pop(sample)

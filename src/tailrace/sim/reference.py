@@ -7,14 +7,14 @@ from tailrace.types import Sample
 
 
 class SimReference:
-    """Keeps the contract of `trainer.base.Reference`, made of time."""
+    """A `Reference` (trainer/base.py) that takes virtual time."""
 
     def __init__(self, cost: SimReferenceSettings) -> None:
         self._cost = cost
         self._device = asyncio.Lock()
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """Empty: simulated samples have no tokens to have log-probs of."""
+        """Empty: simulated samples have no token ids."""
         async with self._device:
             await asyncio.sleep((len(sample.prompt.ids) + sample.num_tokens) / self._cost.tokens_per_s)
         return []

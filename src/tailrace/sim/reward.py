@@ -1,4 +1,4 @@
-"""Simulated rewards: they take time on a bounded number of workers; they may fail or hang."""
+"""Simulated rewards: they take time on a bounded number of workers, and may fail or time out."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from tailrace.types import Sample
 
 
 class SimRewards:
-    """Keeps the contract of `reward.base.Rewards`, made of time and seeded chance."""
+    """`Rewards` (reward/base.py) that take virtual time. Rewards are drawn from a seed."""
 
     def __init__(self, cost: SimRewardSettings, seed: int) -> None:
         self._cost, self._seed = cost, seed
@@ -27,7 +27,8 @@ class SimRewards:
                     spread = math.exp(self._cost.sigma * chance.gauss(0, 1))
                     await asyncio.sleep(self._cost.median_s * spread)
             except TimeoutError:
-                raise RewardFailed("timeout") from None
+                sample.timed_out = True
+                return 0.0
         if fault < self._cost.hanging + self._cost.failing:
             raise RewardFailed("raised")
         rate = random.Random(f"rate {self._seed} {sample.prompt.index}").betavariate(*self._cost.solvable)

@@ -1,4 +1,4 @@
-"""A simulated trainer: time, a step counter, and the samples whose gradients are held."""
+"""A simulated trainer: time, a step counter, the accumulated samples, and a model of the ESS."""
 
 import asyncio
 import math
@@ -15,47 +15,50 @@ STEPS_FILE = "steps.txt"
 
 
 class SimTrainer:
-    """Keeps the contract of `trainer.base.Trainer`, made of time."""
+    """A `Trainer` (trainer/base.py) that takes virtual time."""
 
     def __init__(self, cost: SimTrainerSettings) -> None:
         self._cost = cost
-        self._held: list[Sample] = []
+        self._accumulated: list[Sample] = []
+        self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
         self._busy_s = 0.0
-        self._num_steps = self._version = 0
+        self._num_steps = 0
         self._one_after_another = asyncio.Lock()
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
         samples = [sample for unit in units for sample in unit]
         await self._work(_num_positions(samples) / self._cost.tokens_per_s)
-        self._held += samples
+        self._accumulated += samples
+        self._log_weights += self._variances(samples, version)
 
     async def step(self) -> StepStats:
         await self._work(self._cost.step_s)
-        held, self._held = self._held, []
+        samples, self._accumulated = self._accumulated, []
+        log_weights, self._log_weights = self._log_weights, []
         busy_s, self._busy_s = self._busy_s, 0.0
         self._num_steps += 1
         return StepStats(
             num_steps=self._num_steps,
-            samples=tuple(sample.id for sample in held),
-            num_tokens=sum(sample.num_tokens for sample in held),
+            samples=tuple(sample.id for sample in samples),
+            num_tokens=sum(sample.num_tokens for sample in samples),
             compute_s=busy_s,
+            ess=_ess(log_weights),
         )
 
-    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
-        """A model of it: log-weights of variance (drift * age)^2, a third of a training pass."""
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
+        """Effective sample size; it takes a third of the time of a training pass."""
         samples = [sample for unit in units for sample in unit]
         await self._work(_num_positions(samples) / self._cost.tokens_per_s / 3)
+        return _ess(self._variances(samples, version))
+
+    def _variances(self, samples: Sequence[Sample], version: int) -> list[tuple[int, float]]:
+        """Tokens of each span, and the variance of their log importance weights: (drift * age)^2."""
         spans = [span for sample in samples for span in sample.spans]
-        squares = sum(
-            span.num_tokens * math.exp((self._cost.drift * (self._version - span.version)) ** 2)
-            for span in spans
-        )
-        return sum(span.num_tokens for span in spans) / squares
+        return [(span.num_tokens, (self._cost.drift * (version - span.version)) ** 2) for span in spans]
 
     async def publish(self, version: int) -> Weights:
         async with self._one_after_another:
             await asyncio.sleep(self._cost.publish_s)
-            self._version = version
         return Weights(version)
 
     async def save(self, folder: Path) -> None:
@@ -76,3 +79,10 @@ class SimTrainer:
 
 def _num_positions(samples: Sequence[Sample]) -> int:
     return sum(sample.num_tokens + len(sample.prompt.ids) for sample in samples)
+
+
+def _ess(log_weights: Sequence[tuple[int, float]]) -> float:
+    """(sum w)^2 / (N sum w^2) of lognormal weights with mean 1 and these variances of their logarithm."""
+    num_tokens = sum(count for count, _ in log_weights)
+    squares = sum(count * math.exp(min(variance, 700.0)) for count, variance in log_weights)
+    return num_tokens / squares if num_tokens else 1.0

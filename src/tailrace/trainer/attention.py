@@ -1,9 +1,9 @@
 """Causal attention over packed sequences, registered with transformers under the name `PACKED`.
 
-Sequences laid end to end attend only within themselves, and no [T, T] mask is ever made: where torch
-has a kernel for sequences of varying length it is used, elsewhere each sequence is attended by itself.
-The boundaries arrive as `cu_seq_lens_q`, the keyword by which transformers packs for flash attention,
-so every architecture that runs packed there runs packed here.
+Packed sequences attend only within themselves, and no [T, T] mask is made. On CUDA with half precision,
+torch's kernel for sequences of varying length computes all at once; elsewhere scaled_dot_product_attention
+computes each sequence. The boundaries arrive as `cu_seq_lens_q`, the keyword with which transformers packs
+for flash attention, so every architecture that runs packed there runs packed here.
 """
 
 import torch
@@ -25,15 +25,19 @@ def packed_causal_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
-    **_others: object,  # transformers' own signature: architectures hand over more than they need
+    **_others: object,  # transformers' signature: architectures pass more than this needs
 ) -> tuple[Tensor, None]:
-    """Attention of T packed tokens with H heads, G key and value heads, dimension D.
+    """Causal attention of T packed tokens with H heads, G key and value heads, dimension D.
 
     Args:
+        module: of transformers, named in the error.
         query: [1, H, T, D]
         key, value: [1, G, T, D]
-        sliding_window: how many positions a token sees, itself included; None: all before it.
-        cu_seq_lens_q: [N + 1] int32, where the N sequences begin and the last one ends.
+        attention_mask: ignored: the boundaries define what a token attends to.
+        scaling: factor of query times key; None: D^(-1/2).
+        sliding_window: number of positions that a token attends to, including itself; None: all before it.
+        cu_seq_lens_q: [N + 1] int32: the N sequences begin at its first N entries, the last entry is T.
+        max_length_q: length of the longest sequence.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -42,7 +46,7 @@ def packed_causal_attention(
         NotImplementedError: the architecture does not pass the boundaries on.
     """
     if cu_seq_lens_q is None:
-        raise NotImplementedError(f"{type(module).__name__} does not hand packed boundaries to its attention")
+        raise NotImplementedError(f"{type(module).__name__} does not pass packed boundaries to its attention")
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         out = _attend_varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
     else:
@@ -59,7 +63,7 @@ def _attend_varlen(
     boundaries: Tensor,
     max_length: int,
 ) -> Tensor:
-    # The kernel knows no autocast: rotary embeddings may have left float32 queries and keys.
+    # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
@@ -99,7 +103,7 @@ def _attend_each(
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length], True where a token sees; None where plain causal attention is the same."""
+    """[length, length] bool mask of a sliding window; None if plain causal attention is the same."""
     if window is None or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)

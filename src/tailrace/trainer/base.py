@@ -1,9 +1,12 @@
-"""What a trainer is: two verbs, kept apart so that schedules can choose when the optimizer steps."""
+"""The contracts of a trainer and of a reference model, and the settings of both.
+
+A trainer has two verbs, `accumulate` and `step`, so that a schedule decides when the optimizer steps.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -11,98 +14,125 @@ from tailrace.settings import Settings
 from tailrace.types import Sample, SampleId
 from tailrace.weights.base import Weights
 
+MAX_TOKENS = 2**31 - 1
+"""Packed sequences are delimited by 32-bit offsets."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class TrainerSettings(Settings):
-    """The trainer: its optimizer and its device."""
+    """The trainer: optimizer, micro-batches, device."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    critic_learning_rate: float = Field(default=1e-5, gt=0)
-    """Of the critic, where the algorithm has one; all else of its optimizer is as the policy's."""
+    learning_rate: float = Field(default=1e-6, gt=0, le=1)
+    """Learning rate of the policy. Range: (0, 1]."""
+    critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the policy's.
+    Range: (0, 1]."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps in which the learning rate rises linearly from zero."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from zero. At least 0."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay rates of the first and the second moment. Range: [0, 1) each."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """AdamW's weight decay, applied to matrices, not to norms and biases. Range: [0, 1]."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    token_budget: int = Field(default=16_384, ge=1)
-    """Tokens, prompts included, of one micro-batch. A longer sample goes alone."""
-    least_tokens: int = Field(default=512, ge=1)
-    """Tokens that are worth a pass: smaller units wait for the next ones, at most until the step."""
-    threads: int = Field(default=1, ge=1)
-    """torch threads of the trainer process."""
+    """Gradients of a larger global norm are scaled down to it. Above 0."""
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
+    """Prompt and completion tokens of one forward and backward pass. A longer sample is computed alone.
+    Range: [1, 2^31 - 1]."""
+    min_tokens_per_microbatch: int = Field(default=512, ge=1, le=MAX_TOKENS)
+    """Groups with fewer tokens wait for the next groups, at most until the optimizer step.
+    Range: [1, 2^31 - 1]."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    """CPU threads of the trainer process. Range: [1, 1024]."""
     device: str = "cpu"
+    """Torch device: cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward computation; the weights and the optimizer are always float32."""
+    """Precision of forward and backward computation. Weights, gradients and optimizer states are float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one optimizer step did. Means are over the step's trained tokens unless they say otherwise."""
+    """Statistics of one optimizer step. Means are over the step's trained tokens unless stated otherwise."""
 
     num_steps: int
-    """Optimizer steps so far, this one included."""
+    """Optimizer steps so far, including this one."""
     samples: tuple[SampleId, ...]
-    """Whose gradients were in it: now, and only now, they are trained."""
+    """The samples whose gradients were in the step."""
     num_tokens: int
     """Completion tokens of those samples."""
     compute_s: float
-    """Seconds the trainer worked for it: forward, backward, step; its own count, waits excluded."""
+    """Seconds of forward, backward and optimizer computation, without waiting."""
     loss: float = 0.0
     grad_norm: float = 0.0
-    """Before clipping."""
+    """Global norm of the gradient before clipping."""
     learning_rate: float = 0.0
     entropy: float = 0.0
+    """Entropy of the policy at the sampling temperature, in nats a token."""
     clip_ratio: float = 0.0
-    """Share of tokens whose gradient the clip removed."""
+    """Share of tokens whose gradient was clipped to zero."""
     kl: float = 0.0
-    """KL of the behaviour policy to the current one, in nats a token (k3 estimator, PipelineRL 5)."""
+    """KL of the behaviour policy to the current policy, in nats a token (k3 estimator, PipelineRL 5). It
+    contains the engine's numerical difference, the age of the tokens and the steps since publication."""
+    engine_mismatch_kl: float | None = None
+    """`kl` over those samples that were generated entirely by the weights with which they were accumulated.
+    It measures only the numerical difference between engine and trainer. None if the step had no such
+    samples: it has them in the first step after a publication."""
     ess: float = 1.0
-    """Effective sample size of the step's tokens, on unclamped pi/mu, each pi that of its own
-    accumulation."""
+    """Effective sample size of the step's tokens, from unclamped pi / mu. pi is the policy with which each
+    token was accumulated."""
     reference_kl: float = 0.0
-    """KL of the current policy to the reference, in nats a token, by the algorithm's estimator."""
+    """KL of the current policy to the reference model, in nats a token, by the algorithm's estimator."""
     value_loss: float = 0.0
-    """Of the critic, in the unit of `loss`."""
+    """Loss of the critic, normalised as `loss`."""
     skipped: bool = False
-    """A gradient was not finite, and moved nothing."""
+    """True if the gradient was not finite and the weights were left unchanged."""
     num_micro_batches: int = 0
 
 
 class Trainer(Protocol):
-    """One logical trainer, of however many ranks. It does one thing after another, in the order in which it
-    is asked."""
+    """One logical trainer of one or several ranks. It executes calls in the order in which they are made."""
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
-        """Forward and backward; gradients are kept and the weights stay as they are.
+    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
+        """Run forward and backward, and add the gradients to their sum. The weights do not change.
 
-        A unit is a whole group (or a batch of shuffled samples). Small ones are computed together with the
-        next, and when they are is a matter of their order alone: the same units in the same order give the
-        same gradient to the bit, however many calls brought them.
+        Small units are computed together with the next units. The composition of micro-batches depends on
+        the order of the units only: the same units in the same order give bit-identical gradients, whatever
+        the number of calls.
+
+        Args:
+            units: groups, or batches of shuffled samples.
+            version: the published version; tokens of older versions count as carried over (APRIL).
         """
 
     async def step(self) -> StepStats:
-        """Divide what was accumulated by its own samples or tokens, clip, and step once; a gradient that is
-        not finite is left out, and the step is counted all the same."""
+        """Divide the accumulated gradient by its own number of samples or tokens, clip it, and do one
+        optimizer step. A gradient that is not finite is discarded; the step is counted."""
 
-    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
-        """Effective sample size of the units' tokens under the current weights, a share in (0, 1]:
-        (sum w)^2 / (N sum w^2) over tokens, on unclamped w = pi/mu (PipelineRL 5). A forward pass."""
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
+        """Compute the effective sample size of the units' tokens under the current weights.
+
+        (sum w)^2 / (N sum w^2) over N tokens, with unclamped w = pi / mu (PipelineRL 5). Costs a forward
+        pass.
+
+        Returns:
+            A share in (0, 1].
+        """
 
     async def publish(self, version: int) -> Weights:
-        """Put the current weights where the engines can read them."""
+        """Make the current weights available to the engines as `version`."""
 
     async def save(self, folder: Path) -> None:
-        """Everything needed to go on: model (a Hugging Face folder), optimizer, steps, random state."""
+        """Write a checkpoint: model (a Hugging Face folder), optimizer, step count, random state."""
 
     async def restore(self, folder: Path) -> None:
-        """Go on from `save`.
+        """Continue from a checkpoint that `save` wrote.
 
         Raises:
-            CheckpointError: torn, or of another model.
+            CheckpointError: it is damaged or belongs to another model.
         """
 
 
 class Reference(Protocol):
-    """The model that the policy is held close to: frozen, and beside the trainer."""
+    """A frozen model to which the policy is kept close by a KL penalty."""
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """[num_tokens]: of a finished sample's tokens, at the sampling temperature."""
+        """Return the log-probs of a finished sample's tokens at the sampling temperature: [num_tokens]."""

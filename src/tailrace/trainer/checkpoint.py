@@ -1,11 +1,11 @@
-"""Checkpoints: a Hugging Face folder that `transformers` loads, with what the trainer needs beside it.
+"""Checkpoints: a Hugging Face folder that `transformers` loads, and the trainer's own state beside it.
 
     config.json, model.safetensors, tokenizer files     the model, float32
     trainer.safetensors                                 optimizer moments, random states, step counts
-    critic.safetensors                                  where there is a critic: its weights and the same
+    critic.safetensors                                  weights and optimizer state of the critic, if any
 
-The folder is written under another name and renamed when it is whole, so a folder that exists was
-written to its end; what is damaged later is found when it is read. Nothing is pickled.
+The folder is written under a temporary name and renamed when it is complete, so a folder that exists was
+written to its end. Later damage is detected when it is read. Nothing is pickled.
 """
 
 import shutil
@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError
+from tailrace.trainer.model_folder import UnreadableModel, read_model
 
 TRAINER_FILE = "trainer.safetensors"
 CRITIC_FILE = "critic.safetensors"
@@ -36,20 +37,21 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer has besides the parameters."""
+    """The state of an optimizer besides the parameters."""
 
     num_steps: int
     num_updates: int
-    """Steps that moved the weights, AdamW's own count: fewer where a gradient was not finite."""
+    """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
+    it."""
     first_moments: Mapping[str, Tensor]
     """AdamW's running mean of the gradient, by parameter name; empty before the first update."""
     second_moments: Mapping[str, Tensor]
-    """AdamW's running mean of its square."""
+    """AdamW's running mean of the squared gradient, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriticState:
-    """The critic, which no Hugging Face folder holds."""
+    """Weights and optimizer state of the critic."""
 
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState
@@ -57,19 +59,25 @@ class CriticState:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """All that a trainer has besides the model."""
+    """The state of a trainer besides the model."""
 
     optimizer: OptimizerState
     random_states: Mapping[str, Tensor]
-    """uint8, by device type."""
+    """uint8 states of torch's generators, by device type."""
     critic: CriticState | None = None
 
 
 def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
-    """Save everything to `folder`, replacing it if it exists.
+    """Write a checkpoint, replacing the one in `folder` if there is one.
+
+    Args:
+        folder: of the checkpoint.
+        model: to save.
+        state: of the trainer.
+        tokenizer_from: the folder whose tokenizer files are copied.
 
     Raises:
-        CheckpointError: it cannot be written; what was there is as it was.
+        CheckpointError: it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
@@ -95,11 +103,18 @@ def _write(partial: Path, model: PreTrainedModel, state: TrainerState, tokenizer
 
 
 def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] | None = None) -> TrainerState:
-    """Load the weights into `model`, and those of the critic into its parameters, and return the rest. Both
-    are untouched when this raises.
+    """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises.
+
+    Args:
+        folder: of the checkpoint.
+        model: is overwritten.
+        critic: parameters of the critic, which are overwritten; None if there is no critic.
+
+    Returns:
+        The state of the trainer.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
+        CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
     """
     weights = _read_weights(folder)
     optimizer, tensors = _read_optimizer(folder / TRAINER_FILE)
@@ -131,14 +146,9 @@ def _fill(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> No
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: no readable model ({error}); {_remedy(folder)}") from error
-    if report["missing_keys"]:
-        raise CheckpointError(f"{folder}: lacks {sorted(report['missing_keys'])}; {_remedy(folder)}")
-    return dict(model.named_parameters())
+        return dict(read_model(folder).named_parameters())
+    except UnreadableModel as error:
+        raise CheckpointError(f"{error}; {_remedy(folder)}") from error
 
 
 def _write_optimizer(file: Path, state: OptimizerState, others: Mapping[str, Tensor]) -> None:
@@ -152,7 +162,7 @@ def _write_optimizer(file: Path, state: OptimizerState, others: Mapping[str, Ten
 
 
 def _read_optimizer(file: Path) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """The state, and all tensors of the file."""
+    """The optimizer's state, and all tensors of the file."""
     try:
         with safe_open(file, framework="pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
@@ -174,7 +184,7 @@ def _must_match(file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Te
         theirs = tuple(found[name].shape) if name in found else "absent"
         if ours != theirs:
             raise CheckpointError(
-                f"{file}: of another model: {name} is {theirs}, here {ours}; "
+                f"{file}: it belongs to another model: {name} is {theirs}, here {ours}; "
                 "resume with the model that the run began with, or begin a new run"
             )
 

@@ -1,8 +1,8 @@
-"""The critic of PPO: a copy of the model with a number for a head, trained beside the policy, never
+"""The critic of PPO: a copy of the model with a scalar head. It is trained beside the policy and never
 published.
 
-It values a sample's tokens when they are accumulated, with the weights it then has, and learns from the
-same pass. Its gradients, too, are a sum, divided once a step by the policy's own count.
+Values are computed when samples are accumulated, and the critic learns from the same pass. Its gradient is a
+sum that the step divides by the same count as the policy's.
 """
 
 from collections.abc import Sequence
@@ -11,23 +11,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checkpoint import CriticState
+from tailrace.trainer.model import hidden_states, load_for_training
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.policy import hidden_states
 
 
 class Critic:
-    """Expects a reward from each token on. At first it expects 0."""
+    """Predicts the return from each token on. Its head starts at zero, so its first predictions are 0."""
 
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings, dtype: torch.dtype) -> None:
-        """model: without a head."""
+        """
+        Args:
+            model: without a head.
+            settings: of the trainer.
+            dtype: precision of the computation.
+        """
         device = torch.device(settings.device)
         model.set_attn_implementation(PACKED)
         self._model = model.to(device).eval()
@@ -40,26 +45,31 @@ class Critic:
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, dtype: torch.dtype) -> "Critic":
-        """A critic that begins as the model in a Hugging Face folder, which a Policy was loaded from."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).base_model
-        return cls(model, settings, dtype)
+        """Initialise the critic from the Hugging Face folder of the policy.
+
+        Raises:
+            ConfigError: the folder is incomplete or damaged.
+        """
+        return cls(load_for_training(path).base_model, settings, dtype)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """[C] float32, differentiable: what is expected before each completion token."""
+        """Predict the return before each completion token: [C] float32, differentiable."""
         values: Tensor = self._head(hidden_states(self._model, batch, self._dtype).float())
         return values[:, 0]
 
     def parameters(self) -> dict[str, Tensor]:
+        """The parameters of model and head by name."""
         model = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
         return model | {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
 
     def state(self) -> CriticState:
+        """Weights and optimizer state, for a checkpoint."""
         weights = {name: parameter.detach() for name, parameter in self.parameters().items()}
         return CriticState(weights, self.optimizer.state())
 
 
 def token_advantages(values: Tensor, batch: MicroBatch, settings: AlgorithmSettings) -> Tensor:
-    """[C]: generalised advantage estimates of a batch whose `advantages` are rewards."""
+    """Compute generalised advantage estimates of a batch whose `advantages` are rewards: [C]."""
     rewards: Sequence[float] = batch.advantages.tolist()
     parts = torch.split(values.detach(), batch.num_tokens.tolist())
     advantages = [

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: what the algorithm's settings make of its log-probs."""
+"""The loss of one micro-batch, as the algorithm's settings define it."""
 
 from typing import NamedTuple
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from tailrace.algo import losses
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.corrections import importance_weights
+from tailrace.algo.importance_weights import importance_weights
 from tailrace.algo.kl import kl
 from tailrace.trainer.packing import MicroBatch
 
 
 class Objective(NamedTuple):
-    """Sums over a micro-batch; only `loss` is differentiable."""
+    """Sums over a micro-batch. Only `loss` is differentiable."""
 
     loss: Tensor
-    """Of the policy, the KL in it included, weighed but not divided."""
+    """Weighted sum of the policy loss, including the KL in the loss; not divided by a count."""
     clipped: Tensor
-    """Tokens."""
+    """Number of clipped tokens."""
     reference_kl: Tensor
-    """Over tokens, without its coefficient; 0 where there is no reference."""
+    """Sum of the KL estimates without coefficient; 0 without a reference."""
 
 
 def objective(
@@ -31,20 +31,24 @@ def objective(
     advantages: Tensor,
     weights: Tensor,
 ) -> Objective:
-    """sum_t weight_t (correction_t policy_loss_t + kl_coef kl_t)
+    """sum_t weight_t (importance_weight_t policy_loss_t + kl_coef kl_t)
 
-    The correction weighs the surrogate alone, as in TRL.
+    The importance weight multiplies the policy loss only, as in TRL.
 
     Args:
-        logprobs, old_logprobs, advantages: [C]
-        weights: [C]: what each token weighs (`losses.token_weights`).
+        settings: the algorithm.
+        batch: the micro-batch.
+        logprobs: [C] under the current weights, differentiable.
+        old_logprobs: [C] under the old policy.
+        advantages: [C]
+        weights: [C] weight of each token in the sum (`losses.token_weights`).
     """
     per_token, clipped = _policy_loss(settings, batch, logprobs, old_logprobs, advantages)
-    drawn_by = logprobs if settings.loss == "reinforce" else old_logprobs
+    numerator = logprobs if settings.loss == "reinforce" else old_logprobs
     if settings.correction != "none":
         per_token = per_token * importance_weights(
-            drawn_by,
-            batch.recorded_logprobs,
+            numerator,
+            batch.behavior_logprobs,
             batch.num_tokens,
             correction=settings.correction,
             cap=settings.correction_cap,

@@ -1,38 +1,40 @@
-"""pi_old where it is recomputed: the policy as last published, while the optimizer moves on from it.
+"""The old policy pi_old of the probability ratio, recomputed by the trainer: `old_policy = "recomputed"`.
 
-Recorded log-probs of a token are of the version that drew it. Recomputed ones are all of one policy: that
-which is published, also for tokens carried over from older versions, as APRIL's code has it. Until the
-first step after a publication these are the current weights, the ratio is 1, and nothing is computed; from
-then on a copy of the published weights is kept, and a micro-batch costs one more forward pass.
+Recorded log-probs of a token belong to the weights that generated it. Recomputed log-probs of all tokens
+belong to one policy, the one published last, also for tokens that older weights generated (APRIL's code).
+
+Cost: none until the first optimizer step after a publication, because the current weights are the published
+ones and the ratio is 1. After it, a copy of the published weights and one more forward pass for each
+micro-batch.
 """
 
 import torch
 from torch import Tensor
 
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.policy import Policy
 
 
 class PublishedPolicy:
-    """The weights of the last publication."""
+    """Computes log-probs under the weights of the last publication."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._weights: dict[str, Tensor] = {}
-        """Of the published policy; empty while the current ones are still they."""
+        """The published weights; empty as long as they are the current ones."""
 
     def publish(self) -> None:
-        """The current weights are now the published ones."""
+        """Declare the current weights the published ones."""
         self._weights = {}
 
     def keep(self) -> None:
-        """Call before the weights move."""
+        """Copy the published weights, if there is no copy yet. Called before each optimizer step."""
         if not self._weights:
             self._weights = {name: p.detach().clone() for name, p in self._policy.parameters().items()}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor | None:
-        """[C]; None where they are those of the current weights."""
+        """Compute log-probs under the published weights: [C]. None if these are the current weights."""
         if not self._weights:
             return None
         self._swap()

@@ -1,182 +1,99 @@
-"""Online packing: samples laid end to end in micro-batches of a bounded size.
+"""Packing: samples are laid end to end in micro-batches of a bounded number of tokens, without padding.
 
-No padding: a micro-batch is [1, T], its sequences one after another, `boundaries` between them. The last
-token of a completion predicts nothing, so it is a target and is not fed.
+The last token of a completion predicts nothing: it is a target and not an input.
 
-Samples come in families. Those of one family have one prompt, which is laid out once: their completions
-follow it, each a sequence that goes on from the prompt. A family of one is one sequence.
-
-What must hold: every sample with a completion is in exactly one micro-batch; a micro-batch keeps the
-budget unless a single sample exceeds it; the result depends on the samples and their order alone.
+Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
+only if it is a single sample; the result depends on the samples and their order only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
 from tailrace.types import SampleId
-
-WORTH_SHARING = 400
-"""Cost, in tokens of a forward pass, of what two processes compute faster than one."""
-
-
-Family = Sequence[TrainSample]
-"""Samples with one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """T fed tokens in S sequences; C completion tokens of N samples, each [C] tensor in their order."""
+    """N samples with T input tokens and C completion tokens. [C] tensors are in the order of the samples."""
 
     ids: list[SampleId]
     """[N]"""
     input_ids: Tensor
     """[1, T]"""
     position_ids: Tensor
-    """[1, T]: restarts at zero with each sequence, but for those that go on from a prompt, the last sequence
-    that started at zero."""
+    """[1, T]: starts at zero in each sample."""
     boundaries: Tensor
-    """[S + 1] int32: sequence s is fed at boundaries[s] : boundaries[s + 1]."""
+    """[N + 1] int32: the input tokens of sample n are boundaries[n] : boundaries[n + 1]."""
     max_length: int
-    """Fed tokens of the longest sequence."""
+    """Input tokens of the longest sample."""
     predictors: Tensor
-    """[C]: the place in 0..T-1 from which each completion token is predicted."""
+    """[C]: the index in 0..T-1 of the input token that predicts each completion token."""
     targets: Tensor
     """[C]: the completion tokens."""
-    recorded_logprobs: Tensor
-    """[C] float32: under the policies that drew the tokens."""
+    behavior_logprobs: Tensor
+    """[C] float32: log-probs under the policies that generated the tokens."""
     reference_logprobs: Tensor
-    """[C] float32: under the reference model; [0] where there is none."""
+    """[C] float32: log-probs under the reference model. [0] if there is none."""
     carried: Tensor
-    """[C] bool: drawn before the last publication."""
+    """[C] bool: True for tokens generated before the last publication."""
     advantages: Tensor
     """[N] float32"""
     num_tokens: Tensor
-    """[N]: completion tokens of each sample; they sum to C."""
+    """[N]: completion tokens of each sample. Their sum is C."""
 
     @classmethod
-    def of(cls, families: Sequence[Family], device: torch.device) -> "MicroBatch":
-        """Lay families of samples, none with an empty completion, end to end."""
-        layout = _Layout()
-        for family in families:
-            layout.add(family)
-        samples = [sample for family in families for sample in family]
-        targets = [token for sample in samples for token in sample.completion_ids]
-        recorded = [logprob for sample in samples for logprob in sample.logprobs]
-        reference = [logprob for sample in samples for logprob in sample.reference_logprobs]
-        carried = [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))]
-        counts = [len(sample.completion_ids) for sample in samples]
-        advantages = [sample.advantage for sample in samples]
+    def of(cls, samples: Sequence[TrainingSample], device: torch.device) -> "MicroBatch":
+        """Pack samples, all with a completion, in their order."""
+        input_ids: list[int] = []
+        position_ids: list[int] = []
+        predictors: list[int] = []
+        boundaries = [0]
+        for sample in samples:
+            input_ids += sample.prompt_ids + sample.completion_ids[:-1]
+            position_ids += range(sample.num_input_tokens)
+            predictors += range(len(input_ids) - len(sample.completion_ids), len(input_ids))
+            boundaries.append(len(input_ids))
 
-        def tensor(numbers: Sequence[float], dtype: type[np.generic]) -> Tensor:
-            # By numpy: torch takes five times as long to read a list.
-            return torch.from_numpy(np.array(numbers, dtype)).to(device)
+        def tensor(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
             ids=[sample.id for sample in samples],
-            input_ids=tensor(layout.ids, np.int64)[None],
-            position_ids=tensor(layout.positions, np.int64)[None],
-            boundaries=tensor(layout.boundaries, np.int32),
-            max_length=max(end - start for start, end in pairwise(layout.boundaries)),
-            predictors=tensor(layout.predictors, np.int64),
-            targets=tensor(targets, np.int64),
-            recorded_logprobs=tensor(recorded, np.float32),
-            reference_logprobs=tensor(reference, np.float32),
-            carried=tensor(carried, np.bool_),
-            advantages=tensor(advantages, np.float32),
-            num_tokens=tensor(counts, np.int64),
+            input_ids=tensor(input_ids)[None],
+            position_ids=tensor(position_ids)[None],
+            boundaries=tensor(boundaries, torch.int32),
+            max_length=max(sample.num_input_tokens for sample in samples),
+            predictors=tensor(predictors),
+            targets=tensor([token for sample in samples for token in sample.completion_ids]),
+            behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),
+            reference_logprobs=tensor([p for s in samples for p in s.reference_logprobs], torch.float32),
+            carried=tensor(
+                [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))],
+                torch.bool,
+            ),
+            advantages=tensor([sample.advantage for sample in samples], torch.float32),
+            num_tokens=tensor([len(sample.completion_ids) for sample in samples]),
         )
 
 
-class _Layout:
-    """Where fed tokens stand, as MicroBatch has it."""
+def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
+    """Divide samples into micro-batches of at most `max_tokens` input tokens: first fit, longest first.
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.boundaries = [0]
-        self.predictors: list[int] = []
-
-    def add(self, family: Family) -> None:
-        prompt = family[0].prompt_ids
-        if len(family) == 1:
-            self._feed([*prompt, *family[0].completion_ids[:-1]], 0)
-            self.predictors += range(len(self.ids) - len(family[0].completion_ids), len(self.ids))
-            return
-        self._feed(prompt, 0)
-        last = len(self.ids) - 1
-        for sample in family:
-            self.predictors += [last, *range(len(self.ids), len(self.ids) + len(sample.completion_ids) - 1)]
-            self._feed(sample.completion_ids[:-1], len(prompt))
-
-    def _feed(self, ids: list[int], start: int) -> None:
-        """A sequence at the positions from `start` on; none, where there are no tokens."""
-        if ids:
-            self.ids += ids
-            self.positions += range(start, start + len(ids))
-            self.boundaries.append(len(self.ids))
-
-
-def fed_tokens(family: Family) -> int:
-    """What a family costs the model: its prompt, and all but the last token of each completion."""
-    return len(family[0].prompt_ids) + sum(max(0, len(sample.completion_ids) - 1) for sample in family)
-
-
-def by_prompt(samples: Sequence[TrainSample]) -> list[Family]:
-    """Families as large as can be, in the order in which their prompts come first."""
-    found: dict[tuple[int, ...], list[TrainSample]] = {}
-    for sample in samples:
-        found.setdefault(tuple(sample.prompt_ids), []).append(sample)
-    return list(found.values())
-
-
-def pack(families: Sequence[Family], budget: int) -> list[list[Family]]:
-    """Cut families into micro-batches of at most `budget` fed tokens: first fit, longest first.
-
-    Samples without a completion have nothing to compute and are left out. A family that is longer than the
-    budget is cut into several; a sample that is goes alone.
+    Samples without a completion are left out. A sample longer than `max_tokens` is alone.
     """
-    bins: list[list[Family]] = []
-    room: list[int] = []
-    parts = [part for family in families for part in _cut(family, budget)]
-    for part in sorted(parts, key=fed_tokens, reverse=True):
-        length = fed_tokens(part)
-        place = next((i for i, left in enumerate(room) if length <= left), len(bins))
-        if place == len(bins):
+    bins: list[list[TrainingSample]] = []
+    free: list[int] = []
+    complete = [sample for sample in samples if sample.completion_ids]
+    for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
+        length = sample.num_input_tokens
+        index = next((i for i, room in enumerate(free) if length <= room), len(bins))
+        if index == len(bins):
             bins.append([])
-            room.append(budget)
-        bins[place].append(part)
-        room[place] -= length
+            free.append(max_tokens)
+        bins[index].append(sample)
+        free[index] -= length
     return bins
-
-
-def _cut(family: Family, budget: int) -> list[Family]:
-    parts: list[list[TrainSample]] = []
-    for sample in family:
-        if not sample.completion_ids:
-            continue
-        if not parts or fed_tokens([*parts[-1], sample]) > budget:
-            parts.append([])
-        parts[-1].append(sample)
-    return list(parts)
-
-
-def share(
-    samples: Sequence[TrainSample], num_parts: int, cost: Callable[[TrainSample], float]
-) -> list[list[TrainSample]]:
-    """Cut samples into parts of like cost: the dearest first, each to the part that has least. One part where
-    that is faster."""
-    if num_parts == 1 or sum(map(cost, samples)) < WORTH_SHARING:
-        return [list(samples)]
-    parts: list[list[TrainSample]] = [[] for _ in range(num_parts)]
-    costs = [0.0] * num_parts
-    for sample in sorted(samples, key=cost, reverse=True):
-        least = costs.index(min(costs))
-        parts[least].append(sample)
-        costs[least] += cost(sample)
-    return parts

@@ -1,4 +1,4 @@
-"""The reference model of a rank: log-probs of finished samples, and no training."""
+"""The reference model of one process: log-probs of finished samples, without training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,35 +6,33 @@ from pathlib import Path
 import torch
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.policy import DTYPES, Policy
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.model import DTYPES, PolicyModel
 from tailrace.types import SampleId
 
 
 class TorchReference:
-    """Computes as the trainer does: the same packing, device and precision."""
+    """Computes with the trainer's packing, device and precision."""
 
-    def __init__(self, policy: Policy, token_budget: int) -> None:
-        self._policy, self._token_budget = policy, token_budget
+    def __init__(self, policy: PolicyModel, max_tokens_per_microbatch: int) -> None:
+        self._policy, self._max_tokens = policy, max_tokens_per_microbatch
 
     @classmethod
-    def from_pretrained(
-        cls, path: Path, settings: TrainerSettings, *, temperature: float
-    ) -> "TorchReference":
-        """The frozen model of a Hugging Face folder.
+    def load(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "TorchReference":
+        """Load the model of a Hugging Face folder.
 
         Raises:
-            ConfigError: the architecture cannot run packed.
+            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
         device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = Policy.load(path, temperature=temperature, device=device, dtype=dtype)
-        return cls(policy, settings.token_budget)
+        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
+        return cls(policy, settings.max_tokens_per_microbatch)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """[num_tokens] of each sample, in the order of the samples."""
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
+        """Compute the log-probs of each sample's completion tokens, in the order of the samples."""
         found: dict[SampleId, list[float]] = {sample.id: [] for sample in samples}
-        for batch in self._policy.batches(samples, self._token_budget):
+        for batch in self._policy.micro_batches(samples, self._max_tokens):
             logprobs = self._policy.logprobs(batch).logprobs
             for sample, part in zip(batch.ids, torch.split(logprobs, batch.num_tokens.tolist()), strict=True):
                 found[sample] = part.tolist()

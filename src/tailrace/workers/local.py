@@ -79,10 +79,7 @@ async def open_local(
     """
     logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
-    helpers = engine.replicas * engine.threads if lend else 0
-    trainer_job = TrainerJob(
-        model=model, trainer=trainer, algorithm=algorithm, sampling=sampling, helpers=helpers
-    )
+    trainer_job = TrainerJob(model=model, trainer=trainer, algorithm=algorithm, sampling=sampling)
     reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
     scorer_job = ScorerJob(reward=reward, data=data)
     names = [f"engine-{number}" for number in range(engine.replicas)]
@@ -103,8 +100,6 @@ async def open_local(
             for name, pin in zip(names, cpus, strict=False)
         ]
         remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
-        if lend:
-            remote_trainer.lent = lambda: engine.threads * sum(replica.idle for replica in engines)
         scorers = [
             await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
             for number in range(reward.workers)

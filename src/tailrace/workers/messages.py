@@ -17,7 +17,7 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, Tailrac
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV, FinishReason
 from tailrace.weights.base import Weights
 
@@ -43,28 +43,16 @@ class TrainerJob(Settings):
     trainer: TrainerSettings
     algorithm: AlgorithmSettings
     sampling: SamplingSettings
-    helpers: int = 0
-    """Processes that compute with it when it is told that they may."""
-
-
-class HelperJob(Settings):
-    """Help to train a model."""
-
-    trainer: TrainerJob
-    weights: Path
-    """A file of the trainer's weights: float32, one after another."""
-    gradient: Path
-    """A file for the sum of gradients: the same, and this helper's own."""
 
 
 class ReferenceJob(Settings):
-    """Compute log-probs of what was sampled under a frozen model."""
+    """Compute log-probs of samples under a frozen model."""
 
     model: Path
     trainer: TrainerSettings
-    """Whose packing, device and precision it shares."""
+    """It uses the trainer's packing, device and precision."""
     temperature: float
-    """Of sampling."""
+    """Sampling temperature."""
 
 
 class ScorerJob(Settings):
@@ -155,60 +143,66 @@ FromEngine = Ready | BadConfig | Report | Done
 
 
 class TrainerReady(msgspec.Struct, tag=True):
-    """As Ready."""
+    """The trainer has loaded its model."""
 
     shared: str
-    """The folder in which it publishes weights."""
+    """The folder of published weights."""
 
 
 class Accumulate(msgspec.Struct, tag=True):
-    units: list[list[TrainSample]]
-    num_helpers: int = 0
-    """That may take part, now."""
+    """Add the gradients of units to their sum. Answered by Done."""
+
+    units: list[list[TrainingSample]]
 
 
 class Ess(msgspec.Struct, tag=True):
-    """Ask for the effective sample size of units under the current weights."""
+    """Compute the effective sample size of units under the current weights. Answered by EssOf."""
 
-    units: list[list[TrainSample]]
+    units: list[list[TrainingSample]]
 
 
 class EssOf(msgspec.Struct, tag=True):
-    """Answers Ess."""
+    """The answer to Ess."""
 
     share: float
 
 
 class Step(msgspec.Struct, tag=True):
-    """Answered by Stepped."""
-
-    num_helpers: int = 0
+    """Do one optimizer step. Answered by Stepped."""
 
 
 class Publish(msgspec.Struct, tag=True):
-    """Answered by Published."""
+    """Publish the current weights. Answered by Published."""
 
     version: int
 
 
 class Save(msgspec.Struct, tag=True):
+    """Write a checkpoint. Answered by Done or Refused."""
+
     folder: str
 
 
 class Restore(msgspec.Struct, tag=True):
+    """Continue from a checkpoint. Answered by Done or Refused."""
+
     folder: str
 
 
 class Stepped(msgspec.Struct, tag=True):
+    """The answer to Step."""
+
     stats: StepStats
 
 
 class Published(msgspec.Struct, tag=True):
+    """The answer to Publish."""
+
     weights: Weights
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The trainer will not do what it was asked, and is as it was."""
+    """The trainer could not execute a message. Its state is unchanged."""
 
     kind: Literal["CheckpointError", "ScheduleError"]
     message: str
@@ -225,35 +219,20 @@ ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
 FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
 
 
-# -- helper -------------------------------------------------------------------------------------------
-
-
-class Compute(msgspec.Struct, tag=True):
-    """Answered by Computed."""
-
-    samples: list[TrainSample]
-
-
-class Computed(msgspec.Struct, tag=True):
-    figures: list[float]
-    """Of a Tally."""
-
-
-FromHelper = Ready | BadConfig | Computed
-
-
 # -- reference ---------------------------------------------------------------------------------------
 
 
 class Refer(msgspec.Struct, tag=True):
-    """Answered by Referred."""
+    """Compute log-probs of samples. Answered by Referred."""
 
-    samples: list[TrainSample]
+    samples: list[TrainingSample]
 
 
 class Referred(msgspec.Struct, tag=True):
+    """The answer to Refer."""
+
     logprobs: list[list[float]]
-    """[num_tokens] of each sample asked for."""
+    """[num_tokens] of each sample of Refer, in its order."""
 
 
 FromReference = Ready | BadConfig | Referred

@@ -1,4 +1,7 @@
-"""The reference model, as the controller sees it: one batch at a time, of all that finished meanwhile."""
+"""The controller's side of the reference process.
+
+It sends one batch at a time: all samples that finished while the one before was computed.
+"""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.clock import waiting
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.workers.messages import FromReference, Ready, Refer, ReferenceJob, Referred
 from tailrace.workers.process import WorkerProcess
@@ -15,18 +18,18 @@ Outcome = asyncio.Future[list[float]]
 
 
 class RemoteReference:
-    """A Reference (trainer/base.py) in a process of its own."""
+    """A Reference (trainer/base.py) in its own process."""
 
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
-        self._asked: list[tuple[TrainSample, Outcome]] = []
-        """The next batch."""
+        self._asked: list[tuple[TrainingSample, Outcome]] = []
+        """The samples of the next batch."""
         self._computed: list[Outcome] = []
-        """Of the batch being computed, in its order."""
+        """The outcomes of the batch that is being computed, in its order."""
 
     @classmethod
     async def spawn(cls, job: ReferenceJob, *, logs: Path) -> "RemoteReference":
-        """Start the process; `ready` waits until it has loaded the model."""
+        """Start the process. `ready` waits until it has loaded the model."""
         decoder = msgspec.msgpack.Decoder(FromReference)
         module = "tailrace.workers.reference_child"
         threads = job.trainer.threads
@@ -36,19 +39,19 @@ class RemoteReference:
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the model cannot be loaded.
         """
         await self.process.answered(Ready, "the reference model to load")
         self.process.on_message = self._hear
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """As Reference.logprobs. When it is cancelled, the batch goes on.
+        """As Reference.logprobs. Cancelling it does not cancel the batch.
 
         Raises:
             WorkerDied: the process ended.
         """
         outcome: Outcome = self.process.promise()
-        self._asked.append((TrainSample.of(sample), outcome))
+        self._asked.append((TrainingSample.of(sample), outcome))
         if not self._computed:
             self._send()
         with waiting("the reference model"):

@@ -1,4 +1,4 @@
-"""The reference model's process: one batch after another."""
+"""The process of the reference model: computes one batch after another."""
 
 import msgspec
 
@@ -9,11 +9,12 @@ from tailrace.workers.messages import Ready, Refer, ReferenceJob, Referred
 
 
 def main() -> None:
+    """The entry point of the process."""
     end, job = begin(ReferenceJob)
     end_with_controller(end)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(Refer))
     with config_errors_sent(channel):
-        reference = TorchReference.from_pretrained(job.model, job.trainer, temperature=job.temperature)
+        reference = TorchReference.load(job.model, job.trainer, temperature=job.temperature)
     channel.send(Ready())
     for batch in channel:
         channel.send(Referred(reference.logprobs(batch.samples)))

@@ -1,13 +1,13 @@
-"""The trainer, as the controller sees it. Samples go there; weights never come here."""
+"""The controller's side of the trainer process. Samples are sent to it; weights never come here."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from tailrace.trainer.base import StepStats
-from tailrace.trainer.wire import TrainSample
+from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.workers.messages import (
@@ -29,22 +29,24 @@ from tailrace.workers.process import WorkerProcess
 
 
 class RemoteTrainer:
-    """A Trainer (trainer/base.py) in a process of its own.
+    """A Trainer (trainer/base.py) in its own process.
 
-    Every verb raises WorkerDied if the process ends.
+    Every method raises WorkerDied if the process ends.
     """
 
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self._shared: str | None = None
-        self.lent: Callable[[], int] = lambda: 0
-        """CPUs of others that nobody uses now: so many helpers may take part."""
-        self._published = 0
-        """The version of the last publication that it was asked for: what it is asked next comes after it."""
 
     @classmethod
     async def spawn(cls, job: TrainerJob, *, logs: Path, pin: int | None = None) -> "RemoteTrainer":
-        """Start the process; `ready` waits until it has loaded the model."""
+        """Start the process. `ready` waits until it has loaded the model.
+
+        Args:
+            job: what to train.
+            logs: folder of the process's log.
+            pin: the CPU to run on; None: any.
+        """
         decoder = msgspec.msgpack.Decoder(FromTrainer)
         module = "tailrace.workers.trainer_child"
         threads = job.trainer.threads
@@ -56,18 +58,18 @@ class RemoteTrainer:
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the model cannot be trained.
         """
         answer = await self.process.answered(TrainerReady, "the trainer to load the model")
         self._shared = answer.shared
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]]) -> None:
+    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
         """As Trainer.accumulate."""
-        await self.process.ask(Accumulate(self._train_samples(units), self.lent()), Done)
+        await self.process.ask(Accumulate(_training_samples(units, version)), Done)
 
-    async def ess(self, units: Sequence[Sequence[Sample]]) -> float:
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         """As Trainer.ess."""
-        return (await self.process.ask(Ess(self._train_samples(units)), EssOf)).share
+        return (await self.process.ask(Ess(_training_samples(units, version)), EssOf)).share
 
     async def step(self) -> StepStats:
         """As Trainer.step.
@@ -75,12 +77,10 @@ class RemoteTrainer:
         Raises:
             ScheduleError: nothing was accumulated.
         """
-        return (await self.process.ask(Step(self.lent()), Stepped)).stats
+        return (await self.process.ask(Step(), Stepped)).stats
 
     async def publish(self, version: int) -> Weights:
-        """As Trainer.publish: the weights are a file in shared memory, and this is its name. The file
-        lives until three more versions are published."""
-        self._published = version
+        """As Trainer.publish. The weights are a file in shared memory; old versions of it are deleted."""
         return (await self.process.ask(Publish(version), Published)).weights
 
     async def save(self, folder: Path) -> None:
@@ -88,7 +88,7 @@ class RemoteTrainer:
         await self.process.ask(Save(str(folder)), Done)
 
     async def restore(self, folder: Path) -> None:
-        """As Trainer.restore. The engines learn of it by the next publish and load."""
+        """As Trainer.restore. The engines get the weights with the next publication."""
         await self.process.ask(Restore(str(folder)), Done)
 
     async def close(self) -> None:
@@ -96,8 +96,9 @@ class RemoteTrainer:
         try:
             await self.process.close()
         finally:
-            if self._shared is not None:  # it was killed: otherwise it did so itself
+            if self._shared is not None:  # a process that was killed did not remove it itself
                 shutil.rmtree(self._shared, ignore_errors=True)
 
-    def _train_samples(self, units: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
-        return [[TrainSample.of(sample, published=self._published) for sample in unit] for unit in units]
+
+def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:
+    return [[TrainingSample.of(sample, published=version) for sample in unit] for unit in units]

@@ -1,4 +1,4 @@
-"""The trainer's process: does one thing after another, and sleeps in the socket in between."""
+"""The trainer's process: executes one message after another."""
 
 import shutil
 from pathlib import Path
@@ -6,11 +6,10 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import CheckpointError, ScheduleError
-from tailrace.trainer.torch_trainer import TorchTrainer
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.shared import SharedWeights, own_folder
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.helper import helpers_of, make_helped, passes_of
 from tailrace.workers.messages import (
     Accumulate,
     Done,
@@ -30,15 +29,20 @@ from tailrace.workers.messages import (
 )
 
 
-def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
-    """Do what was asked, and say what came of it."""
+def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
+    """Execute a message and return its answer.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be written or read.
+        ScheduleError: a step without accumulated samples.
+    """
     match message:
-        case Accumulate(units=units, num_helpers=num_helpers):
-            trainer.accumulate(units, num_helpers=num_helpers)
+        case Accumulate(units=units):
+            trainer.accumulate(units)
         case Ess(units=units):
             return EssOf(trainer.ess(units))
-        case Step(num_helpers=num_helpers):
-            return Stepped(trainer.step(num_helpers=num_helpers))
+        case Step():
+            return Stepped(trainer.step())
         case Publish(version=version):
             return Published(shared.write(trainer.publish(), version))
         case Save(folder=folder):
@@ -49,21 +53,32 @@ def obey(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> Fr
 
 
 def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> None:
-    """Do what is asked until the controller says no more. folder: in shared memory."""
-    with helpers_of(job, folder) as helpers:
-        with config_errors_sent(channel):
-            trainer = TorchTrainer(passes_of(job))
-            make_helped(trainer, helpers, folder)
-        shared = SharedWeights(folder)
-        channel.send(TrainerReady(str(folder)))
-        for message in channel:
-            try:
-                channel.send(obey(message, trainer, shared))
-            except (CheckpointError, ScheduleError) as error:
-                channel.send(Refused.of(error))
+    """Load the model and execute messages until the controller closes the channel.
+
+    Args:
+        job: what to train.
+        channel: to the controller.
+        folder: for published weights, in shared memory.
+    """
+    with config_errors_sent(channel):
+        trainer = TorchTrainer.load(
+            job.model,
+            job.trainer,
+            job.algorithm,
+            temperature=job.sampling.temperature,
+            max_completion_tokens=job.sampling.max_completion_tokens,
+        )
+    shared = SharedWeights(folder)
+    channel.send(TrainerReady(str(folder)))
+    for message in channel:
+        try:
+            channel.send(execute(message, trainer, shared))
+        except (CheckpointError, ScheduleError) as error:
+            channel.send(Refused.of(error))
 
 
 def main() -> None:
+    """The entry point of the process."""
     end, job = begin(TrainerJob)
     with own_folder() as folder:
         end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))

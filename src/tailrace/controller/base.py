@@ -1,0 +1,48 @@
+"""The parts that a run is made of, and its settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from tailrace.data.base import Prompts
+from tailrace.engine.base import Engine
+from tailrace.reward.base import Rewards
+from tailrace.settings import Settings
+from tailrace.trainer.base import Reference, Trainer
+
+
+class RunSettings(Settings):
+    """The [run] section: how long a run is, and what it does between rounds."""
+
+    rounds: int = Field(ge=1)
+    """Rounds of the schedule."""
+    group_size: int = Field(ge=1)
+    """Samples of one prompt (K)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the prompt order and of the sampling noise."""
+    eval_every: int = Field(default=0, ge=0)
+    """Rounds between evaluations; there is also one at the start and one at the end. 0: none."""
+    eval_prompts: int = Field(default=128, ge=1)
+    """Held-out prompts of an evaluation, one sample each."""
+    eval_greedy: bool = True
+    """Whether evaluations take the most likely token; false: they sample as training does."""
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
+    patience_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds without an optimizer step after which the run says which task waits for what."""
+    give_up_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
+    """Seconds without an optimizer step after which the run ends with that as its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of, live or simulated."""
+
+    engines: Sequence[Engine]
+    trainer: Trainer
+    rewards: Rewards
+    prompts: Prompts
+    held_out: Prompts
+    reference: Reference | None = None
+    """None if the algorithm has no KL to a reference."""

@@ -1,0 +1,326 @@
+"""Run: the vocabulary that schedules speak.
+
+    prompts --launch--> pool --take--> accumulate, step --> publish --> engines
+       ^                 |  ^                                              |
+       |              park  restart                                        |
+       `-- data          v  |           rewards <-- finished samples <-----'
+                  partial-rollout buffer
+
+A schedule is an async function over these verbs. It keeps no state of its own at the top of a round: a resumed
+run starts there. What a schedule carries from one round to the next is in the run (`run.parked`, `run.pool`).
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from itertools import chain
+from math import inf
+from pathlib import Path
+
+from tailrace import clock
+from tailrace.algo.compute_advantages import GRPO
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.checkpoints import Checkpoints, Evaluations
+from tailrace.controller.prompts import PromptSource
+from tailrace.controller.publication import WeightUpdate
+from tailrace.controller.state import RunState
+from tailrace.controller.watchdog import Watchdog
+from tailrace.errors import GroupsLost, ScheduleError, StalenessError
+from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.recovery import StartingPoint
+from tailrace.record import events
+from tailrace.record.lags import Lags
+from tailrace.rollout.history import History
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.pool import Pool
+from tailrace.rollout.reference import WithReference
+from tailrace.rollout.router import Router
+from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
+
+
+class Run:
+    """One run of a schedule. `controller.execution.execute` makes it; its arguments are described there."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: RunSettings,
+        recorder: events.Recorder,
+        tasks: asyncio.TaskGroup,
+        *,
+        compute_advantages: Callable[[Group], str | None] = GRPO,
+        folder: Path | None = None,
+        starting_point: StartingPoint | None = None,
+        journal: Journal | NullJournal | None = None,
+    ) -> None:
+        starting_point = starting_point or StartingPoint()
+        self.group_size = settings.group_size
+        """Samples of one prompt (K)."""
+        self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
+        self._state, self._on_dead_branch = RunState(starting_point), starting_point.dead
+        self.promised: float | None = None
+        """The bound on staleness that the schedule has promised, in publications."""
+        self._accumulated: dict[SampleId, Sample] = {}
+        self._lags = Lags()
+        self._update: WeightUpdate | None = None
+        self._generated_before = starting_point.num_generated - self._num_generated()
+        self._journal = journal or NullJournal()
+        self._ledger = Ledger(recorder, starting_point.totals, self._journal)
+        self._journal.follow(self._ledger)
+        self.history = History(starting_point.longest)
+        self.parked, self._interrupted = (
+            PartialRolloutBuffer(starting_point.partial_rollouts),
+            starting_point.interrupted,
+        )
+        self._ledger.recall([*self.parked.groups, *self._interrupted])
+        self.router = Router(parts.engines, recorder)
+        self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
+        self._checkpoints = Checkpoints(
+            parts,
+            settings,
+            self._ledger,
+            self._journal,
+            recorder,
+            folder=folder,
+            newest=starting_point.checkpoint,
+        )
+        self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
+        self.pool = Pool(
+            tasks,
+            self.router,
+            WithReference(parts.rewards, parts.reference) if parts.reference else parts.rewards,
+            self._ledger,
+            self.parked,
+            recorder,
+            replace=lambda samples: self.prompts(1, samples=samples),
+            compute_advantages=compute_advantages,
+        )
+        self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
+        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]
+
+    # -- the vocabulary ----------------------------------------------------------------------------
+
+    def promise(self, *, staleness: float) -> None:
+        """Promise a bound on the age of trained tokens, asserted on every trained token.
+
+        A schedule that promises nothing is refused before it starts.
+
+        Args:
+            staleness: publications; 0 is on-policy, math.inf is no bound.
+        """
+        self.promised = staleness
+
+    async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
+        """The rounds that remain. Evaluations and checkpoints stand between them.
+
+        Args:
+            while_parked: after the last round there are more rounds (`overtime`) until no group is parked.
+        """
+        while not self.overtime or (while_parked and len(self.parked)):
+            await self._between_rounds()
+            self._emit(events.RoundStarted(clock.now(), self.round, self.version))
+            yield self.round
+            if self._accumulated:
+                raise ScheduleError(
+                    f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
+                    "step; call run.step() before the round ends"
+                )
+            self._emit(events.RoundEnded(clock.now(), self.round))
+            self._state.round += 1
+        await self._between_rounds(last=True)
+
+    @property
+    def round(self) -> int:
+        return self._state.round
+
+    @property
+    def version(self) -> int:
+        """The published version."""
+        return self._state.version
+
+    @property
+    def overtime(self) -> bool:
+        """All configured rounds are over; only parked groups remain."""
+        return self.round >= self._settings.rounds
+
+    def prompts(self, n: int, samples: int | None = None) -> list[Group]:
+        """The next n groups.
+
+        Groups that a crash interrupted come first. They continue from their tokens if the promise allows it.
+
+        Args:
+            samples: samples to launch for each group; more than `group_size` makes the group a race for the
+                first `group_size` samples.
+        """
+        groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
+        self.restart([group for group in groups if self._is_too_old(group)], reason="interrupted")
+        while len(groups) < n:
+            groups.append(self._prompt_source.group(samples or self.group_size, self.round))
+        return groups
+
+    def restart(self, groups: list[Group], reason: str = "deferred") -> list[Group]:
+        """The same prompts from nothing, with `group_size` samples each. Their tokens are waste."""
+        for group in groups:
+            for sample in group.samples:
+                if sample.fate is None and sample.num_tokens:
+                    self._ledger.waste(sample, reason)
+            group.attempt += 1
+            group.kept, group.oldest_version, group.num_launched = [], None, self.group_size
+            group.samples = self._prompt_source.samples(group, self.group_size)
+        return groups
+
+    def defer(self, groups: list[Group]) -> None:
+        """Park groups that were drawn and not launched."""
+        for group in groups:
+            group.deferrals += 1
+        self.parked.put(groups)
+
+    def drop(self, groups: list[Group], reason: str) -> None:
+        """Give up groups that were taken. Their tokens are waste with this reason."""
+        for group in groups:
+            self.pool.drop(group, reason)
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Forward and backward pass now. Gradients are kept; the weights do not change."""
+        units = self._checked(batch)
+        samples = list(chain.from_iterable(units))
+        start_s = clock.now()
+        await self._parts.trainer.accumulate(units, version=self.version)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
+    async def step(self) -> None:
+        """One optimizer step on all gradients accumulated since the last step."""
+        lags, self._lags = self._lags, Lags()
+        start_s = clock.now()
+        stats = await self._parts.trainer.step()
+        self._state.num_steps = stats.num_steps
+        samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+        self._ledger.train(samples, stats.num_steps)
+        for group in dict.fromkeys(sample.group for sample in samples):
+            self.history.observe(group)
+        self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
+        self._watchdog.stepped()
+
+    async def train(self, batch: Batch) -> None:
+        """accumulate, then step."""
+        await self.accumulate(batch)
+        await self.step()
+
+    async def publish(self, *, kv: KV = "keep") -> None:
+        """Send the weights to every engine. Engines load them between two decode steps; no request ends.
+
+        Returns when the weights are on their way. Requests launched from now on get the new weights, and
+        training may go on while engines load. The next publication waits until this one has arrived.
+
+        Args:
+            kv: whether engines keep or recompute the KV cache of requests in flight.
+        """
+        version = self.version + 1
+        start_s = clock.now()
+        weights = await self._parts.trainer.publish(version)
+        await self._update_arrived()
+        self._state.publish(version)
+        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.groups)
+        await asyncio.sleep(0)  # the loads reach the engines before any later request does
+        self._emit(events.Published(start_s, clock.now(), version))
+
+    async def ess(self, groups: Sequence[Group]) -> float:
+        """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""
+        ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
+        self._emit(events.EssTaken(clock.now(), ess))
+        return ess
+
+    def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
+        """A selection: the groups whose tokens are all of the published version."""
+        return [group for group in ready if self.staleness(group) == 0][:wanted]
+
+    def staleness(self, group: Group) -> int:
+        """Publications since the oldest token of the group was generated."""
+        if group.oldest_version is None:
+            return int(self._update is not None and self._update.may_start_older(group))
+        return self.version - group.oldest_version
+
+    def shuffled(self, batch: Batch) -> list[Sample]:
+        """The samples in an order that depends on the seed and the round only."""
+        samples = samples_of(batch)
+        random.Random(f"shuffle {self._settings.seed} {self.round}").shuffle(samples)
+        return samples
+
+    # -- called by execute ---------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Stop all requests and check the ledger.
+
+        Raises:
+            GroupsLost: the schedule took groups and neither trained, dropped nor parked them.
+            LedgerError: tokens are unaccounted for.
+        """
+        await self.pool.park()
+        await self._update_arrived()
+        here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
+        if lost := sorted(self._ledger.living.keys() - here):
+            raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
+        self._ledger.check(self._num_generated() + self._generated_before)
+        self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
+        await self._journal.finish()
+
+    def shut(self) -> None:
+        """Stop everything that runs beside the schedule."""
+        for task in self._beside:
+            task.cancel()
+        self.pool.shut()
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _emit(self, event: events.Event) -> None:
+        self._recorder.emit(event)
+
+    @property
+    def _bound(self) -> float:
+        return inf if self.promised is None else self.promised
+
+    def _is_too_old(self, group: Group) -> bool:
+        """Whether an interrupted group must start from nothing.
+
+        A schedule with a bound counts ages along one sequence of versions. So a group with tokens of versions
+        that the resumed run has undone starts from nothing, too.
+        """
+        undone = group in self._on_dead_branch and self._bound < inf
+        return undone or self.staleness(group) > self._bound
+
+    def _checked(self, batch: Batch) -> list[list[Sample]]:
+        """The units of a batch. Counts their lags.
+
+        Raises:
+            ScheduleError: a sample was accumulated already.
+            StalenessError: a token is older than promised.
+        """
+        units = units_of(batch)
+        for sample in chain.from_iterable(units):
+            if sample.id in self._accumulated:
+                raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
+            self._accumulated[sample.id] = sample
+            self._lags.add(sample, self.version, self._state.lag)
+            if sample.spans and self.version - sample.oldest_version > self._bound:
+                raise StalenessError(
+                    f"sample {sample.id} has tokens {self.version - sample.oldest_version} publications old "
+                    f"and the schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
+                )
+        return units
+
+    async def _between_rounds(self, *, last: bool = False) -> None:
+        await self.pool.settled()
+        parked, longest = self.parked.groups, self.history.longest
+        await self._checkpoints.save_if_due(self._state, parked, longest, last=last)
+        await self._evaluations.run_if_due(self.round, last=last)
+
+    async def _update_arrived(self) -> None:
+        if self._update is not None:
+            await self._update.arrived()
+            self._update = None
+
+    def _num_generated(self) -> int:
+        return sum(engine.usage().num_generated for engine in self._parts.engines)

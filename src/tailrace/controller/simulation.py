@@ -1,0 +1,30 @@
+"""The parts of a simulated run."""
+
+from tailrace.controller.base import Parts
+from tailrace.data.epochs import Epochs
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.reference import SimReference
+from tailrace.sim.reward import SimRewards
+from tailrace.sim.settings import SimSettings
+from tailrace.sim.trainer import SimTrainer
+from tailrace.sim.world import Lengths, SimPrompts
+
+
+def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False) -> Parts:
+    """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
+
+    Args:
+        reference: whether the run has a reference model.
+    """
+    lengths = Lengths(settings.lengths, seed)
+    epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
+    prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
+    engines = [SimEngine(f"engine{i}", settings.engines, lengths) for i in range(settings.engines.count)]
+    return Parts(
+        engines=engines,
+        trainer=SimTrainer(settings.trainer),
+        rewards=SimRewards(settings.rewards, seed),
+        prompts=prompts,
+        held_out=prompts,
+        reference=SimReference(settings.reference) if reference else None,
+    )

@@ -1,0 +1,38 @@
+"""Reports which task waits for what when no optimizer step comes, and ends the run after a long time."""
+
+import asyncio
+
+from tailrace import clock
+from tailrace.errors import Stuck
+from tailrace.record.events import Recorder, Waiting
+
+
+class Watchdog:
+    """Waits for the next optimizer step, beside the schedule."""
+
+    def __init__(self, recorder: Recorder, patience_s: float, give_up_s: float) -> None:
+        self._recorder, self._patience_s, self._give_up_s = recorder, patience_s, give_up_s
+        self._stepped = asyncio.Event()
+
+    def stepped(self) -> None:
+        """The optimizer has made a step."""
+        self._stepped.set()
+
+    async def watch(self) -> None:
+        """Until it is cancelled.
+
+        Raises:
+            Stuck: no step came for give_up_s.
+        """
+        quiet_s = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._stepped.wait()
+                self._stepped.clear()
+                quiet_s = 0.0
+            except TimeoutError:
+                quiet_s += self._patience_s
+                self._recorder.emit(Waiting(clock.now(), quiet_s, clock.who_waits()))
+                if quiet_s >= self._give_up_s:
+                    raise Stuck(f"no optimizer step for {quiet_s:.0f} s: {clock.who_waits()}") from None

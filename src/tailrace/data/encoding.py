@@ -1,0 +1,123 @@
+"""From the prompt of a row, a string or chat messages, to text and token ids."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tailrace.data.base import PromptSettings
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.errors import BadRow, ConfigError
+
+TOO_LONG = "prompt too long"
+"""Reason under which dropped prompts are counted."""
+
+Messages = Sequence[Mapping[str, object]]
+Encoded = tuple[str, list[int]]
+"""The text that the model reads, and its token ids."""
+
+
+class PromptEncoder:
+    """Applies the chat template, encodes, and enforces the length limit."""
+
+    def __init__(
+        self, settings: PromptSettings, tokenizer: Tokenizer, max_context_tokens: int | None = None
+    ) -> None:
+        """
+        Args:
+            max_context_tokens: positions of the model; None: unlimited.
+
+        Raises:
+            ConfigError: the settings need a chat template and the tokenizer has none.
+        """
+        self._settings, self._tokenizer = settings, tokenizer
+        limits = [settings.max_prompt_tokens, max_context_tokens and max_context_tokens - 1]
+        self._max_tokens = min((limit for limit in limits if limit is not None), default=None)
+        self._templates_strings = settings.chat_template == "always" or (
+            settings.chat_template == "auto" and tokenizer.chat_template is not None
+        )
+        if tokenizer.chat_template is None:
+            _check_no_template_is_needed(settings)
+
+    def encode(self, prompt: object) -> Encoded:
+        """Return the text and the token ids of a prompt.
+
+        Args:
+            prompt: a string, or a list of chat messages.
+
+        Raises:
+            BadRow: it is neither, it is empty, the template refuses it, or it is too long.
+        """
+        if not is_prompt(prompt):
+            raise BadRow("no prompt", f"found {prompt!r:.80}")
+        if isinstance(prompt, str) and not self._templates_strings:
+            text, ids = prompt, self._tokenizer.encode(prompt)
+        else:
+            text = self._apply_template(messages_of(prompt))
+            # The template has written the special tokens.
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {self._max_tokens} fit")
+        return text, ids
+
+    def check_that_one_fits(self, key: str, value: object, prompts: Iterable[object]) -> None:
+        """Check that not every prompt is too long. Stops at the first one that fits.
+
+        Args:
+            key: setting that names the data, for the message.
+            value: value of that setting.
+
+        Raises:
+            ConfigError: every prompt is longer than the limit.
+        """
+        num_long = 0
+        for prompt in prompts:
+            try:
+                self.encode(prompt)
+                return
+            except BadRow as bad:
+                num_long += bad.reason == TOO_LONG
+        if num_long:
+            problem = f"all of the {num_long} prompts looked at are longer than {self._max_tokens} tokens"
+            remedy = (
+                "raise data.max_prompt_tokens, or choose shorter prompts or a model with a longer context"
+            )
+            raise ConfigError(key, value, problem, remedy)
+
+    def _apply_template(self, messages: Messages) -> str:
+        system = self._settings.system_prompt
+        if system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self._settings.chat_template_kwargs
+            )
+        except Exception as why:
+            # Templates are programs: they raise errors of their own on messages they do not know.
+            raise BadRow("messages that the chat template refuses", str(why)) from why
+
+
+def is_prompt(prompt: object) -> bool:
+    """Return whether the value is a non-empty string or a non-empty list of chat messages."""
+    if isinstance(prompt, str):
+        return prompt != ""
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) for each in prompt)
+
+
+def messages_of(prompt: object) -> Messages:
+    """Return the chat messages of a prompt. A string is one user message."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    assert isinstance(prompt, list)
+    return prompt
+
+
+def _check_no_template_is_needed(settings: PromptSettings) -> None:
+    needing: dict[str, object] = {
+        "chat_template": settings.chat_template if settings.chat_template == "always" else None,
+        "system_prompt": settings.system_prompt,
+        "chat_template_kwargs": settings.chat_template_kwargs or None,
+    }
+    for name, value in needing.items():
+        if value is not None:
+            problem = "the model's tokenizer has no chat template"
+            raise ConfigError(
+                f"data.{name}", value, problem, "remove it, or add a template to the model folder"
+            )

@@ -1,0 +1,72 @@
+"""Router: chooses the engine for a request."""
+
+from collections.abc import Callable, Sequence
+
+from tailrace.clock import Signal, now
+from tailrace.engine.base import Engine
+from tailrace.errors import Evicted
+from tailrace.record.events import Recorder, RequestEnded, RequestStarted
+from tailrace.types import Sample
+
+SLACK = 1 / 8
+"""Share of an engine's slots. The engine that served a request before gets it again if its load is at most this
+much above the least loaded engine's, because it may still hold the request's KV cache."""
+
+
+class Router:
+    """Serves a sample on the engine that served it last if that has room, else on the least loaded engine. If an
+    engine gives a request back, another engine continues it."""
+
+    def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
+        self.engines = engines
+        self.changed = Signal()
+        self.on_changed: Callable[[], None] = lambda: None
+        self._recorder = recorder
+        self._load = {engine.name: 0 for engine in engines}
+
+    @property
+    def slots(self) -> int:
+        """Requests that all open engines serve at the same time."""
+        return sum(engine.slots for engine in self.engines if engine.open)
+
+    @property
+    def num_open(self) -> int:
+        """Engines that are open."""
+        return sum(engine.open for engine in self.engines)
+
+    async def serve(self, sample: Sample) -> None:
+        """Extend the sample until it ends. It may be cancelled at any token."""
+        while sample.finish_reason is None:
+            engine = await self._pick(sample)
+            sample.engine = engine.name
+            self._load[engine.name] += 1
+            had = sample.num_tokens
+            self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
+            outcome = "cancelled"
+            try:
+                await engine.generate(sample)
+                outcome = str(sample.finish_reason)
+            except Evicted:
+                outcome, sample.engine = "evicted", None
+            finally:
+                self._load[engine.name] -= 1
+                gained = sample.num_tokens - had
+                self._recorder.emit(
+                    RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
+                )
+
+    def engines_changed(self) -> None:
+        """Call this after an engine opened or closed."""
+        self.changed.fire()
+        self.on_changed()
+
+    async def _pick(self, sample: Sample) -> Engine:
+        while not (candidates := [engine for engine in self.engines if engine.open]):
+            await self.changed.wait("an engine that is awake")
+        least = min(candidates, key=self._share)
+        last = next((engine for engine in candidates if engine.name == sample.engine), least)
+        return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
+
+    def _share(self, engine: Engine) -> float:
+        """Share of the engine's slots that are taken."""
+        return self._load[engine.name] / engine.slots

@@ -1,0 +1,62 @@
+"""The samples that the controller sends to a trainer process: plain values without tensors."""
+
+import itertools
+
+import msgspec
+
+from tailrace.types import Sample, SampleId
+
+
+class TrainingSample(msgspec.Struct, frozen=True):
+    """One response with what its loss needs.
+
+    Example:
+        >>> sample = TrainingSample(SampleId(7, 0, 1), [5, 6], [8, 9], [-0.5, -0.1], advantage=1.5)
+        >>> msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainingSample) == sample
+        True
+    """
+
+    id: SampleId
+    prompt_ids: list[int]
+    """At least one token: the first completion token is predicted from the last prompt token."""
+    completion_ids: list[int]
+    """[num_tokens]. May be empty: the sample is counted and adds no gradient."""
+    behavior_logprobs: list[float]
+    """[num_tokens]: log-probs under the policy that generated each token, at the sampling temperature."""
+    advantage: float
+    """Advantage of every token. Under gae: the reward, received at the last token."""
+    reference_logprobs: list[float] = []
+    """[num_tokens]: log-probs under the reference model. Empty if there is none."""
+    num_carried: int = 0
+    """Number of leading tokens up to the last one that an older version than the published one generated."""
+
+    @classmethod
+    def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
+        """Make a training sample of a sample.
+
+        Args:
+            sample: finished, with an advantage.
+            published: version of the weights that were published last.
+        """
+        ends = itertools.accumulate(span.num_tokens for span in sample.spans)
+        carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
+        return cls(
+            sample.id,
+            list(sample.prompt.ids),
+            sample.completion_ids,
+            sample.behavior_logprobs,
+            sample.advantage,
+            sample.reference_logprobs,
+            max(carried, default=0),
+        )
+
+    def __post_init__(self) -> None:
+        assert self.prompt_ids, f"sample {self.id}: it has no prompt token to predict its first token from"
+        assert len(self.behavior_logprobs) == len(self.completion_ids), (
+            f"sample {self.id}: {len(self.completion_ids)} tokens, {len(self.behavior_logprobs)} log-probs"
+        )
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens that a forward pass computes: the last completion token is a target only."""
+        return len(self.prompt_ids) + max(0, len(self.completion_ids) - 1)

@@ -1,0 +1,126 @@
+"""Forward and backward of samples in one process.
+
+pack -> (values of the critic ->) log-probs -> weighted sum of token losses -> backward into the gradient sum
+
+Samples without a gradient (advantage zero, no critic, no KL in the loss) run forward only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.ess import weight_sums
+from tailrace.algo.kl import kl
+from tailrace.algo.losses import token_weights, value_loss
+from tailrace.algo.segments import spread, sums
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.critic import Critic, token_advantages
+from tailrace.trainer.model import PolicyModel
+from tailrace.trainer.objective import objective
+from tailrace.trainer.old_policy import PublishedPolicy
+from tailrace.trainer.packing import MicroBatch
+from tailrace.trainer.step_statistics import TokenSums
+
+
+class ForwardBackward:
+    """Adds gradients of samples to the `.grad` of policy and critic."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        critic: Critic | None,
+        published: PublishedPolicy | None,
+        algorithm: AlgorithmSettings,
+        *,
+        max_tokens_per_microbatch: int,
+        max_completion_tokens: int,
+    ) -> None:
+        """
+        Args:
+            policy: the model to train.
+            critic: for advantages by gae.
+            published: the old policy where it is recomputed; None: old log-probs are the recorded ones.
+            algorithm: the loss.
+            max_tokens_per_microbatch: limit of input tokens.
+            max_completion_tokens: length limit of a completion (Dr. GRPO divides by it).
+        """
+        self._policy, self._critic, self._published = policy, critic, published
+        self._algorithm = algorithm
+        self._max_tokens = max_tokens_per_microbatch
+        self._max_completion_tokens = max_completion_tokens
+
+    def run(self, samples: Sequence[TrainingSample], *, weights_published: bool) -> list[TokenSums[Tensor]]:
+        """Add the gradients of samples to their sum.
+
+        Args:
+            samples: of any number of units.
+            weights_published: whether the current weights are those of the last publication.
+
+        Returns:
+            The statistics of each micro-batch.
+        """
+        with_gradient = [sample for sample in samples if self._has_gradient(sample)]
+        without = [sample for sample in samples if not self._has_gradient(sample)]
+        statistics = []
+        for batch in self._policy.micro_batches(with_gradient, self._max_tokens):
+            loss, batch_sums = self._loss(batch, weights_published)
+            loss.backward()  # type: ignore[no-untyped-call]
+            statistics.append(batch_sums)
+        with torch.no_grad():
+            for batch in self._policy.micro_batches(without, self._max_tokens):
+                statistics.append(self._loss(batch, weights_published)[1])
+        return statistics
+
+    def _has_gradient(self, sample: TrainingSample) -> bool:
+        return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
+
+    def _loss(self, batch: MicroBatch, weights_published: bool) -> tuple[Tensor, TokenSums[Tensor]]:
+        """The weighted sum of token losses, and the statistics."""
+        masked = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
+        counted = (~masked).float()
+        normalize = self._algorithm.normalize
+        weights = token_weights(
+            counted, batch.num_tokens, normalize, max_completion_tokens=self._max_completion_tokens
+        )
+        advantages, critic_loss = self._advantages(batch, weights)
+        old_logprobs = self._published.logprobs(batch) if self._published else batch.behavior_logprobs
+        logprobs, entropy = self._policy.logprobs(batch)
+        current = logprobs.detach()
+        if old_logprobs is None:  # the current weights are the published ones
+            old_logprobs = current
+        loss, clipped, reference_kl = objective(
+            self._algorithm, batch, logprobs, old_logprobs, advantages, weights
+        )
+        behavior_kl = kl(batch.behavior_logprobs, current, "k3")
+        same_weights = _generated_by_published(batch) if weights_published else torch.zeros_like(masked)
+        batch_sums = TokenSums(
+            loss=loss.detach(),
+            entropy=entropy.sum(),
+            clipped=clipped.sum(),
+            kl=behavior_kl.sum(),
+            engine_mismatch_kl=behavior_kl.where(same_weights, 0.0).sum(),
+            engine_mismatch_tokens=same_weights.sum(),
+            **weight_sums(current, batch.behavior_logprobs)._asdict(),
+            counted=counted.sum(),
+            reference_kl=reference_kl,
+            value_loss=critic_loss,
+        )
+        return loss, batch_sums
+
+    def _advantages(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The advantage of each token, [C], and the summed loss of the critic after its backward pass."""
+        if self._critic is None:
+            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self._policy.device)
+        values = self._critic.values(batch)
+        advantages = token_advantages(values, batch, self._algorithm)
+        loss = (value_loss(values, advantages + values.detach()) * weights).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return advantages, loss.detach()
+
+
+def _generated_by_published(batch: MicroBatch) -> Tensor:
+    """[C] bool: tokens of samples that the published weights generated from the first token on. A sample with
+    carried tokens is excluded whole: its keys and values may be of older weights."""
+    return spread(sums(batch.carried.float(), batch.num_tokens) == 0, batch.num_tokens)

@@ -1,0 +1,146 @@
+"""The model that is trained: a Hugging Face causal language model on packed micro-batches.
+
+Weights are float32; bfloat16 applies to the computation (autocast). The model is in evaluation mode: without
+dropout, the trained policy is the policy that generates. Any architecture whose attention goes through
+transformers' AttentionInterface is supported; it is tested on a few tokens when it is loaded.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tailrace.errors import ConfigError
+from tailrace.trainer.attention import PACKED
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
+from tailrace.trainer.model_folder import UnreadableModel, read_model
+from tailrace.trainer.packing import MicroBatch, pack
+from tailrace.types import SampleId
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+    """Run a model without its head.
+
+    Returns:
+        [C, D]: the last hidden states at the positions that predict a completion token.
+    """
+    with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        hidden: Tensor = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=batch.boundaries,
+            cu_seq_lens_k=batch.boundaries,
+            max_length_q=batch.max_length,
+            max_length_k=batch.max_length,
+        ).last_hidden_state[0]
+    return hidden[batch.predictors]
+
+
+class PolicyModel:
+    """Computes log-probs of completion tokens under the current weights."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            model: with its head, in float32.
+            temperature: sampling temperature.
+            device: where the weights are kept.
+            dtype: precision of the computation.
+
+        Raises:
+            ConfigError: the architecture cannot run packed.
+        """
+        self.model = model.to(device).eval()
+        self.temperature = temperature
+        self.device = device
+        self._dtype = dtype
+        self._parameters = dict(self.model.named_parameters())
+        if not self._runs_packed():
+            raise ConfigError(
+                "model.path",
+                model.config.name_or_path,
+                f"an architecture of type {model.config.model_type!r} does not run packed",
+                "choose one of the Llama or Qwen kind",
+            )
+
+    @classmethod
+    def load(
+        cls, path: Path, *, temperature: float, device: torch.device, dtype: torch.dtype
+    ) -> "PolicyModel":
+        """Load a Hugging Face folder.
+
+        Raises:
+            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
+        """
+        return cls(load_for_training(path), temperature=temperature, device=device, dtype=dtype)
+
+    def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
+        """Pack all samples with a completion into micro-batches of at most `max_tokens` input tokens."""
+        return [MicroBatch.of(bin, self.device) for bin in pack(samples, max_tokens)]
+
+    def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
+        """Compute log-probs and entropies of the batch's completion tokens: [C] each."""
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden_states(self.model.base_model, batch, self._dtype),
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=self.temperature,
+            dtype=self._dtype,
+        )
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by their Hugging Face names. Tied parameters occur once."""
+        return self._parameters
+
+    @torch.no_grad()
+    def _runs_packed(self) -> bool:
+        """Compare two packed sequences with the model's own forward pass of each.
+
+        They differ if the architecture mixes packed sequences, or changes its logits after the head.
+        """
+        vocabulary = len(self.model.get_output_embeddings().weight)
+        ids = [i % vocabulary for i in range(1, 8)]
+        samples = [
+            TrainingSample(SampleId(0, 0, i), part[:1], part[1:], [0.0] * (len(part) - 1), 0.0)
+            for i, part in enumerate((ids[:4], ids[3:]))
+        ]
+        self.model.set_attn_implementation("eager")
+        alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
+        self.model.set_attn_implementation(PACKED)
+        try:
+            packed = self.logprobs(MicroBatch.of(samples, self.device)).logprobs
+        except NotImplementedError:
+            return False
+        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
+        return torch.allclose(alone, packed, atol=tolerance, rtol=tolerance)
+
+    def _plain_logprobs(self, sample: TrainingSample) -> Tensor:
+        """[num_tokens] by the model's own forward pass."""
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.device)
+        logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logp = (logits.float() / self.temperature).log_softmax(-1)
+        return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+
+
+def load_for_training(path: Path) -> PreTrainedModel:
+    """Load the model of the config.
+
+    Raises:
+        ConfigError: the folder is incomplete or damaged.
+    """
+    try:
+        return read_model(path)
+    except UnreadableModel as error:
+        raise ConfigError(
+            "model.path", str(path), str(error), "save the model with `save_pretrained`"
+        ) from error

@@ -1,0 +1,254 @@
+"""The trainer of one rank.
+
+    accumulate:  forward and backward (forward_backward.py) into a sum of gradients
+    step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
+
+The gradient is a sum, and its count is in the unit of the loss (samples or tokens). It is divided once, at
+`step`, by the count of the whole step; with several ranks by the sum of their counts: g = sum_r n_r gbar_r /
+sum_r n_r, never the mean of the ranks' means. Streaming a batch group by group therefore does not change the
+gradient, and ranks may have unequal shares or none. A critic is treated alike.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.ess import effective_sample_size, weight_sums
+from tailrace.errors import ScheduleError
+from tailrace.trainer import checkpoint
+from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.critic import Critic
+from tailrace.trainer.forward_backward import ForwardBackward
+from tailrace.trainer.model import DTYPES, PolicyModel
+from tailrace.trainer.old_policy import PublishedPolicy
+from tailrace.trainer.optimizer import Optimizer
+from tailrace.trainer.step_statistics import StepStatistics
+
+
+class TorchTrainer:
+    """One rank. If torch.distributed is initialised, all ranks call `step` together."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        critic: Critic | None,
+        settings: TrainerSettings,
+        algorithm: AlgorithmSettings,
+        *,
+        max_completion_tokens: int,
+        model_folder: Path,
+    ) -> None:
+        """
+        Args:
+            policy: the model to train.
+            critic: for advantages by gae.
+            settings: of the trainer.
+            algorithm: the loss.
+            max_completion_tokens: length limit of a completion.
+            model_folder: the folder that the model was loaded from; its tokenizer is copied to checkpoints.
+        """
+        self._policy, self._critic = policy, critic
+        self._settings, self._algorithm = settings, algorithm
+        self._model_folder = model_folder
+        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
+        self._forward_backward = ForwardBackward(
+            policy,
+            critic,
+            self._published,
+            algorithm,
+            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            max_completion_tokens=max_completion_tokens,
+        )
+        self._optimizer = Optimizer(policy.parameters(), settings)
+        self._statistics = StepStatistics(policy.device)
+        self._waiting: list[TrainingSample] = []
+        """Accumulated samples that are not computed yet."""
+        self._weights_published = True
+        """Whether the current weights are those of the last publication. The engines start with them."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        settings: TrainerSettings,
+        algorithm: AlgorithmSettings,
+        *,
+        temperature: float,
+        max_completion_tokens: int,
+    ) -> "TorchTrainer":
+        """Load a Hugging Face folder, and a critic of it if the algorithm needs one.
+
+        Args:
+            path: the folder.
+            settings: of the trainer.
+            algorithm: the loss.
+            temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
+            max_completion_tokens: length limit of a completion.
+
+        Raises:
+            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
+        """
+        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
+        critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
+        return cls(
+            policy,
+            critic,
+            settings,
+            algorithm,
+            max_completion_tokens=max_completion_tokens,
+            model_folder=path,
+        )
+
+    def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
+        """Add the gradients of units to their sum. The weights do not change.
+
+        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step. This
+        depends on the order of the units only: the same units in the same order give bit-identical
+        gradients, whatever the number of calls.
+        """
+        for unit in units:
+            self._statistics.add_unit(unit)
+            self._waiting += unit
+            waiting_tokens = sum(sample.num_input_tokens for sample in self._waiting)
+            if waiting_tokens >= self._settings.min_tokens_per_microbatch:
+                self._compute_waiting()
+
+    def step(self) -> StepStats:
+        """Divide the gradient by its count, clip it, and do one optimizer step. A gradient that is not finite
+        is discarded.
+
+        Returns:
+            Statistics of all ranks, but for `samples` and `compute_s`, which are those of this rank.
+
+        Raises:
+            ScheduleError: nothing was accumulated since the last step.
+        """
+        self._compute_waiting()
+        started = time.perf_counter()
+        statistics, self._statistics = self._statistics, StepStatistics(self._policy.device)
+        if dist.is_initialized():
+            for optimizer in self._optimizers():
+                optimizer.all_reduce()
+            statistics.all_reduce()
+        totals = statistics.totals()
+        if totals.num_samples == 0:
+            raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
+        by_token = self._algorithm.normalize == "token_mean"
+        count = max(1, int(totals.sums.counted) if by_token else totals.num_samples)
+        if self._published:
+            self._published.keep()
+        norms = [optimizer.step(count) for optimizer in self._optimizers()]
+        self._weights_published = False
+        self._synchronize()
+        num_tokens = max(1, totals.num_tokens)
+        sums = totals.sums
+        return StepStats(
+            num_steps=self._optimizer.num_steps,
+            samples=tuple(statistics.samples),
+            num_tokens=totals.num_tokens,
+            compute_s=statistics.compute_s + time.perf_counter() - started,
+            loss=sums.loss / count,
+            grad_norm=norms[0],
+            learning_rate=self._optimizer.learning_rate,
+            entropy=sums.entropy / num_tokens,
+            clip_ratio=sums.clipped / num_tokens,
+            kl=sums.kl / num_tokens,
+            engine_mismatch_kl=(
+                sums.engine_mismatch_kl / sums.engine_mismatch_tokens if sums.engine_mismatch_tokens else None
+            ),
+            ess=effective_sample_size(sums.weights, sums.squares, totals.num_tokens),
+            reference_kl=sums.reference_kl / num_tokens,
+            value_loss=sums.value_loss / count,
+            skipped=not all(map(math.isfinite, norms)),
+            num_micro_batches=totals.num_micro_batches,
+        )
+
+    @torch.no_grad()
+    def ess(self, units: Sequence[Sequence[TrainingSample]]) -> float:
+        """Compute the effective sample size of the units' tokens under the current weights (algo/ess.py).
+
+        Its time counts as compute of the step that it guards. Each rank answers for its own units.
+        """
+        started = time.perf_counter()
+        weights = squares = 0.0
+        num_tokens = 0
+        samples = [sample for unit in units for sample in unit]
+        for batch in self._policy.micro_batches(samples, self._settings.max_tokens_per_microbatch):
+            sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
+            weights, squares = weights + float(sums.weights), squares + float(sums.squares)
+            num_tokens += len(batch.targets)
+        self._statistics.compute_s += time.perf_counter() - started
+        return effective_sample_size(weights, squares, num_tokens)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The current weights by their Hugging Face names, tied ones once. They are not copies."""
+        return {name: parameter.detach() for name, parameter in self._policy.parameters().items()}
+
+    def publish(self) -> Mapping[str, Tensor]:
+        """Declare the current weights the published ones, and return them as `state`."""
+        if not self._weights_published:
+            self._compute_waiting()  # samples accumulated before have the old policy of then
+        if self._published:
+            self._published.publish()
+        self._weights_published = True
+        return self.state()
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, complete or not at all. Accumulated gradients are not in it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        states = {"cpu": torch.get_rng_state()}
+        if self._policy.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
+        critic = self._critic.state() if self._critic else None
+        state = TrainerState(self._optimizer.state(), states, critic)
+        checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._model_folder)
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
+        discarded.
+
+        Raises:
+            CheckpointError: it is damaged or belongs to another model.
+        """
+        critic = self._critic.parameters() if self._critic else None
+        state = checkpoint.read(folder, self._policy.model, critic=critic)
+        self._optimizer.restore(state.optimizer)
+        if self._critic and state.critic:
+            self._critic.optimizer.restore(state.critic.optimizer)
+        if self._published:
+            self._published.publish()
+        self._weights_published = True
+        self._statistics = StepStatistics(self._policy.device)
+        self._waiting.clear()
+        torch.set_rng_state(state.random_states["cpu"])
+        if "cuda" in state.random_states and self._policy.device.type == "cuda":
+            torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
+
+    def _compute_waiting(self) -> None:
+        started = time.perf_counter()
+        waiting, self._waiting = self._waiting, []
+        for sums in self._forward_backward.run(waiting, weights_published=self._weights_published):
+            self._statistics.add_micro_batch(sums)
+        self._synchronize()
+        self._statistics.compute_s += time.perf_counter() - started
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The policy's first."""
+        return [self._optimizer, *([self._critic.optimizer] if self._critic else [])]
+
+    def _synchronize(self) -> None:
+        """Wait for the device: its kernels run behind the host, and times would be too short."""
+        if self._policy.device.type == "cuda":
+            torch.cuda.synchronize(self._policy.device)

@@ -1,0 +1,436 @@
+"""A run: what it refuses, what it says while it waits, and that it goes on after it was killed."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.ledger.read import read_books
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.record.events import (
+    Accumulated,
+    Evaluated,
+    Event,
+    GroupEnded,
+    Published,
+    RequestStarted,
+    RoundEnded,
+    RoundStarted,
+    RowSkipped,
+    Saved,
+    Stepped,
+    Waiting,
+)
+from tailrace.controller.run import Run
+from tailrace.schedules.serial import serial
+from tailrace.sim.trainer import SimTrainer
+from tailrace.controller.simulation import simulated_parts
+from tailrace.trainer.base import StepStats
+from tailrace.types import Group, Prompt, Sample
+from tailrace.weights.base import Weights
+from helpers.virtual import (
+    EXACT,
+    FLUSHING,
+    SCHEDULES_BY_NAME,
+    SETTINGS,
+    SIM,
+    ZERO_VARIANCE,
+    Book,
+    Death,
+    Outcome,
+    change,
+    dying,
+    reporting,
+    simulate,
+)
+
+ONE_ROUND = RunSettings(rounds=1, group_size=2)
+
+
+# -- killed and resumed ----------------------------------------------------------------------------
+
+
+def lives(
+    name: str,
+    settings: RunSettings,
+    kills: Iterator[float],
+    folder: Path,
+    algorithm: AlgorithmSettings | None = None,
+) -> tuple[list[Event], Outcome, Book]:
+    """Run, be killed, resume, until it ends: what happened in the lineage of checkpoints that led to the
+    end, what a kill undid left out; the last life; and what is written of all."""
+    lineage: list[Event] = []
+    book = Book()
+    while True:
+        outcome = simulate(
+            SCHEDULES_BY_NAME[name],
+            settings,
+            SIM,
+            folder=folder,
+            book=book,
+            kill_at_s=next(kills, None),
+            algorithm=algorithm,
+        )
+        if not outcome.killed:
+            return lineage + outcome.events, outcome, book
+        saves = [index for index, event in enumerate(outcome.events) if isinstance(event, Saved)]
+        lineage += outcome.events[: saves[-1]] if saves else []
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_twice(
+    name: str, every: int, tmp_path: Path
+) -> None:
+    settings = change(SETTINGS, checkpoint_every=every)
+    algorithm = ZERO_VARIANCE if every == 2 else AlgorithmSettings()
+    whole = simulate(SCHEDULES_BY_NAME[name], settings, algorithm=algorithm)
+    chance = random.Random(f"{name} {every}")
+    for trial in range(2):
+        kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
+        lineage, last, _ = lives(name, settings, kills, tmp_path / str(trial), algorithm)
+        trained = [
+            event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
+        ]
+        assert last.totals.groups["trained"] == len(trained) == len(set(trained))
+        if name in FLUSHING:
+            assert last.run.parked.groups == []
+            continue
+        assert len(trained) == whole.totals.groups["trained"]
+        steps = [event.stats.num_steps for event in lineage if isinstance(event, Stepped)]
+        assert steps == list(range(1, len(whole.of(Stepped)) + 1))
+        rounds = [event.round for event in lineage if isinstance(event, RoundEnded)]
+        assert rounds == list(range(SETTINGS.rounds))
+
+
+def test_serial_trains_the_same_prompts_after_a_crash(tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=1)
+    whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    for number, share in enumerate((0.05, 0.33, 0.5, 0.77, 0.99)):
+        lineage, last, _ = lives("serial", settings, iter([whole.ended_s * share]), tmp_path / str(number))
+        trained = {event.prompt for event in lineage if isinstance(event, GroupEnded)}
+        assert trained == set(whole.trained) and set(last.totals.wasted_tokens) <= {"crash"}
+
+
+def test_what_was_trained_since_the_last_checkpoint_is_trained_again_from_its_tokens(tmp_path: Path) -> None:
+    settings = change(SETTINGS, checkpoint_every=2)
+    whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    first_round_s = whole.of(RoundEnded)[0].time_s
+    lineage, last, book = lives("serial", settings, iter([first_round_s + 0.1]), tmp_path)
+    again = {training.id for training in read_books(book.store).trainings.values() if training.undone == 2}
+    first = [event for event in lineage if isinstance(event, Stepped)][:2]
+    assert again == {sample.id for event in first for sample in event.samples}
+    assert not any(event.sample in again for event in last.of(RequestStarted))
+
+
+def test_a_finished_run_is_resumed_to_be_longer(tmp_path: Path) -> None:
+    short, longer = (change(SETTINGS, rounds=rounds, checkpoint_every=1) for rounds in (2, 3))
+    book = Book()
+    simulate(SCHEDULES_BY_NAME["rolloutpipe"], short, folder=tmp_path, book=book)
+    again = simulate(SCHEDULES_BY_NAME["rolloutpipe"], longer, folder=tmp_path, book=book)
+    assert [event.round for event in again.of(RoundStarted)] == [2]
+    assert again.totals.groups["trained"] == 48 and again.of(Stepped)[-1].stats.num_steps == 12
+
+
+def test_groups_that_a_crash_interrupted_come_first_and_go_on_from_their_tokens(tmp_path: Path) -> None:
+    settings, book = change(SETTINGS, checkpoint_every=1), Book()
+    schedule = SCHEDULES_BY_NAME["pipelinerl"]
+    killed_s = simulate(schedule, settings).of(RoundEnded)[1].time_s
+    simulate(schedule, settings, folder=tmp_path, book=book, kill_at_s=killed_s, beside=reporting)
+    interrupted = {group.prompt for group in read_books(book.store).groups.values() if group.fate is None}
+    resumed = simulate(schedule, settings, folder=tmp_path, book=book)
+    origins = [
+        [origin.life for origin in sample.origins] for sample in read_books(book.store).samples.values()
+    ]
+    assert any(set(lives) == {1, 2} for lives in origins)
+    asked = dict.fromkeys(event.sample.prompt for event in resumed.of(RequestStarted))
+    assert set(list(asked)[:4]) <= interrupted
+    assert set(resumed.totals.wasted_tokens) <= {"crash"}
+
+
+def test_a_checkpoint_that_the_kill_left_without_a_mark_does_not_count(tmp_path: Path) -> None:
+    settings, book = change(SETTINGS, checkpoint_every=1), Book(commit_s=1.0)
+    whole = simulate(
+        SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path / "whole", book=Book(commit_s=1.0)
+    )
+    saved_s = whole.of(Saved)[1].time_s
+    killed = {"folder": tmp_path, "book": book, "kill_at_s": saved_s - 0.5}
+    simulate(SCHEDULES_BY_NAME["serial"], settings, **killed)  # type: ignore[arg-type]
+    assert (tmp_path / "round_000001").is_dir()
+    resumed = simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path, book=book)
+    assert [event.round for event in resumed.of(RoundStarted)] == [0, 1, 2]
+
+
+# -- what a schedule may not do ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [Run.accumulate, Run.train])
+def test_tokens_older_than_promised_are_refused_before_they_are_trained(
+    verb: Callable[[Run, list[Group]], Awaitable[None]],
+) -> None:
+    async def one_too_old(run: Run) -> None:
+        run.promise(staleness=1)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.publish()
+            await run.accumulate(groups[:1])
+            await run.publish()
+            await verb(run, groups[1:])
+
+    outcome = Outcome()
+    with pytest.raises(StalenessError, match=r"sample 1\.0/0 has tokens 2 publications old .* at most 1"):
+        simulate(one_too_old, ONE_ROUND, EXACT, into=outcome)
+    assert len(outcome.of(Accumulated)) == 1 and outcome.of(Stepped) == []
+
+
+def test_groups_that_were_taken_and_forgotten_are_named() -> None:
+    async def forgetful(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(4))
+            await run.train((await run.pool.take(4))[2:])
+
+    with pytest.raises(GroupsLost, match=r"prompts \[0, 1\] were taken and neither trained"):
+        simulate(forgetful, ONE_ROUND, EXACT)
+
+
+def test_what_is_trained_twice_is_found() -> None:
+    async def eager(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.train(groups)
+            await run.train(groups)
+
+    with pytest.raises(LedgerError, match=r"sample 0\.0/0 ended twice: trained, then trained"):
+        simulate(eager, ONE_ROUND, EXACT)
+
+
+def test_what_is_handed_over_twice_before_its_step_is_refused() -> None:
+    async def twice(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.accumulate(groups)
+            await run.accumulate(groups[1:])
+
+    with pytest.raises(ScheduleError, match=r"sample 1\.0/0 is to be trained twice; train each group once"):
+        simulate(twice, ONE_ROUND, EXACT)
+
+
+def test_a_round_that_ends_without_the_step_is_refused() -> None:
+    async def stepless(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await run.accumulate(await run.pool.take(2))
+
+    with pytest.raises(ScheduleError, match=r"round 0 ended with 4 samples accumulated and no step"):
+        simulate(stepless, ONE_ROUND, EXACT)
+
+
+def test_on_policy_waits_for_groups_without_an_older_token() -> None:
+    async def fresh_only(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(5)
+            await run.publish()
+            run.pool.launch(run.prompts(1))
+            await run.train(await run.pool.take(1, run.on_policy))
+            run.drop(await run.pool.take(1), "stale")
+
+    outcome = simulate(fresh_only, ONE_ROUND, EXACT)
+    assert outcome.trained == [1]
+    assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_gradients_step_and_publication_begin_one_after_another() -> None:
+    async def once(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await run.train(await run.pool.take(2))
+            await run.publish()
+
+    world = change(EXACT, trainer=change(EXACT.trainer, step_s=3.0, publish_s=2.0))
+    outcome = simulate(once, ONE_ROUND, world)
+    assert [(event.start_s, event.end_s) for event in outcome.of(Accumulated)] == [(10, 54)]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Stepped)] == [(54, 57)]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Published)] == [(57, 59)]
+    assert outcome.trained == [0, 1]
+
+
+# -- publishing --------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_weights_arrive_and_the_next_publication_waits_for_them() -> None:
+    async def twice(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            groups = await run.pool.take(2)
+            await run.publish()
+            await run.train(groups)
+            await run.publish()
+
+    slow = change(EXACT, engines=change(EXACT.engines, load_s=30.0))
+    outcome = simulate(twice, ONE_ROUND, slow)
+    assert [event.start_s for event in outcome.of(Stepped)] == [10 + 44]
+    assert [(event.start_s, event.end_s) for event in outcome.of(Published)] == [(10, 10), (54, 54)]
+    slower = change(EXACT, engines=change(EXACT.engines, load_s=50.0))
+    waiting = simulate(twice, ONE_ROUND, slower)
+    assert [(event.start_s, event.end_s) for event in waiting.of(Published)] == [(10, 10), (54, 60)]
+
+
+def test_a_group_without_tokens_may_be_a_publication_old_until_the_weights_have_arrived() -> None:
+    ages: list[tuple[int, ...]] = []
+
+    async def looking(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(before := run.prompts(1))
+            await run.publish()
+            run.pool.launch(after := run.prompts(1))
+            ages.append((run.staleness(before[0]), run.staleness(after[0])))
+            await asyncio.sleep(4)
+            ages.append((run.staleness(before[0]), run.staleness(after[0])))
+            await run.train(await run.pool.take(2))
+
+    simulate(looking, ONE_ROUND, change(EXACT, engines=change(EXACT.engines, load_s=3.0)))
+    assert ages == [(1, 0), (0, 0)]
+
+
+# -- waiting -----------------------------------------------------------------------------------------
+
+
+def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
+    async def choosy(run: Run) -> None:
+        run.pool.launch(run.prompts(2))
+        async for _ in run.rounds():
+            await run.pool.take(2, lambda ready, wanted: [])
+
+    settings, outcome = change(ONE_ROUND, patience_s=10.0, give_up_s=25.0), Outcome()
+    with pytest.raises(Stuck, match=r"no optimizer step for 30 s: the pool: 2 complete groups \(2 there\)"):
+        simulate(choosy, settings, EXACT, into=outcome)
+    waits = [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)]
+    assert waits == [(10, 10), (20, 20), (30, 30)]
+
+
+def test_a_step_is_what_patience_waits_for() -> None:
+    settings = RunSettings(rounds=3, group_size=2, patience_s=40.0, give_up_s=100.0)
+    outcome = simulate(
+        partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT
+    )  # a step every 10 + 44 s
+    assert [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)] == [(40, 40), (94, 40), (148, 40)]
+
+
+# -- between rounds ----------------------------------------------------------------------------------
+
+
+def test_evaluations_stand_at_the_start_between_rounds_and_at_the_end_outside_the_books() -> None:
+    settings = change(SETTINGS, eval_every=2, eval_prompts=10)
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], settings)
+    evaluated = [(event.round, event.num_samples) for event in outcome.of(Evaluated)]
+    assert evaluated == [(0, 10), (2, 10), (3, 10)]
+    assert outcome.trained == simulate(SCHEDULES_BY_NAME["serial"]).trained
+
+
+def test_an_evaluation_survives_that_all_engines_are_away() -> None:
+    settings = change(ONE_ROUND, eval_every=1, eval_prompts=4)
+    beside = dying(Death(0.0, 0, 20.0))
+    outcome = simulate(partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT, beside=beside)
+    assert [event.time_s for event in outcome.of(Evaluated)] == [30, 94]
+
+
+def test_rows_without_a_prompt_are_counted_and_the_next_one_is_drawn() -> None:
+    class Rows:
+        def __getitem__(self, index: int) -> Prompt:
+            if index % 3 == 1:
+                raise BadRow("no prompt")
+            return Prompt(index, [1])
+
+    def parts() -> Parts:
+        return replace(simulated_parts(EXACT, seed=0), prompts=Rows(), held_out=Rows())
+
+    outcome = simulate(
+        partial(serial, groups_per_round=4, groups_per_step=2),
+        change(ONE_ROUND, eval_every=1),
+        EXACT,
+        parts=parts,
+    )
+    assert outcome.trained == [0, 2, 3, 5]
+    skipped = [(event.prompt, event.reason) for event in outcome.of(RowSkipped)]
+    assert skipped == [(1, "no prompt"), (4, "no prompt")]
+    assert outcome.totals.num_drawn == 6 and outcome.totals.groups == {"trained": 4, "dropped": 2}
+
+
+def test_data_without_any_usable_row_ends_the_run_and_says_so() -> None:
+    class NoRows:
+        def __getitem__(self, index: int) -> Prompt:
+            raise BadRow("no prompt")
+
+    def parts() -> Parts:
+        return replace(simulated_parts(EXACT, seed=0), prompts=NoRows())
+
+    with pytest.raises(
+        ConfigError, match="data = 'no prompt': 10000 rows in succession have no usable prompt"
+    ):
+        simulate(partial(serial, groups_per_round=4, groups_per_step=2), ONE_ROUND, EXACT, parts=parts)
+
+
+# -- the rest of the vocabulary ------------------------------------------------------------------------
+
+
+def test_loose_samples_train_in_a_seeded_order_and_their_groups_end_with_the_last() -> None:
+    """Conventional RL of PipelineRL's paper: B samples a step, shuffled over the round."""
+    orders: list[list[str]] = []
+
+    async def conventional(run: Run) -> None:
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(4))
+            samples = run.shuffled(await run.pool.take(4))
+            orders.append([str(sample.id) for sample in samples])
+            await run.train(samples[:5])
+            await run.train(samples[5:])
+            await run.publish()
+
+    first, second = (simulate(conventional, RunSettings(rounds=2, group_size=2), EXACT) for _ in range(2))
+    assert orders[:2] == orders[2:] and orders[0] != sorted(orders[0])
+    assert first.trace == second.trace
+    assert first.totals.groups == {"trained": 8}
+
+
+def test_the_noise_of_every_sample_is_its_own_and_another_run_s_is_other() -> None:
+    seeds: list[set[int]] = []
+
+    async def look(run: Run) -> None:
+        async for _ in run.rounds():
+            groups = run.prompts(5)
+            run.restart(run.prompts(0))
+            seeds.append({sample.seed for group in groups for sample in group.samples})
+            run.pool.launch(groups)
+            await run.train(await run.pool.take(5))
+
+    for seed in (0, 0, 1):
+        simulate(look, change(ONE_ROUND, seed=seed), EXACT)
+    assert [len(drawn) for drawn in seeds] == [10] * 3
+    assert seeds[0] == seeds[1] and not seeds[0] & seeds[2]
+
+
+def test_the_watchdog_and_everything_else_end_with_the_schedule() -> None:
+    leftovers: list[int] = []
+
+    async def short(run: Run) -> None:
+        run.pool.feed(run.prompts, room=4, full="hold")
+        async for _ in run.rounds():
+            await run.train(await run.pool.take(1))
+        asyncio.get_running_loop().call_later(1000, lambda: leftovers.append(len(asyncio.all_tasks())))
+
+    outcome = simulate(short, ONE_ROUND, EXACT)
+    assert outcome.ended_s < 1000 and leftovers == []

@@ -1,0 +1,361 @@
+"""Running schedules in virtual time, for tests: a small world, and everything that happened in it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
+from tailrace.engine.base import Usage
+from tailrace.ledger.base import Cut, RunRow, Store
+from tailrace.ledger.journal import Journal
+from tailrace.ledger.ledger import Totals
+from tailrace.ledger.memory import MemoryStore
+from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.writer import DirectWriter, Writer
+from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
+from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.schedules import SCHEDULES
+from tailrace.settings import Settings
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import (
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
+from tailrace.types import Sample, SampleId
+
+E = TypeVar("E")
+S = TypeVar("S", bound=Settings)
+
+SETTINGS = RunSettings(rounds=3, group_size=4)
+
+ZERO_VARIANCE = AlgorithmSettings(filter="zero_variance")
+
+SIM = SimSettings(
+    engines=SimEngineSettings(count=2, slots=24),
+    trainer=SimTrainerSettings(tokens_per_s=15_000.0),
+    lengths=SimLengthSettings(max_tokens=6000),
+)
+"""Two engines that one round of 16 groups of 4 overfills."""
+
+EXACT = SimSettings(
+    engines=SimEngineSettings(
+        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0
+    ),
+    trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0),
+    lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),
+    rewards=SimRewardSettings(workers=1000, median_s=0.0),
+)
+"""A world for sums by hand: a token is a second whatever runs beside it, a trained position is a second,
+all responses have 10 tokens and all else takes no time."""
+
+SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
+    "serial": partial(SCHEDULES["serial"], groups_per_round=16, groups_per_step=8),
+    "rolloutpipe": partial(SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4),
+    "rolloutpipe_frontier": partial(
+        SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4, admission=Frontier(groups=3)
+    ),
+    "rolloutpipe_frontier_first": partial(
+        SCHEDULES["rolloutpipe"], groups_per_round=16, groups_per_step=4, admission=FrontierFirst(groups=3)
+    ),
+    "rolloutpipe_at_most": partial(
+        SCHEDULES["rolloutpipe"],
+        groups_per_round=16,
+        groups_per_step=4,
+        admission=AtMost(requests_per_engine=5),
+    ),
+    "rolloutpipe_eager": partial(
+        SCHEDULES["rolloutpipe_eager"], groups_per_round=16, groups_per_step=4, max_tokens_per_batch=20_000
+    ),
+    "april": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16),
+    "april_bounded": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16, staleness=2),
+    "tailbatch": partial(SCHEDULES["tailbatch"], groups_per_round=8),
+    "tailbatch_prompts": partial(SCHEDULES["tailbatch"], groups_per_round=8, response_speculation=1.0),
+    "tailbatch_dapo": partial(SCHEDULES["tailbatch_dapo"], groups_per_round=8, requests_per_engine=22),
+    "tailbatch_async": partial(SCHEDULES["tailbatch_async"], groups_per_round=8),
+    "rollpacker": partial(SCHEDULES["rollpacker"], groups_per_round=8),
+    "conventional": partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4),
+    "pipelinerl": partial(
+        SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=16
+    ),
+    "pipelinerl_hold": partial(
+        SCHEDULES["pipelinerl"],
+        groups_per_step=8,
+        in_flight_per_engine=20,
+        ring_groups=16,
+        ring_full="block",
+        kv="recompute",
+    ),
+    "pipelinerl_ess": partial(
+        SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=24, min_ess=0.8
+    ),
+    "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8),
+}
+"""Every schedule of the package, with parameters for the small world."""
+
+FLUSHING = (
+    "tailbatch",
+    "tailbatch_prompts",
+    "tailbatch_dapo",
+    "tailbatch_async",
+    "rollpacker",
+    "tailrace_on_policy",
+)
+"""Those that bring what is parked to its end in rounds beyond the last."""
+
+ON_POLICY = (
+    "serial",
+    "rolloutpipe",
+    "rolloutpipe_frontier",
+    "rolloutpipe_frontier_first",
+    "rolloutpipe_at_most",
+    "rolloutpipe_eager",
+    "tailbatch",
+    "tailbatch_prompts",
+    "tailbatch_dapo",
+    "rollpacker",
+    "conventional",
+    "tailrace_on_policy",
+)
+
+
+@dataclass
+class Outcome:
+    """What a simulated run did. Also the sink that writes it down."""
+
+    events: list[Event] = field(default_factory=list)
+    run: Run = field(init=False)
+    parts: Parts = field(init=False)
+    ended_s: float = field(init=False)
+    usages: list[Usage] = field(default_factory=list)
+    """Of the engines, at the end."""
+    killed: bool = False
+
+    def on(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.ended_s = clock.now()
+        self.usages = [engine.usage() for engine in self.parts.engines]
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def trace(self) -> list[str]:
+        return [repr(event) for event in self.events]
+
+    @property
+    def trained(self) -> list[int]:
+        """The prompt of each trained group, in the order of training."""
+        prompts = [sample.prompt.index for step in self.of(Stepped) for sample in step.samples]
+        return list(dict.fromkeys(prompts))
+
+    @property
+    def totals(self) -> Totals:
+        return self.run._ledger.totals
+
+
+@dataclass
+class Book:
+    """What outlives a killed run: the store, and the engines' own count."""
+
+    store: Store = field(default_factory=MemoryStore)
+    num_generated: int = 0
+    commit_s: float = 0.0
+    """How long a commit takes; a kill meanwhile loses it."""
+    flush_s: float = 0.2
+
+    def starting_point(self, parts: Parts, checkpoints: Path, seed: int) -> StartingPoint:
+        if not self.store.rows(RunRow):
+            return first_life()
+        return next_life(
+            read_books(self.store),
+            name=self.store.name,
+            checkpoints=checkpoints,
+            num_generated=self.num_generated,
+            prompt_of=parts.prompts.__getitem__,
+            seed=seed,
+        )
+
+    def open(self, starting_point: StartingPoint) -> Journal:
+        self.store.commit(starting_point.opening)
+        writer: Writer = SlowWriter(self.store, self.commit_s) if self.commit_s else DirectWriter(self.store)
+        return Journal(writer, starting_point, flush_s=self.flush_s)
+
+
+class SlowWriter:
+    """A writer's thread, in virtual time."""
+
+    def __init__(self, store: Store, commit_s: float) -> None:
+        self._store, self._commit_s = store, commit_s
+
+    def put(self, cut: Cut) -> asyncio.Future[None]:
+        async def commit() -> None:
+            await asyncio.sleep(self._commit_s)
+            self._store.commit(cut)
+
+        return asyncio.ensure_future(commit())
+
+    def close(self) -> None: ...
+
+
+Beside = Callable[[Parts, Run], Coroutine[Any, Any, None]]
+
+
+class Death(NamedTuple):
+    """An engine dies at a moment and is back some time later."""
+
+    at_s: float
+    engine: int
+    down_s: float
+
+
+def dying(*deaths: Death) -> Beside:
+    """Engines that die and come back with the weights of the day."""
+
+    async def one(death: Death, parts: Parts, run: Run) -> None:
+        await asyncio.sleep(death.at_s)
+        engine = parts.engines[death.engine]
+        assert isinstance(engine, SimEngine)
+        if not engine.open:
+            return
+        engine.die()
+        await asyncio.sleep(death.down_s)
+        engine.version, engine.open = run.version, True
+        run.router.engines_changed()
+
+    async def all_of_them(parts: Parts, run: Run) -> None:
+        await asyncio.gather(*(one(death, parts, run) for death in deaths))
+
+    return all_of_them
+
+
+async def reporting(parts: Parts, run: Run) -> None:
+    """Engines that bring their samples up to date, as live ones do."""
+    while True:
+        await asyncio.sleep(0.1)
+        for engine in parts.engines:
+            assert isinstance(engine, SimEngine)
+            engine.report()
+
+
+def beside_each_other(*all_of_them: Beside) -> Beside:
+    async def together(parts: Parts, run: Run) -> None:
+        await asyncio.gather(*(one(parts, run) for one in all_of_them))
+
+    return together
+
+
+def simulate(
+    schedule: Callable[[Run], Awaitable[None]],
+    settings: RunSettings = SETTINGS,
+    sim: SimSettings = SIM,
+    *,
+    folder: Path | None = None,
+    book: Book | None = None,
+    kill_at_s: float | None = None,
+    beside: Beside | None = None,
+    parts: Callable[[], Parts] | None = None,
+    algorithm: AlgorithmSettings | None = None,
+    into: Outcome | None = None,
+) -> Outcome:
+    """Run a schedule in virtual time to its end, or to a moment at which it is killed.
+
+    folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
+    next to the schedule, and does what the world does to it. parts: others than the simulated ones. into:
+    what to fill, for a run that ends with an error.
+    """
+    outcome = into or Outcome()
+    algorithm = algorithm or AlgorithmSettings()
+    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
+
+    async def main() -> None:
+        reference = algorithm.needs_reference
+        outcome.parts = parts() if parts else simulated_parts(sim, settings.seed, reference=reference)
+        starting_point, journal = StartingPoint(), None
+        if book and folder:
+            starting_point = book.starting_point(outcome.parts, folder, settings.seed)
+            if starting_point.checkpoint:
+                await rewind(outcome.parts, folder / starting_point.checkpoint, starting_point.version)
+            journal = book.open(starting_point)
+
+        async def watched(run: Run) -> None:
+            outcome.run = run
+            if beside is None:
+                return await schedule(run)
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(beside(outcome.parts, run))
+                await schedule(run)
+                task.cancel()
+
+        try:
+            async with asyncio.timeout(kill_at_s):
+                await execute(
+                    watched,
+                    outcome.parts,
+                    settings,
+                    Recorder(outcome),
+                    compute_advantages=compute_advantages,
+                    folder=folder,
+                    starting_point=starting_point,
+                    journal=journal,
+                )
+        except TimeoutError:
+            outcome.killed = True
+        if book:
+            book.num_generated += sum(usage.num_generated for usage in outcome.usages)
+
+    clock.run(main(), virtual=True)
+    return outcome
+
+
+async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
+    """What whoever resumes a run does: the trainer from the checkpoint, its weights to the engines."""
+    await parts.trainer.restore(checkpoint)
+    weights = await parts.trainer.publish(version)
+    for engine in parts.engines:
+        await engine.load(weights, kv="keep")
+
+
+def worlds(sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1) -> Callable[[], Parts]:
+    """Parts whose responses have the lengths of a table."""
+
+    def parts() -> Parts:
+        engines = [SimEngine(f"engine{number}", sim.engines, length_of) for number in range(count)]
+        return replace(simulated_parts(sim, seed=0), engines=engines)
+
+    return parts
+
+
+def change(settings: S, **changes: Any) -> S:
+    """The same settings, but for these, checked."""
+    return type(settings).model_validate({**settings.model_dump(), **changes})
+
+
+def in_service(events: list[Event]) -> list[list[SampleId]]:
+    """Who is on an engine after each event that changes it."""
+    serving: list[SampleId] = []
+    history = []
+    for event in events:
+        if isinstance(event, RequestStarted):
+            serving.append(event.sample)
+        elif isinstance(event, RequestEnded):
+            serving.remove(event.sample)
+        else:
+            continue
+        history.append(list(serving))
+    return history

@@ -1,0 +1,77 @@
+"""Which engine gets a request."""
+
+import asyncio
+from collections import Counter
+
+from tailrace import clock
+from tailrace.errors import Evicted
+from tailrace.record.events import Recorder
+from tailrace.rollout.router import Router
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import SimEngineSettings
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+SLOTS = 16
+
+
+def samples_of(engine: str | None, n: int) -> list[Sample]:
+    """As parked: each with a token that the engine produced."""
+    group = Group(Prompt(0, [1]), n, [])
+    group.samples = [Sample(SampleId(0, 0, number), group, engine=engine) for number in range(n)]
+    for sample in group.samples:
+        sample.grow(1, 0)
+    return group.samples
+
+
+def served(*lots: list[Sample], gone: str = "") -> Counter[str | None]:
+    """How many samples each of two engines gets, all being asked for in this order."""
+
+    async def main() -> None:
+        settings = SimEngineSettings(slots=SLOTS)
+        engines = [SimEngine(name, settings, lambda sample: 100) for name in ("a", "b")]
+        for engine in engines:
+            engine.open = engine.name != gone
+        router = Router(engines, Recorder())
+        async with asyncio.TaskGroup() as tasks:
+            for lot in lots:
+                for sample in lot:
+                    tasks.create_task(router.serve(sample))
+
+    clock.run(main(), virtual=True)
+    return Counter(sample.engine for lot in lots for sample in lot)
+
+
+def test_new_requests_go_to_the_least_loaded_engine() -> None:
+    assert served(samples_of(None, 10)) == {"a": 5, "b": 5}
+
+
+def test_what_was_parked_goes_back_to_the_engine_that_had_it() -> None:
+    of_a, of_b = samples_of("a", 6), samples_of("b", 6)
+    assert served([sample for pair in zip(of_b, of_a, strict=True) for sample in pair]) == {"a": 6, "b": 6}
+    assert {sample.engine for sample in of_a} == {"a"} and {sample.engine for sample in of_b} == {"b"}
+
+
+def test_but_not_if_that_is_an_eighth_of_its_slots_ahead() -> None:
+    assert served(samples_of("b", 10)) == {"a": 4, "b": 6}
+
+
+def test_nor_if_it_has_no_slot_left_or_is_away() -> None:
+    assert served(samples_of(None, 2 * SLOTS - 1), samples_of("a", 1)) == {"a": SLOTS, "b": SLOTS}
+    assert served(samples_of("a", 3), gone="a") == {"b": 3}
+
+
+def test_an_engine_that_gave_a_request_back_holds_nothing_of_it() -> None:
+    class Full(SimEngine):
+        async def generate(self, sample: Sample) -> None:
+            self.open = False
+            raise Evicted(self.name)
+
+    async def main() -> Sample:
+        (sample,) = samples_of("a", 1)
+        router = Router([Full("a", SimEngineSettings(slots=SLOTS), lambda sample: 100)], Recorder())
+        serving = asyncio.create_task(router.serve(sample))
+        await asyncio.sleep(1)
+        serving.cancel()
+        return sample
+
+    assert clock.run(main(), virtual=True).engine is None
