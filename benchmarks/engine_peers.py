@@ -26,17 +26,17 @@ def native(model: str) -> Generate:
 
     import torch
 
-    from tailrace.engine.base import EngineSettings, SamplingSettings
-    from tailrace.engine.native.engine import NativeEngine, Request
+    from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+    from tailrace.engine.native.engine import NativeEngine
 
     torch.set_num_threads(1)
-    settings = EngineSettings(max_running=MAX_REQUESTS, kv_tokens=524_288)
+    settings = EngineSettings(max_num_seqs=MAX_REQUESTS, kv_cache_tokens=524_288)
     engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
 
     def generate(requests: Requests) -> int:
         """The engine's own limit is one for all, so each request is aborted at its length."""
         for index, (prompt, _) in enumerate(requests):
-            engine.submit(Request(str(index), prompt, (), index))
+            engine.submit(GenerationRequest(str(index), prompt, (), index))
         due: dict[int, list[int]] = defaultdict(list)
         num_steps = num_admitted = num_ended = num_tokens = 0
         while not engine.idle:

@@ -1,8 +1,8 @@
-"""The behaviour policies of kl_study.py: what they write, and how far it is from on-policy.
+"""The behavior policies of kl_study.py: their responses, and the KL of these to on-policy.
 
-They write by the embedded engine, which records the log-prob of the token it drew; a divergence
-needs the whole distribution. So `transformers` reads the responses again, with the weights mixed in the
-same way, the cache kept or not.
+The embedded engine generates the responses and records the log-prob of each drawn token. A KL needs the whole
+distribution. So `transformers` computes the responses again, with the weights mixed in the same way, the KV
+cache kept or not.
 """
 
 from collections import defaultdict
@@ -16,30 +16,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.engine.native.engine import NativeEngine, Request
+from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine
 from tailrace.types import KV, Prompt
 
 LENGTH, MAX_LAG = 128, 32
 """L and g_max of PipelineRL (5.1), in tokens and in optimizer steps."""
 BATCH = 64
-"""Responses that are read together, at most."""
+"""Largest number of responses that are computed together."""
 ROOM = 2**19
-"""Of the engine's cache and of its prefill, in tokens: all responses start at once and none gives way."""
+"""Tokens of the engine's KV cache and of a prefill: all responses start at once, and none is preempted."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`models[i]` writes from token `starts[i]` of a response to the next start."""
+    """`models[i]` generates from token `starts[i]` of a response to the next start."""
 
     models: Sequence[PreTrainedModel]
     starts: Sequence[int] = (0,)
     kv: KV = "keep"
 
     def segments(self, length: int) -> Iterator[tuple[PreTrainedModel, int, int]]:
-        """Who writes which tokens [start, stop) of a response of so many."""
+        """Each model and the tokens [start, stop) that it generates of a response of `length` tokens."""
         for model, start, stop in zip(self.models, self.starts, [*self.starts[1:], length], strict=True):
             if start < length:
                 yield model, start, min(stop, length)
@@ -47,7 +47,7 @@ class Policy:
 
 @dataclass(slots=True)
 class Response:
-    """What a policy wrote, and the log-probs that the engine recorded."""
+    """A response of a policy, and the log-probs that the engine recorded."""
 
     prompt_ids: Sequence[int]
     ids: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Response:
 
 
 def switch_positions(lag: int, length: int = LENGTH) -> list[int]:
-    """t_1 ... t_g (below eq. 8): the first update takes twice as long. Those beyond the length never come.
+    """t_1 ... t_g (below eq. 8): the first update takes twice as long. Those beyond the length are left out.
 
     Example:
         >>> switch_positions(3)
@@ -66,22 +66,22 @@ def switch_positions(lag: int, length: int = LENGTH) -> list[int]:
 
 
 def mixed(models: Sequence[PreTrainedModel], lag: int, kv: KV) -> Policy:
-    """Starts with `models[0]` and takes the next at each switch (eq. 8)."""
+    """A policy that starts with `models[0]` and takes the next model at each switch (eq. 8)."""
     starts = [0, *switch_positions(lag)]
     return Policy(models[: len(starts)], starts, kv)
 
 
 def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Response]:
-    """A response to each prompt, drawn with the same noise whatever the policy.
+    """A response to each prompt. The noise does not depend on the policy.
 
     Args:
-        folder: of the policy's first model.
+        folder: the Hugging Face folder of the policy's first model.
     """
     responses = [Response(prompt.ids) for prompt in prompts]
-    settings = EngineSettings(max_running=len(responses), kv_tokens=ROOM, prefill_tokens=ROOM)
+    settings = EngineSettings(max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM)
     engine = NativeEngine.from_pretrained(folder, settings, SamplingSettings(max_completion_tokens=LENGTH))
     for seed, response in enumerate(responses):
-        engine.submit(Request(str(seed), response.prompt_ids, (), seed))
+        engine.submit(GenerationRequest(str(seed), response.prompt_ids, (), seed))
     updates = dict(zip(policy.starts[1:], policy.models[1:], strict=True))
     for position in range(LENGTH):
         deltas = []
@@ -89,17 +89,17 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Res
             deltas += engine.load(updates[position].state_dict(), version=position, kv=policy.kv)
         for delta in deltas + engine.step():
             responses[int(delta.id)].ids += delta.ids
-            responses[int(delta.id)].logprobs += delta.logprobs
+            responses[int(delta.id)].logprobs += delta.behavior_logprobs
     assert engine.idle and not engine.usage().num_preempted
     return responses
 
 
 @torch.no_grad()
 def replay(policy: Policy, ids: Tensor, num_prompt: int) -> Tensor:
-    """Log-probs [B, T, V], float64, that the policy gives each next token of responses that exist.
+    """Log-probs [B, T, V], float64, of each next token of given responses under the policy.
 
     Args:
-        ids: [B, num_prompt + T], int64; what pads a shorter response on the right does no harm.
+        ids: [B, num_prompt + T], int64. Shorter responses are padded on the right; attention is causal.
     """
     before = num_prompt - 1
     segments = list(policy.segments(ids.shape[1] - num_prompt))
@@ -119,12 +119,12 @@ def replay(policy: Policy, ids: Tensor, num_prompt: int) -> Tensor:
 def divergence(
     responses: Sequence[Response], behaviour: Policy, target: PreTrainedModel
 ) -> tuple[Array, float]:
-    """KL(behaviour || target), exact over the vocabulary at each token that the behaviour wrote.
+    """KL(behavior || target), exact over the vocabulary, at each token of the responses.
 
-    The target is read in the same pieces as the behaviour, so equal weights give equal bits.
+    The target is computed in the same pieces as the behavior policy, so equal weights give equal bits.
 
     Returns:
-        [N, LENGTH] in nats, NaN after the end of a response; and the largest distance between the log-probs
+        [N, LENGTH] in nats, NaN after the end of a response; and the largest difference between the log-probs
         that the engine recorded and those of the replay.
     """
     kl, error = np.full((len(responses), LENGTH), np.nan), 0.0
@@ -145,7 +145,7 @@ def divergence(
 
 
 def _batches(responses: Sequence[Response]) -> Iterator[list[int]]:
-    """Places of responses to equally long prompts, the shortest response first: none needs a mask."""
+    """Indices of responses to equally long prompts, the shortest response first: no batch needs a mask."""
     of_length: dict[int, list[int]] = defaultdict(list)
     for place in sorted(range(len(responses)), key=lambda place: len(responses[place].ids)):
         of_length[len(responses[place].prompt_ids)].append(place)

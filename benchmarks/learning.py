@@ -1,10 +1,10 @@
-"""Does the quickstart learn, and is it the reward that teaches it?
+"""Whether the quickstart learns, and whether it learns from the reward.
 
     python benchmarks/learning.py [--seeds 3] [--rounds N] [--json F]
 
 Trains the quickstart's model from several seeds, each time with the task's reward and with a control: the
-same rewards dealt out to other responses. Prints held-out sampled accuracy before and after. The control must
-not rise: what rises with it would be an artefact.
+same rewards, assigned to other responses. Prints the held-out accuracy before and after. The accuracy of the
+control must not rise.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tailrace.data.procedural import Task
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "quickstart.toml"
 HELD_BACK = 256
-"""Scores that the control keeps, to deal them out at random."""
+"""Scores that the control keeps and assigns at random."""
 
 _scores: list[float] = []
 _chance = random.Random(0)
@@ -30,7 +30,7 @@ _task: Task | None = None
 
 
 def shuffled(completion: str, metadata: Mapping[str, object], **row: object) -> float:
-    """The score of an earlier response, drawn at random: as many rewards as earned, but not by whom."""
+    """The score of an earlier response, drawn at random: the distribution of the rewards stays the same."""
     global _task
     if _task is None:
         settings = load_config(QUICKSTART).data
@@ -46,8 +46,8 @@ def shuffled(completion: str, metadata: Mapping[str, object], **row: object) -> 
 
 
 def train_from(seed: int, folder: Path, *, control: bool, rounds: int | None) -> Path:
-    """Train the quickstart's model; the folder of the last checkpoint."""
-    overrides = {"run.seed": str(seed), "run.eval_every": "0", "run.checkpoint_every": "1000000"}
+    """Train the quickstart's model and return the folder of the last checkpoint."""
+    overrides = {"run.seed": str(seed), "run.eval_every": "0", "run.checkpoint_every": "0"}
     if control:
         overrides["reward.function"] = f"{Path(__file__).resolve()}:shuffled"
     if rounds:
@@ -57,7 +57,7 @@ def train_from(seed: int, folder: Path, *, control: bool, rounds: int | None) ->
 
 
 def accuracy(model: Path, scratch: Path) -> float:
-    """Held-out accuracy by the task's own reward, whatever the model was trained on."""
+    """Held-out accuracy by the task's own reward."""
     result = scratch / "accuracy.json"
     evaluate_model(load_config(QUICKSTART, {"model.path": str(model)}), json_path=result)
     return float(json.loads(result.read_text())["accuracy"])
@@ -71,6 +71,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="instead of the quickstart's own number")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    config = load_config(QUICKSTART)
+    size = (QUICKSTART.parent / "model" / "model.safetensors").stat().st_size / 4e6
+    threads = f"{config.engine.threads} + {config.trainer.threads} threads"
+    print(f"model of {size:.2f}M parameters, float32, {config.engine.device}, {threads} (engine + trainer)")
     results: dict[str, list[dict[str, float]]] = {"reward": [], "control": []}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

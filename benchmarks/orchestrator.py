@@ -1,28 +1,30 @@
-"""What the controller costs: its CPU time per sample, for rounds of 100 to 10,000 groups in virtual time.
+"""CPU time of the controller per sample, for rounds of 100 to 10,000 groups in virtual time.
 
     python benchmarks/orchestrator.py [--schedules serial,rolloutpipe] [--repeats N] [--json F]
 
-In virtual time nobody waits, so the CPU time of a run is that of the code which orders it: schedule, pool,
-ledger and events; and of the simulated engine, trainer and rewards, which cannot be told apart and make the
-figure an upper bound. The work is O(R * K): `max/min` is the largest cost of a sample over the smallest.
-Repetitions take the sizes in turn, and the least time of each counts: others on the machine only add to it.
+In virtual time no task waits in real time. So the CPU time of a run is that of the controller (schedule,
+pool, ledger, events) and of the simulated engines, trainer and rewards. The figure is an upper bound for the
+controller. The work is O(R K): `max/min` is the largest cost of a sample over the smallest. Repetitions take
+the sizes in turn, and the shortest time of each counts, because other processes on the machine can only add
+to it.
 """
 
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.controller.execution import execute
 from tailrace.controller.base import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
-from tailrace.controller.simulation import simulated_parts
 
 R_SIZES = (100, 1_000, 10_000)
 K, U = 8, 2
@@ -37,11 +39,11 @@ def parameters(name: str, R: int) -> dict[str, object]:
     """A schedule's parameters for about R groups a round."""
     match name:
         case "serial" | "rolloutpipe" | "rolloutpipe_eager":
-            return {"R": R, "U": U}
+            return {"groups_per_round": R, "groups_per_step": U}
         case "april":
-            return {"N": R // 2, "N_launched": R}
+            return {"groups_per_round": R // 2, "groups_launched": R}
         case "tailbatch":
-            return {"P0": R}
+            return {"groups_per_round": R}
         case _:
             raise SystemExit(f"{name} has no rounds of R groups; choose from {', '.join(ROUNDS_OF_R)}")
 
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write the table here too")
     options = parser.parse_args()
     table = measure(options.schedules.split(","), options.repeats)
-    print(f"CPU microseconds a sample, K = {K}")
+    print(f"CPU microseconds a sample: no model, 4 simulated engines, 1 of {os.cpu_count()} cores, K = {K}")
     print(f"{'schedule':20}" + "".join(f"{f'R={R:,}':>12}" for R in R_SIZES) + f"{'max/min':>12}")
     for name, row in table.items():
         print(f"{name:20}" + "".join(f"{row[f'R={R}']:12.0f}" for R in R_SIZES) + f"{row['ratio']:12.2f}")

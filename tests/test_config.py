@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import (
     Change,
     RunConfig,
@@ -108,13 +107,6 @@ def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> 
     assert (config.algorithm.clip_high, config.algorithm.filter) == (0.3, "zero_variance")
     (tmp_path / "again.toml").write_text(config.toml())
     assert load_config(tmp_path / "again.toml") == config
-
-
-def test_a_variant_that_names_an_algorithm_is_that_algorithm(tmp_path: Path) -> None:
-    variants = "[variants.a.algorithm]\nname = 'dapo'\n[variants.b.algorithm]\nclip_low = 0.1\n"
-    config = load(tmp_path, "[algorithm]\nclip_high = 0.5\n" + variants)
-    assert config.variant("a").algorithm == AlgorithmSettings(name="dapo")
-    assert config.variant("b").algorithm == AlgorithmSettings(clip_high=0.5, clip_low=0.1)
 
 
 def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:
@@ -250,37 +242,6 @@ def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None
         load(tmp_path).run.rounds = 5  # type: ignore[misc]
 
 
-VARIANT = """
-[engine]
-threads = 1
-max_running = 7
-[variants.wide]
-schedule = { name = "conventional", U = 2, G = 3 }
-engine = { replicas = 2 }
-"""
-
-
-def test_a_variant_replaces_the_schedule_and_single_keys_of_other_sections(tmp_path: Path) -> None:
-    wide = load(tmp_path, VARIANT).variant("wide")
-    assert wide.schedule == {"name": "conventional", "U": 2, "G": 3}
-    assert (wide.engine.replicas, wide.engine.max_running) == (2, 7)
-    assert wide.run == load(tmp_path, VARIANT).run
-
-
-def test_what_schedules_share_does_not_reach_into_a_variant_s_own_schedule(tmp_path: Path) -> None:
-    config = load(tmp_path, "[schedules.conventional]\nG = 9\n" + VARIANT)
-    assert config.schedules["conventional"] == {"G": 9}
-    assert config.variant("wide").schedules == {}
-
-
-def test_a_wrong_key_in_a_variant_is_named_with_the_variant(tmp_path: Path) -> None:
-    config = load(tmp_path, VARIANT.replace("replicas", "replica"))
-    with pytest.raises(ConfigError, match=r"variants\.wide\.engine\.replica = 2"):
-        config.variant("wide")
-
-
-def test_variants_and_their_comparison_do_not_make_it_another_run(tmp_path: Path) -> None:
-    plain = "[engine]\nthreads = 1\nmax_running = 7\n"
-    old = load(tmp_path, plain).to_json()
-    _, refused = changed_keys(old, load(tmp_path, VARIANT + "[compare]\nrepeats = 3\nseeds = 'own'\n"))
+def test_how_a_run_is_compared_does_not_make_it_another(tmp_path: Path) -> None:
+    _, refused = changed_keys(load(tmp_path).to_json(), load(tmp_path, "[compare]\nrepeats = 3\n"))
     assert refused == []

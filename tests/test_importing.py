@@ -1,6 +1,7 @@
 """Importing what a user names: it works, or it is one message that names the key."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,38 @@ def test_what_cannot_be_imported_is_a_config_error(spec: str, problem: str) -> N
     with pytest.raises(ConfigError, match=problem) as caught:
         import_function(spec, "reward.function")
     assert caught.value.key == "reward.function" and caught.value.value == spec
+
+
+def test_a_file_imports_modules_of_its_folder_at_once_and_in_its_functions(tmp_path: Path) -> None:
+    (tmp_path / "sibling_at_once.py").write_text("ONE = 1\n")
+    (tmp_path / "sibling_later.py").write_text("TWO = 2\n")
+    (tmp_path / "mine.py").write_text(
+        "from sibling_at_once import ONE\n"
+        "def three():\n    from sibling_later import TWO\n    return ONE + TWO\n"
+    )
+    assert import_function(f"{tmp_path}/mine.py:three", "reward.function")() == 3
+
+
+def test_the_folder_of_a_file_replaces_no_module_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("mine = True\n")
+    (tmp_path / "mine.py").write_text("def f():\n    pass\n")
+    import_function(f"{tmp_path}/mine.py:f", "reward.function")
+    assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("x = 1 / 0", r"ZeroDivisionError: division by zero; .*mine\.py, line 2: x = 1 / 0"),
+        ("raise SystemExit('no')", r"SystemExit: no; .*mine\.py, line 2: raise SystemExit\('no'\)"),
+        ("import nowhere_at_all", r"No module named 'nowhere_at_all'; .*mine\.py, line 2"),
+    ],
+)
+def test_a_file_that_raises_is_a_config_error_with_the_line(tmp_path: Path, line: str, problem: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import math\n{line}\ndef f(): pass\n")
+    with pytest.raises(ConfigError, match=problem):
+        import_function(f"{file}:f", "reward.function")
 
 
 def test_a_file_that_is_no_python_is_a_config_error(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from tailrace.config import load_config
 from tailrace.data.base import ProceduralSettings
 from tailrace.data.procedural import ProceduralPrompts, Task, is_held_out
 from tailrace.data.tokenizer import load_tokenizer
-from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.engine.native.engine import NativeEngine, Request
+from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine
 
 FOLDER = Path(__file__).parent
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
@@ -216,7 +216,7 @@ def make_rambling() -> None:
 
 def check(name: str, batches: int = 24, batch: int = 64) -> None:
     """Print how long responses to held-out prompts of the race are, and how many are right."""
-    settings = load_config(FOLDER.parent / "race.toml").data
+    settings = load_config(FOLDER.parents[1] / "benchmarks" / "race" / "race.toml").data
     assert isinstance(settings, ProceduralSettings)
     task, tokenizer = Task(settings), load_tokenizer(FOLDER / name)
     prompts = ProceduralPrompts(task, settings, tokenizer, seed=0, split="eval")
@@ -224,7 +224,7 @@ def check(name: str, batches: int = 24, batch: int = 64) -> None:
         FOLDER / name, EngineSettings(), SamplingSettings(max_completion_tokens=ROOM)
     )
     for number in range(batches * batch):
-        engine.submit(Request(str(number), prompts[number].ids, (), number))
+        engine.submit(GenerationRequest(str(number), prompts[number].ids, (), number))
     responses: dict[int, list[int]] = {}
     while not engine.idle:
         responses |= {int(delta.id): delta.ids for delta in engine.step()}

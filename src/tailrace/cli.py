@@ -48,7 +48,7 @@ def _compare(arguments: argparse.Namespace, config: RunConfig) -> None:
     given = {"schedules": names, "repeats": arguments.repeats}
     race = config.compare.model_copy(update={key: value for key, value in given.items() if value})
     config = config.model_copy(update={"compare": race})
-    compare(config, folder=arguments.output_dir, json_path=arguments.json)
+    compare(config, virtual=arguments.virtual, folder=arguments.output_dir, json_path=arguments.json)
 
 
 def _simulate(arguments: argparse.Namespace, config: RunConfig) -> None:
@@ -89,10 +89,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     compare = add("compare", _compare, "race schedules from the same weights on the same prompts and seeds")
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
     compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
+    compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
     simulate = add("simulate", _simulate, "run the schedule in virtual time, on the [sim] section's set-up")
-    simulate.add_argument("--output-dir", type=Path, metavar="D", help="trace.json and timeline.png")
+    simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
     evaluate = add("eval", _evaluate, "sample held-out prompts from a model and score them")
     evaluate.add_argument("--json", type=Path, metavar="F", help="the accuracy")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
@@ -36,7 +36,7 @@ _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.checkpoint_every", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*", "variants.*"),
+    *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
 """Keys that a resumed run may have changed: how long it is, how it is watched, how fast it learns and on
 which devices. The other keys decide which prompts are drawn, what a token or a reward means, or what is
@@ -51,21 +51,12 @@ class ModelSettings(Settings):
 
 
 class CompareSettings(Settings):
-    """How `tailrace compare` compares schedules."""
+    """`tailrace compare`: which schedules are raced, and how often."""
 
     schedules: tuple[str, ...] = ("serial", "rolloutpipe")
-    """Names of schedules, or of variants of this config."""
+    """Names of the schedules."""
     repeats: int = Field(default=5, ge=1)
-    """Measured laps of each schedule."""
-    seeds: Literal["same", "own"] = "same"
-    """`same`: each lap has the seed run.seed. `own`: lap r of each schedule has the seed run.seed + r, which
-    also decides its prompts."""
-    warm_up_rounds: int = Field(default=0, ge=0)
-    """First rounds of each lap that are not measured; 0: one unmeasured lap of each schedule instead."""
-    probe_every: int = Field(default=0, ge=0)
-    """Rounds between the checkpoints of a lap that are evaluated after it; 0: none."""
-    target_accuracy: float = Field(default=0.8, gt=0, le=1)
-    """Held-out accuracy; the time until a schedule reaches it is compared."""
+    """Counted laps of each schedule."""
 
 
 class RunConfig(Settings):
@@ -78,9 +69,6 @@ class RunConfig(Settings):
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters of one schedule, by its name. They replace those of [schedule] when `schedule.name` is that
     name."""
-    variants: Mapping[str, Mapping[str, Any]] = {}
-    """Variants of this config for `compare`, by name. The keys given here replace the same keys of the
-    config. A `schedule`, and an `algorithm` with a name, replace the whole section."""
     compare: CompareSettings = CompareSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
@@ -98,23 +86,6 @@ class RunConfig(Settings):
     def _check_together(self) -> "RunConfig":
         check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
         return self
-
-    def variant(self, name: str) -> "RunConfig":
-        """Return the config with the keys of [variants.NAME] in place of its own.
-
-        Raises:
-            ConfigError: the result is not a valid config.
-        """
-        tree = self.model_dump(exclude={"variants"})
-        if "schedule" in self.variants[name]:
-            tree["schedules"] = {}
-        for section, values in self.variants[name].items():
-            whole = section == "schedule" or (section == "algorithm" and "name" in values)
-            tree[section] = values if whole else {**(tree.get(section) or {}), **values}
-        try:
-            return RunConfig.model_validate(tree)
-        except ValidationError as why:
-            raise explain(why, f"variants.{name}") from None
 
     def toml(self) -> str:
         """Return the resolved config as TOML, with every default written out."""

@@ -13,6 +13,7 @@ TailraceError
 |-- DiskFull             a file of the run could not be written; names the file
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
+|-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
 """
@@ -80,12 +81,33 @@ class EngineDied(Evicted):
     """The engine has ended."""
 
 
-class RewardFailed(TailraceError):
-    """A sample has no reward. Metrics count it under `reason`."""
+class RewardBroken(TailraceError):
+    """The reward function failed so often in sequence that the run ends.
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    Args:
+        num_failures: consecutive failures.
+        first: reason and traceback of the first of them.
+    """
+
+    def __init__(self, num_failures: int, first: str) -> None:
+        super().__init__(
+            f"the last {num_failures} samples in sequence could not be rewarded (reward.max_failures); "
+            f"the first failure: {first}"
+        )
+
+
+class RewardFailed(TailraceError):
+    """A sample has no reward.
+
+    Args:
+        reason: what the metrics count it under.
+        detail: the traceback of the user's function, or what is known of the cause.
+        is_defect: the exception is of a kind that shows a defect of the function, whatever the completion is.
+    """
+
+    def __init__(self, reason: str, detail: str = "", *, is_defect: bool = False) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.is_defect = reason, detail, is_defect
 
 
 class BadRow(TailraceError):

@@ -1,8 +1,11 @@
-"""Importing what a user names: 'package.module:name' or 'path/to/file.py:name'."""
+"""Import of user code that the config names: 'package.module:name' or 'path/to/file.py:name'."""
 
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,10 +14,16 @@ from tailrace.errors import ConfigError
 
 
 def import_function(spec: str, key: str) -> Any:
-    """The callable that `spec` names; `key` is the setting that holds it.
+    """Import a callable.
+
+    Args:
+        spec: 'package.module:name' or 'path/to/file.py:name'. A file can import modules of its own folder,
+            at import time and later inside its functions.
+        key: the config key that holds `spec`, for the error message.
 
     Raises:
-        ConfigError: there is no such module, file or name, or it cannot be called.
+        ConfigError: the module, the file or the name does not exist, the import raises, or the object is not
+            callable.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -23,10 +32,9 @@ def import_function(spec: str, key: str) -> Any:
         )
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError, SyntaxError) as why:
-        raise ConfigError(
-            key, spec, f"it cannot be imported ({why})", "check the module and its path"
-        ) from why
+    except (Exception, SystemExit) as why:
+        problem = f"it cannot be imported ({_describe(why)})"
+        raise ConfigError(key, spec, problem, "check the module and its path") from why
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(key, spec, f"{place} has no function {name!r}", "name a function that it defines")
@@ -37,7 +45,42 @@ def _from_file(path: Path) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.parent}", path)
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{path} is no Python file")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    module_spec.loader.exec_module(module)
+    try:
+        with _folder_importable(str(path.resolve().parent)):
+            module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_spec.name]
+        raise
     return module
+
+
+@contextmanager
+def _folder_importable(folder: str) -> Iterator[None]:
+    """Put a folder first in sys.path inside the block, as for a script, and last after it.
+
+    The functions of the file may import modules of the folder when they are called. Last, because worker
+    processes inherit sys.path, and a user's random.py must not replace the library's there.
+    """
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _describe(why: BaseException) -> str:
+    """Return type and message of an exception, and the line of user code that raised it."""
+    (*_, message) = traceback.format_exception_only(why)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(why.__traceback__)
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen")
+    ]
+    place = f"; {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f"{message.strip()}{place}"

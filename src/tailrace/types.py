@@ -72,10 +72,13 @@ class Sample:
     group: "Group"
     seed: int = 0
     """The sampling noise of token t is a function of (seed, t), on any engine and in any batch."""
+    greedy: bool = False
+    """Each token is the most likely one. There is no sampling noise."""
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)
-    """[num_tokens]: log-prob of each token under the version that generated it, at the sampling temperature."""
+    """[num_tokens]: log-prob of each token under the version that generated it, at the sampling
+    temperature."""
     reference_logprobs: list[float] = field(default_factory=list)
     """[num_tokens]: log-probs under the reference model. Empty if there is none. Set before the reward."""
     spans: list[Span] = field(default_factory=list)
@@ -105,7 +108,8 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version among its tokens. Engines update at different times, so it is not always spans[0]."""
+        """Oldest version among its tokens. Engines update at different times, so it is not always
+        spans[0]."""
         return min(span.version for span in self.spans)
 
     @property

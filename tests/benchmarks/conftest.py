@@ -1,6 +1,7 @@
-"""Benchmarks are scripts; those with parts worth a test are imported from where they stand."""
+"""Benchmarks are scripts. Those with parts worth a test are imported from their folders."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "race")]

@@ -14,8 +14,8 @@ checkpoint_every = 1
 
 [schedule]
 name = "rolloutpipe"
-R = 4
-U = 2
+groups_per_round = 4
+groups_per_step = 2
 
 [model]
 path = "{model}"

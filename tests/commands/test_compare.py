@@ -1,27 +1,32 @@
-"""What a race's laps come to."""
+"""The comparison of a race's laps, and a race in virtual time."""
 
+import json
 from dataclasses import MISSING, fields
 from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tailrace.commands.compare import FIRST_GROUPS, Results
+from tailrace.cli import main
+from tailrace.commands.comparison import FIRST_GROUPS, Comparison
 from tailrace.commands.laps import Lap
 
 
-def lap(main_s: float, *, first_s: float = 1.0, **figures: float) -> Lap:
+def lap(main_s: float, *, first_s: float = 1.0, samples: int = 1000, **figures: float) -> Lap:
     given = {field.name: 0.5 for field in fields(Lap) if field.default is MISSING}
     given |= {
         "trainer_compute_s": 3.0,
         "rollout_time_s": 4.0,
         "main_time_s": main_s,
+        "main_s_per_1000_samples": 1000 * main_s / samples,
         "first_dispatch_s": first_s,
     }
     return Lap(**(given | figures))
 
 
-RESULTS = Results(
+RESULTS = Comparison(
     {
         "serial": [lap(9.0), lap(8.0), lap(7.0)],
         "rolloutpipe": [lap(6.0), lap(4.9), lap(5.0)],
@@ -30,40 +35,98 @@ RESULTS = Results(
 )
 
 
+def printed(comparison: Comparison) -> str:
+    out = StringIO()
+    Console(file=out, width=120).print(comparison.table("race"))
+    return out.getvalue()
+
+
 def test_the_bound_is_the_rollout_alone_or_the_first_groups_and_all_the_training() -> None:
     assert RESULTS.bound_s == max(4.0, 1.5 + 3.0)
 
 
 def test_without_serial_there_is_no_bound() -> None:
-    assert Results({"rolloutpipe": [lap(5.0)]}).bound_s is None
+    assert Comparison({"rolloutpipe": [lap(5.0)]}).bound_s is None
 
 
 def test_numbers_are_medians_with_their_spread() -> None:
     numbers = RESULTS.numbers()
     assert numbers["bound_s"] == 4.5
-    schedules = numbers["schedules"]
-    assert isinstance(schedules, dict) and list(schedules) == ["serial", "rolloutpipe"]
+    schedules: Any = numbers["schedules"]
+    assert list(schedules) == ["serial", "rolloutpipe"]
     assert schedules["serial"]["main_time_s"] == 8.0
     assert schedules["serial"]["main_time_s_spread"] == [7.0, 9.0]
 
 
-def test_ages_are_nested_and_what_no_lap_has_is_null() -> None:
+def test_lags_are_nested_and_a_figure_that_no_lap_has_is_null() -> None:
     laps = [lap(9.0, staleness_mean=2.0, staleness_max=3.0), lap(8.0, staleness_mean=1.0, length_bias=0.25)]
-    numbers = Results({"april": laps}).numbers()["schedules"]
-    assert isinstance(numbers, dict)
-    april = numbers["april"]
-    assert april["staleness"] == {"mean": 1.5, "max": 1.75}
+    schedules: Any = Comparison({"april": laps}).numbers()["schedules"]
+    april = schedules["april"]
+    assert april["staleness"] == {"mean": 1.5, "max": 1.75, "publications": 0.0}
     assert (april["length_bias"], april["time_to_reward_s"]) == (0.25, None)
     assert [each["main_time_s"] for each in april["laps"]] == [9.0, 8.0]
 
 
-def test_the_typical_repetition_is_the_one_nearest_to_the_median() -> None:
+def test_the_typical_lap_is_the_one_nearest_to_the_median() -> None:
     assert RESULTS.typical("serial") == 1
     assert RESULTS.typical("rolloutpipe") == 2
 
 
 @pytest.mark.parametrize("cell", ["8.00 s [7.00 - 9.00]", "-37.5%", "86%", "+11.1%"])
 def test_the_table_says_how_much_of_the_gap_is_closed(cell: str) -> None:
-    console = Console(file=StringIO(), width=120)
-    console.print(RESULTS.table())
-    assert cell in console.file.getvalue()  # type: ignore[attr-defined]
+    assert cell in printed(RESULTS)
+
+
+def test_schedules_are_compared_per_sample() -> None:
+    """Half the time a round is no gain where a round has half the samples."""
+    table = printed(Comparison({"serial": [lap(8.0)], "tailbatch": [lap(4.0, samples=500)]}))
+    (line,) = (line for line in table.splitlines() if "against serial" in line)
+    assert line.count("+0.0%") == 2
+
+
+SIMULATED = """
+[run]
+rounds = 1
+group_size = 4
+[schedule]
+name = "serial"
+groups_per_round = 8
+groups_per_step = 2
+"""
+KEYS = {
+    "main_time_s", "waiting_ratio", "first_dispatch_s", "trainer_compute_s", "rollout_time_s", "reward",
+    "samples_per_s", "tokens_per_s", "rollout_tokens_per_s", "staleness", "carried_tokens", "carried_samples",
+    "waste_share", "deferrals_max", "mismatch_kl", "ess", "length_bias", "time_to_reward_s",
+    "main_time_s_spread", "laps",
+}  # fmt: skip
+"""Scripts read these."""
+
+
+def test_a_config_without_a_model_is_raced_in_virtual_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, result = tmp_path / "sim.toml", tmp_path / "race.json"
+    path.write_text(SIMULATED)
+    words = ["compare", str(path), "--repeats", "2", "--json", str(result)]
+    assert main([*words, "--output-dir", str(tmp_path / "race")]) == 0
+    assert "the config has no [model]: the race is in virtual time" in capsys.readouterr().out
+    numbers = json.loads(result.read_text())
+    serial, rolloutpipe = numbers["schedules"]["serial"], numbers["schedules"]["rolloutpipe"]
+    assert serial.keys() >= KEYS and numbers.keys() == {"schedules", "bound_s", "first_groups_alone_s"}
+    assert serial["reward"] == rolloutpipe["reward"]
+    assert serial["trainer_compute_s"] == pytest.approx(rolloutpipe["trainer_compute_s"])
+    assert numbers["bound_s"] <= rolloutpipe["main_time_s"] < serial["main_time_s"]
+    first, second = serial["laps"]
+    assert first["main_time_s"] != second["main_time_s"], "each repetition has a seed of its own"
+    files = {path.name for path in (tmp_path / "race").iterdir()}
+    assert files >= {"compare.json", "timeline.png", "trace-serial.json", "trace-rolloutpipe.json"}
+
+
+def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sim.toml"
+    path.write_text(SIMULATED + "groups_launched = 9\n")
+    assert main(["compare", str(path), "--virtual", "--repeats", "1"]) == 2
+    message = "schedule.groups_launched = 9: the schedule has no such parameter; it has: "
+    assert message in capsys.readouterr().err

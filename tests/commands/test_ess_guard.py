@@ -1,5 +1,5 @@
-"""PipelineRL's guard at work: real processes, and a learning rate that takes the weights far from what is in
-flight."""
+"""PipelineRL's guard in real processes, with a learning rate that makes the sequences in flight
+off-policy."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from tailrace.commands.train import train
 from tailrace.config import load_config
 from tailrace.record.metrics import read_rows
 
-FLOOR = 0.7
-U = 2
+MIN_ESS = 0.7
+GROUPS = 2
 OVERRIDES = {
     "run.rounds": "14",
     "run.eval_every": "0",
@@ -19,21 +19,22 @@ OVERRIDES = {
 
 
 def test_the_guard_halts_updates_when_the_weights_run_away_and_lets_them_go_on(config_path: Path) -> None:
-    """A ring that holds: it must not fill with what the halted trainer skips."""
-    printed = 'name = "rolloutpipe"\nR = 4\nU = 2'
-    guarded = f'name = "pipelinerl"\nU = {U}\nH = 32\nroom = 4\nfull = "hold"\ness_floor = {FLOOR}'
+    """The ring blocks: it must not fill with the groups that the halted trainer skips."""
+    printed = 'name = "rolloutpipe"\ngroups_per_round = 4\ngroups_per_step = 2'
+    guarded = f'name = "pipelinerl"\ngroups_per_step = {GROUPS}\nin_flight_per_engine = 32\n'
+    guarded += f'ring_groups = 4\nring_full = "block"\nmin_ess = {MIN_ESS}'
     config_path.write_text(config_path.read_text().replace(printed, guarded))
     folder = config_path.parent / "out"
     train(load_config(config_path, OVERRIDES), folder)
     steps = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 15))
-    low = [row["ess/guard"] < FLOOR for row in steps]
+    low = [row["ess/guard"] < MIN_ESS for row in steps]
     assert not low[0] and True in low, "nothing is stale at first; then the weights run away"
     assert False in low[low.index(True) :], "and what is generated afterwards is near them again"
     for row, halted in zip(steps, low, strict=True):
-        assert row.get("groups/dropped/low_ess", 0) == (U if halted else 0)
-        assert row["groups/trained"] == U
+        assert row.get("groups/dropped/low_ess", 0) == (GROUPS if halted else 0)
+        assert row["groups/trained"] == GROUPS
         if halted:  # what was trained instead
             assert row["staleness/publications"] == 0 and row["ess"] > 0.99
         else:
-            assert "groups/dropped/stale" not in row and row["ess"] >= FLOOR
+            assert "groups/dropped/stale" not in row and row["ess"] >= MIN_ESS

@@ -1,4 +1,4 @@
-"""What a lap comes to, from the record of a schedule in virtual time."""
+"""The figures of a lap, from the events of a schedule in virtual time."""
 
 import dataclasses
 from functools import partial
@@ -6,21 +6,25 @@ from functools import partial
 import msgspec
 import pytest
 
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.probe import Probe
 from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
 from tailrace.schedules import SCHEDULES
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 
 LONGER = change(SETTINGS, rounds=6)
+MAX_TOKENS = 6000
 
 
-def measured(outcome: Outcome, *, warm_up_rounds: int = 0, probes: list[Probe] | None = None) -> Lap:
-    meter = LapMeter(warm_up_rounds)
+def metered(outcome: Outcome, warm_up_rounds: int = 0) -> LapMeter:
+    meter = LapMeter(MAX_TOKENS, warm_up_rounds=warm_up_rounds)
     for event in outcome.events:
         meter.on(event)
     meter.close()
-    return meter.lap(probes or [], 0.8)
+    return meter
+
+
+def measured(outcome: Outcome, warm_up_rounds: int = 0) -> Lap:
+    return metered(outcome, warm_up_rounds).lap()
 
 
 def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_time() -> None:
@@ -30,11 +34,21 @@ def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_ti
     assert lap.samples_per_s == pytest.approx(4 * 16 * 4 / (end - start))
     trained = [sample for step in outcome.of(Stepped) if step.end_s > start for sample in step.samples]
     assert lap.tokens_per_s == pytest.approx(sum(s.num_tokens for s in trained) / (end - start))
+    assert lap.main_s_per_1000_samples == pytest.approx(1000 * lap.main_time_s / (16 * 4))
 
 
-def test_what_lies_between_rounds_counts_where_generation_goes_on_meanwhile() -> None:
-    """A checkpoint of 1,000 s before the third round: both schedules pay for it, but the rollout of the one
-    that stops is over before."""
+def test_lengths_are_those_of_the_trained_samples() -> None:
+    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
+    lengths = [sample.num_tokens for step in outcome.of(Stepped) for sample in step.samples]
+    lap = measured(outcome)
+    assert lap.length_mean == pytest.approx(sum(lengths) / len(lengths))
+    assert lap.length_max == max(lengths) == MAX_TOKENS
+    assert lap.truncated_share == lengths.count(MAX_TOKENS) / len(lengths) > 0
+
+
+def test_the_time_between_rounds_counts_if_generation_goes_on_in_it() -> None:
+    """A checkpoint of 1,000 s before the third round delays both schedules. The rollout of the one that stops
+    is over before it."""
     for name, stops in (("serial", True), ("pipelinerl", False)):
         outcome = simulate(SCHEDULES_BY_NAME[name], LONGER)
         plain = measured(outcome)
@@ -55,10 +69,11 @@ def later(event: Event, later_s: float) -> Event:
     return replaced(event, **{name: getattr(event, name) + later_s for name in names})
 
 
-def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:
-    """Conventional RL: one publication for G = 4 steps, so lags of 0 to 3 in batches of about equal size."""
-    lap = measured(simulate(partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4), LONGER))
-    assert lap.staleness_max == 3
+def test_the_lag_is_in_optimizer_steps_and_the_staleness_in_publications() -> None:
+    """Conventional RL: one publication for 4 steps, so lags of 0 to 3 in batches of about equal size."""
+    conventional = partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4)
+    lap = measured(simulate(conventional, LONGER))
+    assert (lap.staleness_max, lap.staleness_publications) == (3, 0)
     assert 1.0 < lap.staleness_mean < 2.0
     assert lap.carried_tokens == lap.carried_samples == 0.0
 
@@ -66,68 +81,20 @@ def test_staleness_is_in_optimizer_steps_over_all_trained_tokens() -> None:
 def test_april_carries_tokens_over_and_wastes_none() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["april"], LONGER)
     lap = measured(outcome)
-    old = sum(n for step in outcome.of(Stepped) for lag, n in step.lags.publications.items() if lag)
+    old = sum(n for step in outcome.of(Stepped) for age, n in step.lags.publications.items() if age)
     assert lap.carried_tokens == pytest.approx(old / outcome.totals.trained_tokens)
-    assert 0 < lap.carried_tokens < 1 and lap.waste_share == 0.0 and lap.deferrals_max > 0
+    assert 0 < lap.carried_tokens < 1 and lap.waste_share == 0.0
+    assert lap.deferrals_max > 0 and lap.staleness_publications > 0
 
 
-def test_the_waste_of_a_race_is_its_share_of_what_was_generated() -> None:
+def test_the_waste_of_a_race_is_its_share_of_all_generated_tokens() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["tailbatch"], LONGER)
     totals = outcome.totals
     generated = totals.trained_tokens + totals.wasted_tokens.total()
     assert measured(outcome).waste_share == pytest.approx(totals.wasted_tokens.total() / generated)
 
 
-def lengths_of(outcome: Outcome) -> dict[int, list[int]]:
-    """Of the trained responses to each prompt."""
-    lengths: dict[int, list[int]] = {}
-    for step in outcome.of(Stepped):
-        for sample in step.samples:
-            lengths.setdefault(sample.id.prompt, []).append(sample.num_tokens)
-    return lengths
-
-
-def test_length_bias_is_against_uninterrupted_responses() -> None:
-    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    lengths = lengths_of(outcome)
-    halves = [{i: n for i, n in lengths.items() if (i < 48) == early} for early in (True, False)]
-    probes = [Probe(0, 0.5, halves[0]), Probe(3, 0.6, halves[1]), Probe(6, 0.7, {})]
-    assert measured(outcome, probes=probes).length_bias == pytest.approx(0.0)
-    probes = [Probe(0, 0.5, {index: [n * 2 for n in of] for index, of in lengths.items()})]
-    assert measured(outcome, probes=probes).length_bias == pytest.approx(-0.5)
-
-
-def test_a_prompt_that_is_never_trained_biases_the_lengths_but_not_at_the_end_of_a_lap() -> None:
-    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    lengths = lengths_of(outcome)
-    settled = [n for index, of in lengths.items() if index <= 0.75 * 95 for n in of]
-    late = lengths | {94: [10_000]}
-    assert measured(outcome, probes=[Probe(0, 0.5, late)]).length_bias == pytest.approx(0.0)
-    never = lengths | {-1: [10_000]}
-    alone = (sum(settled) + 10_000) / (len(settled) + 1)
-    bias = measured(outcome, probes=[Probe(0, 0.5, never)]).length_bias
-    assert bias == pytest.approx(sum(settled) / len(settled) / alone - 1)
-
-
-def test_a_lap_that_trained_none_of_the_probed_prompts_has_no_length_bias() -> None:
-    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    assert measured(outcome, probes=[Probe(0, 0.5, {10_000: [5]})]).length_bias is None
-
-
-def test_the_time_to_the_target_is_interpolated_between_checkpoints() -> None:
-    outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
-    ends = [event.time_s - outcome.of(RoundStarted)[0].time_s for event in outcome.of(RoundEnded)]
-    probes = [Probe(0, 0.2, {}), Probe(3, 0.7, {}), Probe(6, 0.9, {})]
-    expected = ends[2] + 0.5 * (ends[5] - ends[2])
-    assert measured(outcome, probes=probes).time_to_reward_s == pytest.approx(expected)
-    assert measured(outcome, probes=probes[:2]).time_to_reward_s is None
-    assert measured(outcome, probes=[Probe(0, 0.85, {})]).time_to_reward_s == 0.0
-
-
 def test_every_trained_group_is_counted_once_in_a_lap() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["rollpacker"], LONGER)
-    meter = LapMeter(0)
-    for event in outcome.events:
-        meter.on(event)
     trained = [event for event in outcome.of(GroupEnded) if event.fate == "trained"]
-    assert sum(report.num_groups for report in meter.rounds) == len(trained)
+    assert sum(report.num_groups for report in metered(outcome).rounds) == len(trained)

@@ -2,39 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tailrace import clock
-from tailrace.algo.base import AlgorithmSettings
-from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
-from tailrace.ledger.read import read_books
-from tailrace.controller.base import Parts, RunSettings
-from tailrace.record.events import (
-    Accumulated,
-    Evaluated,
-    Event,
-    GroupEnded,
-    Published,
-    RequestStarted,
-    RoundEnded,
-    RoundStarted,
-    RowSkipped,
-    Saved,
-    Stepped,
-    Waiting,
-)
-from tailrace.controller.run import Run
-from tailrace.schedules.serial import serial
-from tailrace.sim.trainer import SimTrainer
-from tailrace.controller.simulation import simulated_parts
-from tailrace.trainer.base import StepStats
-from tailrace.types import Group, Prompt, Sample
-from tailrace.weights.base import Weights
 from helpers.virtual import (
     EXACT,
     FLUSHING,
@@ -50,6 +24,28 @@ from helpers.virtual import (
     reporting,
     simulate,
 )
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
+from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.ledger.read import read_books
+from tailrace.record.events import (
+    Accumulated,
+    Evaluated,
+    Event,
+    GroupEnded,
+    Published,
+    RequestStarted,
+    RoundEnded,
+    RoundStarted,
+    RowSkipped,
+    Saved,
+    Stepped,
+    Waiting,
+)
+from tailrace.schedules.serial import serial
+from tailrace.types import Group, Prompt
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 

@@ -2,18 +2,25 @@
 
 import asyncio
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.data.base import ProceduralSettings, RowsSettings
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.reward.base import RewardSettings
-from tailrace.reward.functions import Scorer
+from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.functions import MAX_DETAIL, Scorer
+
+
+def scored(function, completion="", row=None, *, prompt="q", ids=(), finish_reason="stop"):
+    return Scorer(function)(Call(prompt, completion, list(ids), finish_reason, row or {}))
+
 
 ROWS = RowsSettings(path=Path("rows.jsonl"))
 CHAIN = ProceduralSettings(task="chain_sum", answer=r"(-?\d+)$")
@@ -23,8 +30,16 @@ def test_arguments_are_given_by_name():
     def reward(answer, completion, bonus=0.5):
         return float(completion == answer) + bonus
 
-    assert Scorer(reward)("q", "4", {"answer": "4", "unused": 1}) == 1.5
-    assert Scorer(reward)("q", "4", {"answer": "4", "bonus": 2.0}) == 3.0
+    assert scored(reward, "4", {"answer": "4", "unused": 1}) == 1.5
+    assert scored(reward, "4", {"answer": "4", "bonus": 2.0}) == 3.0
+
+
+def test_finish_reason_and_token_ids_are_given_by_name():
+    def reward(completion_ids, finish_reason):
+        return sum(completion_ids) if finish_reason == "length" else -1.0
+
+    assert scored(reward, ids=[3, 4], finish_reason="length") == 7.0
+    assert scored(reward, ids=[3, 4], finish_reason="stop") == -1.0
 
 
 def test_the_rest_of_the_row_goes_to_kwargs():
@@ -34,15 +49,16 @@ def test_the_rest_of_the_row_goes_to_kwargs():
         seen.update(kwargs)
         return 0
 
-    Scorer(reward)("q", "c", {"a": 1, "b": [2]})
-    assert seen == {"completion": "c", "a": 1, "b": [2]}
+    scored(reward, "c", {"a": 1, "b": [2]})
+    own = {"completion": "c", "completion_ids": [], "finish_reason": "stop"}
+    assert seen == {**own, "a": 1, "b": [2]}
 
 
 def test_the_texts_win_over_columns_of_their_names():
     def reward(prompt, completion):
         return float((prompt, completion) == ("q", "c"))
 
-    assert Scorer(reward)("q", "c", {"prompt": [{"role": "user"}], "completion": "gold"}) == 1.0
+    assert scored(reward, "c", {"prompt": [{"role": "user"}], "completion": "gold"}) == 1.0
 
 
 def test_async_functions_share_one_loop():
@@ -54,7 +70,7 @@ def test_async_functions_share_one_loop():
         return len(completion)
 
     scorer = Scorer(reward)
-    assert [scorer("", "ab", {}), scorer("", "abc", {})] == [2.0, 3.0]
+    assert [scorer(Call("", word, [], "stop", {})) for word in ("ab", "abc")] == [2.0, 3.0]
     assert loops[0] is loops[1]
     scorer.close()
 
@@ -65,18 +81,18 @@ def test_a_callable_object_is_a_function():
             return 1
 
     scorer = Scorer(Judge())
-    assert scorer("", "", {}) == 1.0
+    assert scorer(Call("", "", [], "stop", {})) == 1.0
     scorer.close()
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**9), 10**9) | st.booleans())
 def test_finite_numbers_come_back_as_floats(number):
-    assert Scorer(lambda: number)("", "", {}) == float(number)
+    assert scored(lambda: number) == float(number)
 
 
-@pytest.mark.parametrize("number", [np.float32(0.5), np.array(0.5), Fraction(1, 2)])
+@pytest.mark.parametrize("number", [np.float32(0.5), np.array(0.5), Fraction(1, 2), torch.tensor(0.5)])
 def test_numbers_of_other_libraries_count(number):
-    assert Scorer(lambda: number)("", "", {}) == 0.5
+    assert scored(lambda: number) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -89,46 +105,124 @@ def test_numbers_of_other_libraries_count(number):
         (None, "not a number"),
         ([1.0], "not a number"),
         (np.zeros(2), "not a number"),
+        (torch.zeros(2), "not a number"),
+        (10**400, "infinite"),
+        (-math.inf, "infinite"),
     ],
 )
 def test_what_is_no_finite_number_fails_with_a_reason_to_count(value, reason):
     with pytest.raises(RewardFailed) as failed:
-        Scorer(lambda: value)("", "", {})
+        scored(lambda: value)
     assert failed.value.reason == reason
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), AssertionError()])
+def test_the_largest_float_is_a_reward():
+    assert scored(lambda: 1e308) == 1e308
+
+
+def test_bools_and_numpy_bools_are_zero_and_one():
+    assert [scored(lambda completion_ids: completion_ids[0], ids=[v]) for v in (True, np.bool_(False))] == [
+        1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), AssertionError(), KeyboardInterrupt()])
 def test_a_function_that_raises_fails_the_sample_alone(error):
     def reward():
         raise error
 
     with pytest.raises(RewardFailed, match=type(error).__name__) as failed:
-        Scorer(reward)("", "", {})
+        scored(reward)
     assert failed.value.reason == "raised"
 
 
-def test_a_column_that_a_row_lacks_fails_that_sample():
-    with pytest.raises(RewardFailed, match="missing 1 required positional argument: 'answer'"):
-        Scorer(lambda answer: 1.0)("", "", {})
+def test_the_detail_of_a_failure_is_the_traceback_of_the_users_frames():
+    def inner(answer):
+        return {}[answer]
+
+    async def reward(answer):
+        await asyncio.sleep(0)
+        return inner(answer)
+
+    with pytest.raises(RewardFailed) as failed:
+        scored(reward, row={"answer": "x"})
+    lines = failed.value.detail.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line.split(", in ")[1] for line in lines if line.startswith("  File")] == ["reward", "inner"]
+    assert lines[-1] == "KeyError: 'x'"
+
+
+def test_the_detail_of_a_failure_is_bounded():
+    def reward():
+        raise ValueError("x" * 100_000)
+
+    with pytest.raises(RewardFailed) as failed:
+        scored(reward)
+    assert len(failed.value.detail) == MAX_DETAIL + len("... ")
+
+
+def first_match(completion):
+    return float(re.search("[0-9]+", completion).group())
+
+
+@pytest.mark.parametrize(
+    ("function", "is_defect"),
+    [
+        (lambda answer: 1.0, True),  # a TypeError: the row lacks it
+        (lambda: undefined, True),  # noqa: F821
+        (lambda completion: completion.no_such_method(), True),
+        (first_match, False),  # None has no group: there is no match
+        (lambda completion: completion.split()[0], False),
+        (lambda completion: float(completion), False),
+    ],
+)
+def test_exceptions_that_do_not_depend_on_the_completion_show_a_defect(function, is_defect):
+    with pytest.raises(RewardFailed) as failed:
+        scored(function)
+    assert failed.value.is_defect == is_defect
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda anwser: 1.0, "its parameter 'anwser' is no column of the data (columns: question, answer)"),
+        (lambda question, /: 1.0, "its parameter 'question' cannot be given by name"),
+    ],
+)
+def test_parameters_that_nothing_gives_are_refused(function, message):
+    with pytest.raises(ConfigError, match=re.escape(f"reward.function = 'mine.py:f': {message}")):
+        Scorer(function).check_columns(["question", "answer"], "mine.py:f")
+
+
+def test_parameters_with_a_column_or_a_default_are_accepted():
+    def reward(prompt, completion, completion_ids, finish_reason, answer, bonus=1.0, *rest, **columns):
+        return 0.0
+
+    Scorer(reward).check_columns(["answer"], "mine.py:f")
 
 
 def test_a_function_is_loaded_from_a_file_or_a_module(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def reward(completion): return len(completion)")
-    assert Scorer.load(RewardSettings(function=f"{file}:reward"), ROWS)("", "abc", {}) == 3.0
-    assert Scorer.load(RewardSettings(function="math:fsum"), ROWS)
+    assert (
+        Scorer.load(RewardSettings(function=f"{file}:reward"), ROWS)(Call("", "abc", [], "stop", {})) == 3.0
+    )
+    assert Scorer.load(RewardSettings(function="json:dumps"), ROWS)
 
 
 def test_without_a_function_the_task_scores():
     scorer = Scorer.load(RewardSettings(), CHAIN)
-    assert scorer("1 + 2 =", "1 + 2 = 3", {"question": "", "answer": "3", "metadata": {}}) == 1.0
-    assert scorer("1 + 2 =", "1 + 2 = 4", {"question": "", "answer": "3", "metadata": {}}) == 0.0
+    row = {"question": "", "answer": "3", "metadata": {}}
+    answers = ("1 + 2 = 3", "1 + 2 = 4")
+    assert [scorer(Call("1 + 2 =", answer, [], "stop", row)) for answer in answers] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         ("no.such.module:reward", "reward.function = 'no.such.module:reward': it cannot be imported"),
+        ("builtins:dict", "reward.function = 'builtins:dict': its parameters cannot be known"),
         ("math:pi", "reward.function = 'math:pi'"),
         ("math", "reward.function = 'math'"),
         ("none.py:reward", "reward.function = 'none.py:reward'"),

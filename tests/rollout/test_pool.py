@@ -8,14 +8,6 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import NeverComes, RewardFailed, StalenessError
-from tailrace.controller.base import Parts, RunSettings
-from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
-from tailrace.rollout.admission import AtMost, Frontier
-from tailrace.controller.run import Run
-from tailrace.schedules.rolloutpipe import rolloutpipe
-from tailrace.controller.simulation import simulated_parts
-from tailrace.types import Group, Sample
 from helpers.virtual import (
     EXACT,
     SETTINGS,
@@ -28,6 +20,14 @@ from helpers.virtual import (
     simulate,
     worlds,
 )
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
+from tailrace.errors import NeverComes, RewardFailed, StalenessError
+from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
+from tailrace.rollout.admission import AtMost, Frontier
+from tailrace.schedules.rolloutpipe import rolloutpipe
+from tailrace.types import Group, Sample
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
+from helpers.virtual import EXACT, change, simulate
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
-from tailrace.controller.simulation import simulated_parts
 from tailrace.types import Sample
-from helpers.virtual import EXACT, change, simulate
 
 PAIRS = RunSettings(rounds=1, group_size=2)
 WITH_KL = AlgorithmSettings(kl_coef=0.1)

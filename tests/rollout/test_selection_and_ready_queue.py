@@ -1,4 +1,5 @@
-"""Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small containers."""
+"""Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small
+containers."""
 
 import pytest
 from hypothesis import given
@@ -6,9 +7,9 @@ from hypothesis import strategies as st
 
 from tailrace import clock
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.ready_queue import ReadyQueue
 from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
-from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

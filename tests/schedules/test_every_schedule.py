@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace import schedules
-from tailrace.record.events import RequestStarted, RoundEnded, Stepped
-from tailrace.schedules import SCHEDULES
 from helpers.virtual import (
     EXACT,
     FLUSHING,
@@ -30,6 +27,9 @@ from helpers.virtual import (
     dying,
     simulate,
 )
+from tailrace import schedules
+from tailrace.record.events import RequestStarted, RoundEnded, Stepped
+from tailrace.schedules import SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 TROUBLED = change(SIM, rewards=change(SIM.rewards, failing=0.15, hanging=0.1, timeout_s=5.0))

@@ -95,16 +95,44 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
 @pytest.mark.parametrize(
     ("name", "parameters", "said"),
     [
-        ("rolloutpip", {"groups_per_round": 8, "groups_per_step": 2}, "schedule.name = 'rolloutpip': there is no such schedule; choose"),
+        (
+            "rolloutpip",
+            {"groups_per_round": 8, "groups_per_step": 2},
+            "schedule.name = 'rolloutpip': there is no such schedule; choose",
+        ),
         ("serial", {"groups_per_round": 8, "groups_per_step": 3}, f"{NOT_DIVISIBLE}; choose from 1, 2, 4, 8"),
         ("rolloutpipe", {"groups_per_round": 8, "groups_per_step": 3}, NOT_DIVISIBLE),
         ("serial", {"groups_per_round": 8}, "schedule.groups_per_step = None: it is missing; set it"),
-        ("serial", {"groups_per_round": 8, "groups_per_step": 2, "F_w": 2}, "schedule.F_w = 2: the schedule has no such parameter"),
-        ("serial", {"groups_per_round": "many", "groups_per_step": 2}, "schedule.groups_per_round = 'many': input should be a valid integer"),
-        ("serial", {"groups_per_round": 0, "groups_per_step": 2}, "schedule.groups_per_round = 0: input should be greater than or equal to 1"),
-        ("april", {"groups_per_round": 8, "groups_launched": 7}, "schedule.groups_launched = 7: 8 groups are trained; raise it"),
-        ("pipelinerl", {"groups_per_step": 8, "in_flight_per_engine": 4, "ring_groups": 7}, "schedule.ring_groups = 7: the ring never holds the 8 groups of a step"),
-        ("serial", {"groups_per_round": 8, "groups_per_step": 2, "min_ess": 0.5}, "schedule.min_ess = 0.5: the schedule has no such"),
+        (
+            "serial",
+            {"groups_per_round": 8, "groups_per_step": 2, "F_w": 2},
+            "schedule.F_w = 2: the schedule has no such parameter",
+        ),
+        (
+            "serial",
+            {"groups_per_round": "many", "groups_per_step": 2},
+            "schedule.groups_per_round = 'many': input should be a valid integer",
+        ),
+        (
+            "serial",
+            {"groups_per_round": 0, "groups_per_step": 2},
+            "schedule.groups_per_round = 0: input should be greater than or equal to 1",
+        ),
+        (
+            "april",
+            {"groups_per_round": 8, "groups_launched": 7},
+            "schedule.groups_launched = 7: 8 groups are trained; raise it",
+        ),
+        (
+            "pipelinerl",
+            {"groups_per_step": 8, "in_flight_per_engine": 4, "ring_groups": 7},
+            "schedule.ring_groups = 7: the ring never holds the 8 groups of a step",
+        ),
+        (
+            "serial",
+            {"groups_per_round": 8, "groups_per_step": 2, "min_ess": 0.5},
+            "schedule.min_ess = 0.5: the schedule has no such",
+        ),
         (
             "tailrace",
             {"groups_per_step": 4, "groups_in_flight": 9, "staleness": 1},
@@ -119,7 +147,7 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
         ("json:dumps", {}, "schedule.name = 'json:dumps': it is not an async function; write `async def`"),
         ("nowhere:f", {}, "schedule.name = 'nowhere:f': it cannot be imported"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_said_with_key_value_and_remedy(
     name: str, parameters: dict[str, Any], said: str
 ) -> None:

@@ -9,6 +9,7 @@ from math import exp
 
 import pytest
 
+from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.record.events import (
     Accumulated,
@@ -30,7 +31,6 @@ from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 from tailrace.types import Sample, SampleId, Span
-from helpers.virtual import EXACT, change, simulate, worlds
 
 PAIRS = RunSettings(rounds=1, group_size=2)
 ONE_BY_ONE = change(EXACT, engines=change(EXACT.engines, slots=2))

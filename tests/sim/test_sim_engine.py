@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from helpers.virtual import EXACT, change
 from tailrace import clock
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
 from tailrace.weights.base import Weights
-from helpers.virtual import EXACT, change
 
 TEN = EXACT.engines
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.virtual import EXACT, change
 from tailrace import clock
 from tailrace.errors import CheckpointError, RewardFailed
 from tailrace.sim.reward import SimRewards
@@ -13,7 +14,6 @@ from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimTrain
 from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
-from helpers.virtual import EXACT, change
 
 
 def sample(prompt: int = 0, number: int = 0) -> Sample:

@@ -4,8 +4,10 @@ import asyncio
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def score(prompt: str, completion: str, answer: str = "") -> object:
@@ -36,3 +38,43 @@ async def score_later(completion: str) -> float:
     if completion == "hang":
         await asyncio.sleep(1000)
     return 0.5 * len(completion)
+
+
+def score_by_reason(completion_ids: list[int], finish_reason: str) -> float:
+    if finish_reason == "length":
+        time.sleep(1000)
+    return float(sum(completion_ids))
+
+
+def leave_process(completion: str) -> float:
+    """Start a process with a session of its own; its process id is the reward."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if completion == "hang":
+        Path(os.environ["LEFT_PROCESS"]).write_text(str(child.pid))
+        time.sleep(1000)
+    return float(child.pid)
+
+
+_pool = subprocess.Popen(["sleep", "1000"]) if os.environ.get("POOL_AT_IMPORT") else None
+
+
+def pool_lives() -> float:
+    return float(_pool is not None and Path(f"/proc/{_pool.pid}").exists())
+
+
+def flood(completion: str) -> float:
+    for _ in range(60):
+        print("x" * 1000)
+    print("to stderr", file=sys.stderr)
+    return 1.0
+
+
+def first_row(completion: str, answer: str) -> float:
+    match answer:
+        case "first word":
+            return float(completion.split()[0])
+        case "table":
+            return {"right": 1.0}[answer]
+        case "hang":
+            time.sleep(1000)
+    return 1.0

@@ -1,5 +1,6 @@
 """A worker process that behaves as its job says: python -m stand_in."""
 
+import sys
 import time
 from typing import Literal
 
@@ -8,20 +9,26 @@ import msgspec
 from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, end_with_controller
-from tailrace.workers.messages import Done, Ready, Settle
+from tailrace.workers.messages import Done, Ready
+
+
+class Obey(msgspec.Struct, tag=True):
+    """Answered by Done."""
 
 
 class StandInJob(Settings):
-    manner: Literal["obey", "raise", "work for ever", "stay", "babble"]
+    manner: Literal["start for ever", "obey", "raise", "work for ever", "stay", "babble"]
 
 
 def main() -> None:
+    if "start for ever" in sys.argv[2]:
+        time.sleep(1000)
     end, job = begin(StandInJob)
     end_with_controller(end)
-    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Settle))
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Obey))
     channel.send(Ready())
     for _ in channel:
-        print("was asked to settle")
+        print("was asked to obey")
         if job.manner == "raise":
             raise ValueError("the model melted")
         if job.manner == "babble":

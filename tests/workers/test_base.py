@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.workers.base import HostSettings, left_to_the_trainer, plan_pins
+from tailrace.workers.base import HostSettings, plan_pins, trainer_cpu_reserved
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
 
 
 def test_nothing_is_pinned_unless_asked() -> None:
     assert plan_pins(HostSettings(), 1) == []
-    with left_to_the_trainer([]):
+    with trainer_cpu_reserved([]):
         pass
 
 
@@ -24,7 +24,7 @@ def test_the_trainer_gets_a_cpu_that_nobody_else_uses() -> None:
         pytest.skip("needs two CPUs")
     pins = plan_pins(HostSettings(pin=True), 1)
     assert len(set(pins)) == 2
-    with left_to_the_trainer(pins):
+    with trainer_cpu_reserved(pins):
         assert os.sched_getaffinity(0) == cpus - {pins[1]}
     assert os.sched_getaffinity(0) == cpus
 

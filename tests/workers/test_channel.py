@@ -10,7 +10,7 @@ import msgspec
 from tailrace.workers.channel import ControllerChannel, WorkerChannel
 from tailrace.workers.messages import Abort, Done, Generate, ToEngine
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(ToEngine)
 BIG = Generate("big", list(range(1_000_000)), [], seed=1)
 
@@ -47,7 +47,7 @@ def test_nothing_there_is_not_the_end_and_the_end_is_none() -> None:
         assert list(channel) == []
 
 
-def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(drive: Drive) -> None:
+def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(execute: Execute) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         answered = asyncio.Event()

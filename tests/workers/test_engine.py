@@ -1,11 +1,11 @@
-"""An engine in a process of its own serves as one in this process would."""
+"""An engine in a process of its own keeps the contract, and generates what one in this process would."""
 
 import asyncio
 import math
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,103 +14,137 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worker_cases import DEADLINE_S, VOCABULARY, make_samples
+from worker_cases import DEADLINE_S
 
-from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.engine.native.engine import Delta, NativeEngine, Request
+from helpers.engine_contract import EngineContract, Main, fresh_samples
+from helpers.tiny_models import VOCABULARY, save_tiny_model
+from tailrace.engine.base import (
+    Engine,
+    EngineSettings,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+)
+from tailrace.engine.native.engine import NativeEngine
 from tailrace.errors import WorkerDied
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
+ORIGINAL = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
 
 
 def job(model: Path, *, report_every_s: float = 0.5) -> EngineJob:
     sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS)
-    engine = EngineSettings(max_running=8)
+    engine = EngineSettings(max_num_seqs=8)
     return EngineJob(model=model, engine=engine, sampling=sampling, report_every_s=report_every_s)
 
 
 @asynccontextmanager
-async def engine(job: EngineJob, logs: Path) -> AsyncIterator[RemoteEngine]:
-    remote = await RemoteEngine.spawn("engine-0", job, logs=logs)
+async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[RemoteEngine]]:
+    engines = [await RemoteEngine.spawn(f"engine-{number}", job, logs=logs) for number in range(num)]
     try:
-        await remote.ready()
-        yield remote
+        await asyncio.gather(*(engine.ready() for engine in engines))
+        yield engines
     finally:
-        await remote.close()
+        await asyncio.gather(*(engine.close() for engine in engines))
 
 
 @dataclass
 class Served:
-    """One engine for several tests, on a loop that outlives each of them."""
+    """Two engines for several tests, on a loop that outlives each of them."""
 
     runner: asyncio.Runner
-    engine: RemoteEngine
+    model: Path
+    engines: list[RemoteEngine]
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Drive a test, after which the engine must be clean, and say how many tokens it generated."""
+        """Drive a test. The engines are idle afterwards and have the original weights."""
 
-        async def checked() -> None:
+        async def whole() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await main
-                await self.engine.settle()
-                await self.engine.integrity()
+                for engine in self.engines:
+                    await engine.load(Weights(0, str(self.model / ORIGINAL)), kv="recompute")
+                    usage = engine.usage()
+                    assert (usage.num_running, usage.num_waiting, usage.kv_tokens) == (0, 0, 0)
 
-        self.runner.run(checked())
+        self.runner.run(whole())
 
 
 @pytest.fixture(scope="module")
-def served(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with asyncio.Runner() as runner:
-        context = engine(job(model_path, report_every_s=0.0), tmp_path_factory.mktemp("logs"))
-        yield Served(runner, runner.run(context.__aenter__()))
+        context = opened(2, job(model, report_every_s=0.0), tmp_path_factory.mktemp("logs"))
+        yield Served(runner, model, runner.run(context.__aenter__()))
         runner.run(context.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="module")
-def expected(model_path: Path) -> list[Delta]:
-    """What an engine in this process generates for `make_samples(12)`."""
-    settings = job(model_path)
+def expected(model: Path) -> list[GenerationOutput]:
+    """What an engine in this process generates for `fresh_samples(12)`."""
+    settings = job(model)
     local = NativeEngine.from_pretrained(settings.model, settings.engine, settings.sampling)
-    for sample in make_samples(12):
-        local.submit(Request(str(sample.id), sample.prompt.ids, [], sample.seed))
-    ended: dict[str, Delta] = {}
+    for sample in fresh_samples(12):
+        local.submit(GenerationRequest(str(sample.id), sample.prompt.ids, [], sample.seed))
+    ended: dict[str, GenerationOutput] = {}
     while not local.idle:
-        ended |= {delta.id: delta for delta in local.step()}
-    return [ended[str(sample.id)] for sample in make_samples(12)]
+        ended |= {output.id: output for output in local.step()}
+    return [ended[str(sample.id)] for sample in fresh_samples(12)]
 
 
-def check(samples: list[Sample], expected: list[Delta]) -> None:
-    assert [sample.completion_ids for sample in samples] == [delta.ids for delta in expected]
-    assert [sample.finish_reason for sample in samples] == [delta.finish_reason for delta in expected]
-    for sample, delta in zip(samples, expected, strict=True):
-        assert sample.behavior_logprobs == pytest.approx(delta.logprobs, abs=1e-4)
-        assert sample.spans == [Span(0, len(delta.ids))]
+class TestRemoteEngine(EngineContract):
+    NUM_TOKENS = NUM_TOKENS
+
+    @pytest.fixture(autouse=True)
+    def _use(self, served: Served) -> None:
+        self.served = served
+
+    def drive(self, main: Main) -> None:
+        self.served.run(main(*self.served.engines))
+
+    async def under_way(self, engine: Engine, samples: Sequence[Sample]) -> None:
+        while not all(sample.num_tokens for sample in samples):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def weights(self, version: int) -> Weights:
+        return Weights(version, str(self.served.model / ORIGINAL))
 
 
-def test_generation_over_the_wire_is_that_of_the_engine(served: Served, expected: list[Delta]) -> None:
+def check(samples: list[Sample], expected: list[GenerationOutput]) -> None:
+    assert [sample.completion_ids for sample in samples] == [output.ids for output in expected]
+    assert [sample.finish_reason for sample in samples] == [output.finish_reason for output in expected]
+    for sample, output in zip(samples, expected, strict=True):
+        assert sample.behavior_logprobs == pytest.approx(output.behavior_logprobs, abs=1e-4)
+        assert sample.spans == [Span(0, len(output.ids))]
+
+
+def test_generation_over_the_wire_is_that_of_the_engine(
+    served: Served, expected: list[GenerationOutput]
+) -> None:
     async def main() -> None:
-        samples = make_samples(12)
-        num_before = served.engine.usage().num_generated
-        await asyncio.gather(*(served.engine.generate(sample) for sample in samples))
+        samples = fresh_samples(12)
+        await asyncio.gather(*(served.engines[0].generate(sample) for sample in samples))
         check(samples, expected)
-        await served.engine.settle()
-        usage = served.engine.usage()
-        assert usage.num_generated - num_before == sum(sample.num_tokens for sample in samples)
-        assert (usage.num_running, usage.num_waiting) == (0, 0)
 
     served.run(main())
 
 
-def test_a_sample_grows_while_it_is_generated(served: Served, expected: list[Delta]) -> None:
+def test_a_sample_grows_while_it_is_generated(served: Served, expected: list[GenerationOutput]) -> None:
     async def main() -> None:
-        samples = make_samples(12)
+        samples = fresh_samples(12)
         longest = max(samples, key=lambda sample: len(expected[sample.id.number].ids))
-        generation = asyncio.gather(*(served.engine.generate(sample) for sample in samples))
+        generation = asyncio.gather(*(served.engines[0].generate(sample) for sample in samples))
         seen = set()
         while not generation.done():
             await asyncio.sleep(0.001)
@@ -122,12 +156,12 @@ def test_a_sample_grows_while_it_is_generated(served: Served, expected: list[Del
 
 @pytest.mark.parametrize("seed", range(3))
 def test_cancelled_at_random_moments_no_token_is_lost_and_the_text_is_the_same(
-    served: Served, expected: list[Delta], seed: int
+    served: Served, expected: list[GenerationOutput], seed: int
 ) -> None:
     async def live(sample: Sample, chance: random.Random) -> int:
         num_cancelled = 0
         while sample.finish_reason is None:
-            generation = asyncio.create_task(served.engine.generate(sample))
+            generation = asyncio.create_task(served.engines[0].generate(sample))
             done, _ = await asyncio.wait([generation], timeout=chance.expovariate(1 / 0.02))
             if not done:
                 generation.cancel()
@@ -140,31 +174,30 @@ def test_cancelled_at_random_moments_no_token_is_lost_and_the_text_is_the_same(
         return num_cancelled
 
     async def main() -> None:
-        samples, chance = make_samples(12), random.Random(seed)
-        num_before = served.engine.usage().num_generated
+        samples, chance = fresh_samples(12), random.Random(seed)
+        num_before = served.engines[0].usage().num_generated
         assert sum(await asyncio.gather(*(live(sample, chance) for sample in samples))) > 0
         check(samples, expected)
-        await served.engine.settle()
-        num_generated = served.engine.usage().num_generated - num_before
+        num_generated = served.engines[0].usage().num_generated - num_before
         assert num_generated == sum(sample.num_tokens for sample in samples)
 
     served.run(main())
 
 
 def test_published_weights_sign_the_tokens_that_come_after_them(
-    served: Served, model_path: Path, tmp_path: Path
+    served: Served, model: Path, tmp_path: Path
 ) -> None:
-    original = model_path / "model.safetensors"
+    original = model / ORIGINAL
     flat = tmp_path / "flat.safetensors"
     save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(original).items()}, flat)
     uniform = -math.log(VOCABULARY)
 
     async def main() -> None:
-        samples = make_samples(64)
-        generation = asyncio.gather(*(served.engine.generate(sample) for sample in samples))
+        samples = fresh_samples(64)
+        generation = asyncio.gather(*(served.engines[0].generate(sample) for sample in samples))
         while not samples[0].num_tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        await served.engine.load(Weights(7, str(flat)), kv="keep")
+        await served.engines[0].load(Weights(7, str(flat)), kv="keep")
         await generation
         assert any([span.version for span in sample.spans] == [0, 7] for sample in samples)
         for sample in samples:
@@ -174,20 +207,19 @@ def test_published_weights_sign_the_tokens_that_come_after_them(
             assert sample.behavior_logprobs[num_old:] == pytest.approx(
                 [uniform] * (sample.num_tokens - num_old)
             )
-        await served.engine.load(Weights(0, str(original)), kv="recompute")
 
     served.run(main())
 
 
 def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served: Served) -> None:
     async def main() -> None:
-        full, aborted = make_samples(2)
+        full, aborted = fresh_samples(2)
         for sample in (full, aborted):
             sample.extend([3] * NUM_TOKENS, [-1.0] * NUM_TOKENS, version=0)
-        generation = asyncio.create_task(served.engine.generate(aborted))
+        generation = asyncio.create_task(served.engines[0].generate(aborted))
         await asyncio.sleep(0)
         generation.cancel()
-        await served.engine.generate(full)
+        await served.engines[0].generate(full)
         await asyncio.wait([generation])
         assert (full.num_tokens, full.finish_reason) == (NUM_TOKENS, "length")
         assert aborted.num_tokens == NUM_TOKENS
@@ -195,10 +227,10 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
     served.run(main())
 
 
-def test_a_killed_engine_fails_what_it_served_by_name(model_path: Path, tmp_path: Path, drive: Drive) -> None:
+def test_a_killed_engine_fails_what_it_served_by_name(model: Path, tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
-        samples = make_samples(4)
-        async with engine(job(model_path), tmp_path) as remote:
+        samples = fresh_samples(4)
+        async with opened(1, job(model), tmp_path) as (remote,):
             os.kill(remote.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
             generations = [asyncio.create_task(remote.generate(sample)) for sample in samples]
             await asyncio.sleep(0.1)

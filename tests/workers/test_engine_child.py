@@ -1,4 +1,4 @@
-"""What the engine's loop says, and when."""
+"""What the engine's loop reports, and when."""
 
 import math
 import socket
@@ -6,62 +6,65 @@ import threading
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 
-from tailrace.engine.base import EngineSettings, SamplingSettings
+from helpers.tiny_models import save_tiny_model
+from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
 from tailrace.engine.native.engine import NativeEngine
-from tailrace.workers import engine_child
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.engine_child import ENOUGH, EngineLoop
-from tailrace.workers.messages import FromEngine, Generate, Report, ToEngine
+from tailrace.workers.counter import TokenCounter, counted_tokens
+from tailrace.workers.engine_child import EngineLoop
+from tailrace.workers.messages import FromEngine, Report, ToEngine
 
 LIMIT = 40
 
 
-def reports_of(model: Path, num_requests: int) -> list[Report]:
-    """All that the loop reports of requests of which each has one token more left than the one before."""
+def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: float) -> list[Report]:
+    """All that the loop reports until every request has ended."""
     torch.set_num_threads(1)
-    engine = NativeEngine.from_pretrained(
-        model, EngineSettings(max_running=num_requests), SamplingSettings(max_completion_tokens=LIMIT)
-    )
+    save_tiny_model(folder / "model")
+    sampling = SamplingSettings(max_completion_tokens=LIMIT)
+    engine = NativeEngine.from_pretrained(folder / "model", EngineSettings(), sampling)
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        return heard(engine, mine, theirs, num_requests)
-
-
-def heard(
-    engine: NativeEngine, mine: socket.socket, theirs: socket.socket, num_requests: int
-) -> list[Report]:
-    controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
-    loop = EngineLoop(
-        engine, WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine)), report_every_s=math.inf
-    )
-    for number in range(num_requests):
-        controller.send(Generate(str(number), [5, 6, 7], [9] * (LIMIT - 1 - number), number))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    reports: list[Report] = []
-    while sum(len(report.gained) for report in reports) < num_requests:
-        reports += [m for m in controller.receive(wait=True) or () if isinstance(m, Report)]
-    mine.shutdown(socket.SHUT_WR)
-    thread.join()
+        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
+        channel = WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine))
+        loop = EngineLoop(engine, channel, report_every_s, TokenCounter(folder / "counts" / "0.count"))
+        for request in requests:
+            controller.send(request)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        reports: list[Report] = []
+        num_ended = 0
+        while num_ended < len(requests):
+            new = [message for message in controller.receive(wait=True) or () if isinstance(message, Report)]
+            num_ended += sum(output.finish_reason is not None for report in new for output in report.outputs)
+            reports += new
+        mine.shutdown(socket.SHUT_WR)
+        thread.join()
     return reports
 
 
-def test_what_ends_waits_for_others_until_it_is_a_share_of_what_runs(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_child, "HELD_BACK_S", math.inf)
-    reports = reports_of(model_path, 32)
-    ended = [gained.id for report in reports for gained in report.gained]
-    assert sorted(ended, key=int) == [str(number) for number in range(32)]
-    assert all(gained.finish_reason for report in reports for gained in report.gained)
-    assert all(len(report.gained) >= ENOUGH * report.usage.num_running for report in reports)
-    assert len(reports[0].gained) > 1
-    assert reports[-1].usage.num_running == 0
+def staggered(num: int) -> list[GenerationRequest]:
+    """Requests of which each has one token more left than the one before."""
+    return [GenerationRequest(str(n), [5, 6, 7], [9] * (LIMIT - 1 - n), n) for n in range(num)]
 
 
-def test_what_ends_is_not_held_back_for_long(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_child, "HELD_BACK_S", 0.0)
-    assert len(reports_of(model_path, 32)[0].gained) == 1
+def test_a_request_is_reported_in_the_step_in_which_it_ends(tmp_path: Path) -> None:
+    reports = reports_of(tmp_path, staggered(8), report_every_s=math.inf)
+    assert [[output.id for output in report.outputs] for report in reports] == [[str(n)] for n in range(8)]
+    assert [len(report.outputs[0].ids) for report in reports] == list(range(1, 9))
+    assert [report.usage.num_running for report in reports] == list(range(7, -1, -1))
+
+
+def test_unfinished_requests_are_reported_in_intervals_and_every_token_once(tmp_path: Path) -> None:
+    reports = reports_of(tmp_path, staggered(3), report_every_s=0.0)
+    ids = [[output.id for output in report.outputs] for report in reports]
+    assert ids == [["0", "1", "2"], ["1", "2"], ["2"]]
+    assert all(len(output.ids) == 1 for report in reports for output in report.outputs)
+
+
+def test_the_token_counter_has_what_was_reported(tmp_path: Path) -> None:
+    reports = reports_of(tmp_path, staggered(8), report_every_s=math.inf)
+    num_reported = sum(len(output.ids) for report in reports for output in report.outputs)
+    assert counted_tokens(tmp_path / "counts") == num_reported == sum(range(1, 9))

@@ -17,10 +17,11 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerD
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
-from tailrace.weights.shared import WeightsReader
+from tailrace.weights.shared_memory import read_weights
+from tailrace.workers import process as process_module
 from tailrace.workers.local import Workers, ended_by_death
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 
 
 async def roll_out(opened: Workers, num: int) -> list[Sample]:
@@ -49,13 +50,13 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     await opened.trainer.save(start)
     first = await roll_out(opened, 8)
     assert [s.reward for s in first] == [len(s.text) + len("what?") / 8 for s in first]
-    assert await opened.trainer.ess([first]) == pytest.approx(1.0, abs=1e-4)
+    assert await opened.trainer.ess([first], version=0) == pytest.approx(1.0, abs=1e-4)
     stats = await train(opened, first)
     assert stats.samples == tuple(sample.id for sample in first)
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
     assert stats.grad_norm > 0
     weights = await publish(opened, 1)
-    before, after = load_file(model / "model.safetensors"), WeightsReader().read(weights)
+    before, after = load_file(model / "model.safetensors"), read_weights(weights)
     assert after.keys() == before.keys()
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)
@@ -71,7 +72,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
 
 
 def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         with pytest.raises(WorkerDied, match=r"trainer \(process \d+\) ended: signal SIGKILL"):
@@ -91,23 +92,11 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
     execute(main())
 
 
-def test_a_trainer_is_lent_the_cpus_of_engines_that_nobody_uses(
-    model_path: Path, tmp_path: Path, drive: Drive
+def test_one_bad_job_ends_all_the_others(
+    model_path: Path, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with workers(model_path, tmp_path, lend=True) as opened:
-            assert opened.trainer.lent() == len(opened.engines)
-            rolling = asyncio.create_task(roll_out(opened, 1))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert opened.trainer.lent() == len(opened.engines) - 1
-            assert (await train(opened, await rolling)).num_tokens > 0
-            assert opened.trainer.lent() == len(opened.engines)
+    monkeypatch.setattr(process_module, "CLOSE_S", 0.1)  # the others are still loading
 
-    execute(main())
-
-
-def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive: Drive) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"reward\.function"):
             async with workers(model_path, tmp_path, function="reward_cases:nothing"):
@@ -116,7 +105,7 @@ def test_one_bad_job_ends_all_the_others(model_path: Path, tmp_path: Path, drive
     execute(main())
 
 
-def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
+def test_an_error_in_the_block_is_raised_as_it_is(execute: Execute) -> None:
     async def main() -> None:
         with pytest.raises(KeyError, match="in the block"):
             async with ended_by_death([]):
@@ -126,14 +115,16 @@ def test_an_error_in_the_block_is_raised_as_it_is(drive: Drive) -> None:
 
 
 CONTROLLER = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
+from tailrace.workers.orphans import children_of
 from worker_cases import make_samples, pids_of, workers
 
 async def main():
     async with workers(Path(sys.argv[1]), Path(sys.argv[2])) as opened:
         weights = await opened.trainer.publish(1)
-        print(weights.location, *pids_of(opened), flush=True)
+        scorers = [child for child in children_of(os.getpid()) if child not in pids_of(opened)]
+        print(weights.location, *pids_of(opened), *scorers, flush=True)
         while True:
             await asyncio.gather(*(opened.engines[0].generate(sample) for sample in make_samples(64)))
 
@@ -142,8 +133,10 @@ asyncio.run(main())
 
 
 def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
+    """Neither processes nor shared memory, while the engine works and all others are stopped."""
+
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
@@ -151,10 +144,14 @@ def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
             cwd=Path(__file__).parent,
         )
         assert controller.stdout is not None
-        location, *pids = (await controller.stdout.readline()).decode().split()
-        assert all(is_running(int(pid)) for pid in pids) and Path(location).exists()
+        location, *words = (await controller.stdout.readline()).decode().split()
+        pids = [int(pid) for pid in words]
+        assert all(is_running(pid) for pid in pids) and Path(location).exists()
+        trainer, _, *scorers = pids
+        for pid in (trainer, *scorers):
+            os.kill(pid, signal.SIGSTOP)
         controller.kill()
-        await until_gone(*map(int, pids))
+        await until_gone(*pids)
         await controller.communicate()
         assert not Path(location).parent.exists()
 

@@ -10,86 +10,86 @@ from typing import Any
 
 import msgspec
 import pytest
-from stand_in import StandInJob
+from stand_in import Obey, StandInJob
 from worker_cases import is_running, until_gone, words_of
 
 from tailrace import clock
 from tailrace.errors import WorkerDied
-from tailrace.processor import environment
 from tailrace.workers import process as process_module
-from tailrace.workers.messages import Done, Ready, Settle
+from tailrace.workers.messages import Done, Ready
 from tailrace.workers.process import WorkerProcess
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
 
 
-async def spawn(manner: str, logs: Path, pin: int | None = None) -> WorkerProcess:
+async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = True) -> WorkerProcess:
     job = StandInJob.model_validate({"manner": manner})
     worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, threads=3, pin=pin)
-    await worker.answered(Ready, "the stand-in")
+    if ready:
+        await worker.answered(Ready, "the stand-in")
     return worker
 
 
-def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, drive: Drive) -> None:
+def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
-        assert await asyncio.gather(*(worker.ask(Settle(), Done) for _ in range(100))) == [Done()] * 100
+        assert await asyncio.gather(*(worker.ask(Obey(), Done) for _ in range(100))) == [Done()] * 100
         await worker.close()
-        assert words_of(tmp_path, "worker-7").count("was asked to settle") == 100
+        assert words_of(tmp_path, "worker-7").count("was asked to obey") == 100
 
     execute(main())
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, drive: Drive) -> None:
+def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
-        forgotten = asyncio.create_task(worker.ask(Settle(), Done))
+        forgotten = asyncio.create_task(worker.ask(Obey(), Done))
         await asyncio.sleep(0)
         forgotten.cancel()
-        assert await worker.ask(Settle(), Done) == Done()
-        assert await worker.ask(Settle(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
         await worker.close()
 
     execute(main())
 
 
 def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         worker = await spawn("raise", tmp_path)
         with pytest.raises(WorkerDied) as died:
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         words = str(died.value)
         assert words.startswith(f"worker-7 (process {worker.pid}) ended: exit code 1; the end of {tmp_path}")
         assert "Traceback (most recent call last)" in words
         assert words.endswith("ValueError: the model melted")
         with pytest.raises(WorkerDied, match="the model melted"):
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         await worker.close()
 
     execute(main())
 
 
-def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, drive: Drive) -> None:
+def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         (tmp_path / "worker-7.log").write_text("words of yesterday\n")
         worker = await spawn("obey", tmp_path)
         worker.kill()
         with pytest.raises(WorkerDied, match="ended: signal SIGKILL; it printed nothing"):
-            await worker.ask(Settle(), Done)
+            await worker.ask(Obey(), Done)
         assert words_of(tmp_path, "worker-7") == "words of yesterday\n"
 
     execute(main())
 
 
-def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> None:
+def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("work for ever", tmp_path)
-        calls = [asyncio.create_task(worker.ask(Settle(), Done)) for _ in range(3)]
+        calls = [asyncio.create_task(worker.ask(Obey(), Done)) for _ in range(3)]
         await asyncio.sleep(0.1)
-        assert clock.who_waits() == "worker-7: Settle"
+        assert clock.who_waits() == "worker-7: Obey"
         os.kill(worker.pid, signal.SIGKILL)
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(error) for error in errors] == [WorkerDied] * 3
@@ -100,18 +100,18 @@ def test_a_killed_worker_fails_every_open_call(tmp_path: Path, drive: Drive) -> 
     execute(main())
 
 
-def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, drive: Drive) -> None:
+def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("babble", tmp_path)
-        with pytest.raises(WorkerDied, match="could not handle what it said: DecodeError") as died:
-            await worker.ask(Settle(), Done)
+        with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
+            await worker.ask(Obey(), Done)
         assert isinstance(died.value.__cause__, msgspec.DecodeError)
 
     execute(main())
 
 
 def test_a_worker_that_does_not_end_is_killed(
-    tmp_path: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "CLOSE_S", 0.1)
 
@@ -123,18 +123,18 @@ def test_a_worker_that_does_not_end_is_killed(
     execute(main())
 
 
-def test_a_worker_ignores_ctrl_c(tmp_path: Path, drive: Drive) -> None:
+def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         os.kill(worker.pid, signal.SIGINT)
-        assert await worker.ask(Settle(), Done) == Done()
+        assert await worker.ask(Obey(), Done) == Done()
         await worker.close()
 
     execute(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, drive: Drive) -> None:
+def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         cpu = min(os.sched_getaffinity(0))
         worker = await spawn("obey", tmp_path, pin=cpu)
@@ -145,12 +145,11 @@ def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, drive: Drive) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, drive: Drive) -> None:
+def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         worker = await spawn("obey", tmp_path)
         found = set(Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0"))
         assert {b"OMP_NUM_THREADS=3", b"MKL_NUM_THREADS=3", b"OPENBLAS_NUM_THREADS=3"} <= found
-        assert {f"{name}={value}".encode() for name, value in environment(3).items()} <= found
         await worker.close()
 
     execute(main())
@@ -160,13 +159,15 @@ CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
 from test_process import spawn
-from tailrace.workers.messages import Settle
+from stand_in import Obey
+from tailrace.workers.process import WorkerProcess
 
 async def main():
     workers = [await spawn(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
     for worker in workers:
         worker.next_answer()
-        worker.send(Settle())
+        worker.send(Obey())
+    workers.append(await spawn("start for ever", Path(sys.argv[1]) / "starting", ready=False))
     await asyncio.sleep(0.1)
     print(*(worker.pid for worker in workers), flush=True)
     await asyncio.sleep(60)
@@ -175,23 +176,34 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_controller_is_killed_also_in_the_midst_of_work(
-    tmp_path: Path, drive: Drive
-) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_end_when_their_controller_is_killed(tmp_path: Path, execute: Execute, stopped: bool) -> None:
+    """While they wait, work, are still starting, and while they are stopped."""
+
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            CONTROLLER,
-            tmp_path,
+            *(sys.executable, "-c", CONTROLLER, tmp_path),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 2 and all(is_running(pid) for pid in pids)
+        assert len(pids) == 3 and all(is_running(pid) for pid in pids)
+        for pid in pids if stopped else []:
+            os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)
         await controller.communicate()
+
+    execute(main())
+
+
+def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execute) -> None:
+    async def main() -> None:
+        worker = await spawn("obey", tmp_path)
+        os.kill(worker.pid, signal.SIGSTOP)
+        await worker.close()
+        with pytest.raises(WorkerDied, match="ended: exit code 0"):
+            await worker.died()
 
     execute(main())

@@ -21,7 +21,7 @@ from tailrace.types import Sample
 from tailrace.workers.messages import ReferenceJob
 from tailrace.workers.reference import RemoteReference
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ def finished_samples(num: int) -> list[Sample]:
 
 
 def test_samples_get_the_log_probs_of_the_model_in_the_folder_and_a_cancelled_one_changes_nothing(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         samples = finished_samples(4)
@@ -64,7 +64,7 @@ def test_samples_get_the_log_probs_of_the_model_in_the_folder_and_a_cancelled_on
 
 
 def test_a_request_to_a_process_that_was_killed_fails_with_the_signal(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         (sample,) = finished_samples(1)
@@ -77,7 +77,7 @@ def test_a_request_to_a_process_that_was_killed_fails_with_the_signal(
 
 
 def test_a_damaged_model_folder_is_a_config_error_that_names_the_file(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
@@ -93,7 +93,7 @@ def test_a_damaged_model_folder_is_a_config_error_that_names_the_file(
 
 
 def test_the_reference_stays_at_the_first_weights_while_the_policy_is_trained(
-    model_path: Path, tmp_path: Path, drive: Drive
+    model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         async with workers(model_path, tmp_path, algorithm=AlgorithmSettings(kl_coef=0.1)) as opened:

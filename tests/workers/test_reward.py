@@ -7,25 +7,33 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from worker_cases import Letters, is_running, make_samples, until_gone
 
 from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
-from tailrace.reward.base import RewardSettings
+from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Sample
-from tailrace.workers.messages import Call, Failed, ScorerJob
-from tailrace.workers.reward import Outcomes, RemoteScorer, RewardPool
+from tailrace.workers.messages import ScorerJob
+from tailrace.workers.reward import Outcome, RemoteScorer, RewardPool
+from tailrace.workers.reward_child import MAX_LOG_BYTES, copy_bounded
 
-Drive = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 ROWS = RowsSettings(path=Path("rows.jsonl"))
 
 
-def job(function: str = "score", timeout_s: float = 60.0) -> ScorerJob:
-    reward = RewardSettings(function=f"reward_cases:{function}", timeout_s=timeout_s)
+def job(
+    function: str = "score", timeout_s: float = 60.0, on_timeout: Literal["zero", "drop"] = "drop"
+) -> ScorerJob:
+    name = f"reward_cases:{function}"
+    reward = RewardSettings(function=name, timeout_s=timeout_s, on_timeout=on_timeout)
     return ScorerJob(reward=reward, data=ROWS)
+
+
+def pool_of(*scorers: RemoteScorer, settings: RewardSettings | None = None) -> RewardPool:
+    return RewardPool(scorers, Letters(), settings or RewardSettings(on_timeout="drop"))
 
 
 @asynccontextmanager
@@ -51,37 +59,44 @@ async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
     return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
 
 
-def made(one: RemoteScorer, *words: str) -> Outcomes:
-    """Calls that travel together."""
-    return one.call([Call("", word, {}) for word in words])
+def made(one: RemoteScorer, word: str) -> Outcome:
+    return one.call(Call("", word, [], "stop", {}))
 
 
-async def fork_of(one: RemoteScorer) -> int:
+async def server_of(one: RemoteScorer) -> int:
     """The process that makes its calls."""
-    (pid,) = await made(one, "pid")
+    pid = await made(one, "pid")
     assert isinstance(pid, float)
     return int(pid)
 
 
-def test_a_reward_sees_prompt_completion_and_row_and_the_sample_keeps_the_text(
-    tmp_path: Path, drive: Drive
+def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            pool = RewardPool([one], Letters())
+            pool = pool_of(one)
             wrong, right = saying("wrongs", "right")
             right.completion_ids.append(0)  # a special token
             assert await pool.score(wrong) == 6 + len("what?") / 8
             assert await pool.score(right) == 5 + len("what?") / 8 + 1
             assert (wrong.text, right.text) == ("wrongs", "right")
+            asked: list[str] = []
+            call = one.call
+            one.call = lambda call_: (asked.append(call_.completion), call(call_))[1]  # type: ignore
+            words = ["one", "two", "three", "four"]
+            assert await outcomes(pool, *words) == [len(word) + 5 / 8 for word in words]
+            assert asked == words
 
     execute(main())
 
 
-def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: Path, drive: Drive) -> None:
+def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(
+    tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
-        async with scorer(job(timeout_s=2.0), tmp_path) as one:
-            pool = RewardPool([one], Letters())
+        async with scorer(job(timeout_s=1.0), tmp_path) as one:
+            pool = pool_of(one)
             words = ("hang", "lock", "raise", "exit", "quit", "crash", "nan", "text", "fine")
             reasons = ("timeout", "timeout", "raised", "died", "raised", "died", "nan", "not a number", 4.625)
             assert await outcomes(pool, *words) == list(reasons)
@@ -89,10 +104,10 @@ def test_each_way_to_fail_has_its_reason_and_the_next_call_is_scored(tmp_path: P
     execute(main())
 
 
-def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
+def test_what_ended_a_call_or_kept_it_from_being_made_is_told(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            pool = RewardPool([one], Letters())
+            pool = pool_of(one)
             for word, why in (
                 ("exit", "died: the call ended its process: exit code 3"),
                 ("crash", "died: the call ended its process: signal SIGSEGV"),
@@ -100,15 +115,8 @@ def test_what_ended_a_call_is_told(tmp_path: Path, drive: Drive) -> None:
             ):
                 with pytest.raises(RewardFailed) as failed:
                     await pool.score(saying(word)[0])
-                assert str(failed.value) == why
-
-    execute(main())
-
-
-def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Drive) -> None:
-    async def main() -> None:
-        async with scorer(job(), tmp_path) as one:
-            pool = RewardPool([one], Letters())
+                assert str(failed.value).startswith(why.partition(": ")[0])
+                assert str(failed.value).endswith(why.partition(": ")[2])
             for column in (object(), 1 << 70):
                 with pytest.raises(RewardFailed) as failed:
                     await pool.score(make_samples(1, row={"answer": column})[0])
@@ -118,52 +126,113 @@ def test_a_row_that_is_not_plain_data_costs_its_sample(tmp_path: Path, drive: Dr
     execute(main())
 
 
-def test_calls_that_travel_together_are_answered_in_order(tmp_path: Path, drive: Drive) -> None:
+def test_a_timeout_is_a_reward_of_zero_that_is_marked(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
-        async with scorer(job(), tmp_path) as one:
-            fine, raised, nan, fives = await made(one, "fine", "raise", "nan", "fives")
-            assert (fine, fives) == (4.0, 5.0)
-            assert raised == Failed("raised", "KeyError: 'no such answer'")
-            assert nan == Failed("nan", "")
+        one_job = job("score_by_reason", timeout_s=1.0, on_timeout="zero")
+        async with scorer(one_job, tmp_path) as one:
+            pool = pool_of(one, settings=one_job.reward)
+            short, long = saying("abc", "abc")
+            short.finish_reason, long.finish_reason = "stop", "length"
+            assert [await pool.score(sample) for sample in (short, long)] == [1.0 + 2.0 + 3.0, 0.0]
+            assert [sample.timed_out for sample in (short, long)] == [False, True]
 
     execute(main())
 
 
-def test_quick_calls_come_to_travel_together(tmp_path: Path, drive: Drive) -> None:
+def test_a_process_that_a_hung_call_started_ends_with_the_call(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEFT_PROCESS", str(tmp_path / "left"))
+
     async def main() -> None:
-        async with scorer(job(), tmp_path) as one:
-            pool, sizes, call = RewardPool([one], Letters()), [], one.call
-
-            def counted(calls: list[Call]) -> Outcomes:
-                sizes.append(len(calls))
-                return call(calls)
-
-            one.call = counted  # type: ignore[method-assign]
-            assert await outcomes(pool, *["fine"] * 63) == [4.625] * 63
-            assert sizes[0] == 1
-            assert len(sizes) < 63
-            assert sum(sizes) == 63
+        async with scorer(job("leave_process", timeout_s=1.0), tmp_path) as one:
+            assert await outcomes(pool_of(one), "hang") == ["timeout"]
+            await until_gone(int((tmp_path / "left").read_text()))
 
     execute(main())
 
 
-def test_of_calls_that_travel_together_only_the_one_that_ends_the_process_fails(
-    tmp_path: Path, drive: Drive
+def test_a_process_that_a_call_left_ends_with_the_worker(tmp_path: Path, execute: Execute) -> None:
+    async def main() -> None:
+        async with scorer(job("leave_process"), tmp_path) as one:
+            left = await made(one, "fine")
+            assert isinstance(left, float) and is_running(int(left))
+        assert not is_running(int(left))
+
+    execute(main())
+
+
+def test_a_process_that_the_import_started_lives_on_when_a_call_is_killed(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POOL_AT_IMPORT", "1")
+
+    async def main() -> None:
+        async with scorer(job("pool_lives"), tmp_path) as one:
+            assert await outcomes(pool_of(one), "a") == [1.0]
+            assert one._server is not None
+            os.kill(one._server, signal.SIGKILL)
+            while (again := (await outcomes(pool_of(one), "a"))[0]) == "died":
+                pass
+            assert again == 1.0
+
+    execute(main())
+
+
+def test_what_a_function_prints_is_bounded(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_end, write_end = os.pipe()
+    log = tmp_path / "log"
+    with log.open("wb") as target:
+        os.write(write_end, b"12345678")
+        os.close(write_end)
+        copy_bounded(read_end, target.fileno(), limit=8)
+        assert log.read_bytes() == b"12345678"
+        read_end, write_end = os.pipe()
+        os.write(write_end, b"123456789")
+        os.close(write_end)
+        copy_bounded(read_end, target.fileno(), limit=8)
+    assert log.read_text() == ("1234567812345678\n[more than 8 bytes of output: the rest is discarded]\n")
+
+    async def main() -> None:
+        async with scorer(job("flood"), tmp_path) as one:
+            assert await outcomes(pool_of(one), *["a"] * 200) == [1.0] * 200
+        written = (tmp_path / "scorer-0.log").read_text()
+        assert MAX_LOG_BYTES < len(written) < MAX_LOG_BYTES + 100
+        assert written.endswith("the rest is discarded]\n") and "to stderr" in written
+
+    execute(main())
+
+
+def test_one_row_is_scored_with_an_empty_completion_and_defects_are_refused(
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
-        async with scorer(job(timeout_s=2.0), tmp_path) as one:
-            pool = RewardPool([one], Letters())
-            await outcomes(pool, *["fine"] * 30)
-            words = ("fine", "exit", "fives", "hang", "fine")
-            assert await outcomes(pool, *words) == [4.625, "died", 5.625, "timeout", 4.625]
+        one_job = job("first_row", timeout_s=1.0)
+        async with scorer(one_job, tmp_path) as one:
+            pool = pool_of(one, settings=one_job.reward)
+
+            async def checked(answer: str) -> str | None:
+                return await pool.check_one_row(make_samples(1, row={"answer": answer})[0].prompt)
+
+            assert await checked("fine") is None
+            warning = await checked("first word")
+            assert warning is not None and warning.endswith("IndexError: list index out of range")
+            with pytest.raises(ConfigError, match="in first_row") as wrong:
+                await checked("table")
+            assert (wrong.value.key, wrong.value.value) == ("reward.function", one_job.reward.function)
+            assert "KeyError: 'table'; mend the function; note that a completion" in str(wrong.value)
+            with pytest.raises(ConfigError, match=r"reward\.timeout_s = 1\.0: .* no reward within 1 s"):
+                await checked("hang")
 
     execute(main())
 
 
-def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: Drive) -> None:
+def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
-        async with scorer(job("score_later", timeout_s=2.0), tmp_path) as one:
-            assert await outcomes(RewardPool([one], Letters()), "four", "hang", "fives") == [
+        async with scorer(job("score_later", timeout_s=1.0), tmp_path) as one:
+            assert await outcomes(pool_of(one), "four", "hang", "fives") == [
                 2.0,
                 "timeout",
                 2.5,
@@ -172,10 +241,10 @@ def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path, drive: D
     execute(main())
 
 
-def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> None:
+def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path / "a") as first, scorer(job(), tmp_path / "b") as second:
-            pool = RewardPool([first, second], Letters())
+            pool = pool_of(first, second)
             hung = asyncio.create_task(pool.score(saying("hang")[0]))
             assert await outcomes(pool, *["fine"] * 20) == [4.625] * 20
             assert not hung.done()
@@ -185,11 +254,11 @@ def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path, drive: Drive) -> N
 
 
 def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
-    tmp_path: Path, drive: Drive
+    tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         async with scorer(job("score_later"), tmp_path) as one:
-            pool = RewardPool([one], Letters())
+            pool = pool_of(one)
             forgotten = asyncio.create_task(pool.score(saying("sixsix")[0]))
             await asyncio.sleep(0.005)
             forgotten.cancel()
@@ -198,11 +267,11 @@ def test_a_call_nobody_waits_for_any_more_gives_its_answer_to_nobody_else(
     execute(main())
 
 
-def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, drive: Drive) -> None:
+def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            os.kill(await fork_of(one), signal.SIGKILL)
-            pool = RewardPool([one], Letters())
+            os.kill(await server_of(one), signal.SIGKILL)
+            pool = pool_of(one)
             first, *others = await outcomes(pool, *["fine"] * 3)
             assert first in (4.625, "died")
             assert others == [4.625] * 2
@@ -210,33 +279,34 @@ def test_a_fork_killed_between_two_calls_costs_at_most_the_next_one(tmp_path: Pa
     execute(main())
 
 
-def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, drive: Drive) -> None:
+def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            fork = await fork_of(one)
+            server = await server_of(one)
             call = made(one, "lock")
             await asyncio.sleep(0.1)
             one.process.kill()
             with pytest.raises(WorkerDied, match=r"scorer-0 .* signal SIGKILL"):
                 await call
-            await until_gone(fork)
+            await until_gone(server)
 
     execute(main())
 
 
-def test_closing_ends_a_call_in_the_midst(tmp_path: Path, drive: Drive) -> None:
+def test_closing_ends_a_call_in_the_midst(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job(), tmp_path) as one:
-            fork = await fork_of(one)
+            server = await server_of(one)
             call = made(one, "lock")
             await asyncio.sleep(0.1)
-        await until_gone(fork, one.process.pid)
-        assert await call == Failed("died", "the call ended its process: signal SIGKILL")
+        await until_gone(server, one.process.pid)
+        with pytest.raises(WorkerDied, match="ended: exit code 0"):
+            await call
 
     execute(main())
 
 
-def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive: Drive) -> None:
+def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError) as wrong:
             async with scorer(job("scroe"), tmp_path):
@@ -250,30 +320,38 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, drive:
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from test_reward import fork_of, job, made, scorer
+from test_reward import job, made, scorer, server_of
 
 async def main():
-    async with scorer(job(), Path(sys.argv[1])) as one:
-        fork = await fork_of(one)
-        print(one.process.pid, fork, flush=True)
+    leaving = job("leave_process")
+    async with scorer(job(), Path(sys.argv[1])) as one, scorer(leaving, Path(sys.argv[2])) as two:
+        left = await made(two, "fine")
+        print(one.process.pid, await server_of(one), two.process.pid, int(left), flush=True)
         await made(one, "lock")
 
 asyncio.run(main())
 """
 
 
-def test_a_call_that_holds_the_lock_ends_when_the_controller_is_killed(tmp_path: Path, drive: Drive) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_all_processes_of_rewards_end_when_the_controller_is_killed(
+    tmp_path: Path, execute: Execute, stopped: bool
+) -> None:
+    """A call that holds the interpreter's lock, and a process with a session of its own that a call left."""
+
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", CONTROLLER, str(tmp_path)),
+            *(sys.executable, "-c", CONTROLLER, str(tmp_path / "a"), str(tmp_path / "b")),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 2
+        assert len(pids) == 4
         await asyncio.sleep(0.3)
         assert all(is_running(pid) for pid in pids)
+        for pid in pids if stopped else []:
+            os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)
         await controller.communicate()

@@ -24,7 +24,7 @@ def make_samples(
 ) -> list[Sample]:
     """Fresh samples of one prompt."""
     prompt = Prompt(index=0, ids=prompt_ids, text="what?", row={} if row is None else row)
-    group = Group(prompt, need=num, samples=[])
+    group = Group(prompt, num_required=num, samples=[])
     group.samples += [Sample(SampleId(0, 0, index), group, seed=index) for index in range(num)]
     return group.samples
 
@@ -71,7 +71,6 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
-    lend: bool = False,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -83,7 +82,6 @@ async def workers(
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),
         folder=folder,
-        lend=lend,
     ) as opened:
         yield opened
 

@@ -1,10 +1,10 @@
-"""The parts of a live run: data read, worker processes started."""
+"""The parts of a live run: data, worker processes, and their checks."""
 
 import asyncio
-import gc
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
@@ -15,14 +15,20 @@ from tailrace.data.lengths import check_lengths
 from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.engine.native.support import check_model
-from tailrace.errors import ConfigError
+from tailrace.errors import BadRow
 from tailrace.reward.functions import Scorer
-from tailrace.workers.base import left_to_the_trainer, plan_pins
+from tailrace.types import Prompt
+from tailrace.workers.base import plan_pins, trainer_cpu_reserved
 from tailrace.workers.local import open_local
+
+CHECKED_ROWS = 16
+"""Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
+MAX_BAD_ROWS = 1000
+"""Rows without a usable prompt that are skipped in the search for usable ones."""
 
 
 def check_live(config: RunConfig) -> None:
-    """Whatever can be known to be wrong without starting a process.
+    """Check everything that can be checked without starting a process.
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
@@ -38,26 +44,27 @@ def check_live(config: RunConfig) -> None:
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
     tokenizer = load_tokenizer(config.model.path)
-    _open_prompts(config, tokenizer, config.run.seed, "train")
+    prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
-    Scorer.load(config.reward, config.data).close()
+    scorer = Scorer.load(config.reward, config.data)
+    columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
+    scorer.check_columns(columns, config.reward.function)
     plan_pins(config.host, config.engine.replicas)
-    _check_lending(config)
 
 
-def _check_lending(config: RunConfig) -> None:
-    if not config.host.lend:
-        return
-    if config.host.pin or config.trainer.threads > 1 or config.trainer.device != "cpu":
-        problem = "only a trainer of one thread on a CPU, and on no fixed one, can use the engines' as well"
-        raise ConfigError("host.lend", True, problem, "switch it off, or change host.pin or [trainer]")
-    if config.algorithm.advantage == "gae" or config.algorithm.old_policy == "recomputed":
-        problem = "helpers have no critic and no old policy"
-        raise ConfigError("host.lend", True, problem, "switch it off, or change [algorithm]")
+def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
+    """Return the first prompts of the run's order, without rows that have no usable prompt."""
+    found: list[Prompt] = []
+    for index in range(num + MAX_BAD_ROWS):
+        with suppress(BadRow):
+            found.append(prompts[index])
+        if len(found) == num:
+            break
+    return found
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:
-    """The prompts of a live config in the order that a seed fixes.
+    """Return the training prompts of a live config, in the order that a seed fixes.
 
     Raises:
         ConfigError: the settings name no data that can be read.
@@ -84,22 +91,30 @@ def context_length(path: Path) -> int | None:
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:
-    """The trainer and the engines as they were when the trainer was saved in `folder`."""
+    """Restore the trainer from `folder`, and load its weights into the engines as a version."""
     await parts.trainer.restore(folder)
     weights = await parts.trainer.publish(version)
     await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
 
 
 def advantages_of(config: RunConfig) -> ComputeAdvantages:
-    """What the algorithm makes of a judged group, completions being as long as they may be sampled."""
+    """Return what computes the advantages of a scored group."""
     assert config.sampling
     return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
 
 
 @asynccontextmanager
 async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None) -> AsyncIterator[Parts]:
-    """Start the workers of a checked config and end them with the block; logs go into the folder. life: of a
-    run whose engines are to leave their counts there."""
+    """Start the workers of a checked config, score one row, and end the workers with the block.
+
+    Args:
+        folder: receives the workers' logs.
+        life: number of the run's life; the engines then keep their token counts in the folder.
+
+    Raises:
+        ConfigError: a worker cannot do its job, or the reward function is defective.
+        WorkerDied: a worker ended.
+    """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
     pins = plan_pins(config.host, config.engine.replicas)
@@ -115,32 +130,18 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         folder=folder,
         life=life,
         pins=pins,
-        lend=config.host.lend,
     )
-    with left_to_the_trainer(pins):
+    with trainer_cpu_reserved(pins):
         async with workers as opened:
-            parts = Parts(
+            prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
+            for prompt in usable_prompts(prompts, 1):
+                if warning := await opened.rewards.check_one_row(prompt):
+                    print(f"tailrace: warning: {warning}", file=sys.stderr)
+            yield Parts(
                 engines=opened.engines,
                 trainer=opened.trainer,
                 rewards=opened.rewards,
-                prompts=_open_prompts(config, tokenizer, config.run.seed, "train"),
+                prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
             )
-            with _seldom_collected():
-                yield parts
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Python's collector of cycles looks at what is loaded never again, and at what a run makes less often:
-    an eighth of the controller's time went into it. Without it nothing would be freed that refers to itself,
-    as groups do by their samples."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(10_000, 5, 2)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

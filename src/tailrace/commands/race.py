@@ -1,96 +1,141 @@
-"""Laps on the same footing: the same weights, prompts and seeds for every schedule, the order rotated.
+"""Racing schedules: each runs from the same weights, on the same prompts, with the same seeds.
 
-Racers whose workers are set up alike share them; others are raced one after another within each repetition:
-no two sets of workers ever run at once.
-"""
+Live, racers whose workers are made from the same settings share them. Others run one after another, so that
+no two sets of workers run at the same time. In virtual time every lap has parts of its own, and each
+repetition has another seed, because the same seed gives the same lap."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace.commands.laps import Lap, LapMeter
-from tailrace.commands.live import advantages_of, open_parts, rewind, training_prompts
-from tailrace.commands.probe import probe
+from tailrace.commands.live import advantages_of, open_parts, rewind
+from tailrace.commands.virtual import run_virtual, sim_max_tokens
 from tailrace.config import RunConfig
-from tailrace.controller.execution import execute
 from tailrace.controller.base import Parts
+from tailrace.controller.execution import execute
 from tailrace.record.events import FromRound, Recorder, Sink
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule
 
 WARM_UP_ROUNDS = 2
-"""Of the laps before the race, where no rounds of the counted ones are given to it."""
+"""Rounds of the live lap of each schedule that is run before the race and not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Racer:
-    """Who races, on which workers."""
+    """A schedule, and the config that its workers are made from."""
 
     config: RunConfig
     schedule: BoundSchedule
 
     @property
     def setup(self) -> str:
-        """What its workers are made from."""
+        """The settings that worker processes are made from."""
         sections = {"model", "data", "sampling", "reward", "engine", "algorithm", "trainer", "host"}
         return json.dumps(self.config.model_dump(mode="json", include=sections), sort_keys=True)
 
 
+@dataclass(slots=True)
+class Measured:
+    """The counted laps of each racer, and their timelines."""
+
+    laps: dict[str, list[Lap]] = field(default_factory=dict)
+    timelines: dict[str, list[Timeline]] = field(default_factory=dict)
+
+    def add(self, name: str, meter: LapMeter, timeline: Timeline) -> None:
+        self.laps.setdefault(name, []).append(meter.lap())
+        self.timelines.setdefault(name, []).append(timeline)
+
+
 class Arena:
-    """The workers of one racer at a time."""
+    """The workers of one racer at a time, always at the weights that training starts from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._setup = ""
+        self._setups: list[str] = []
         self._open = AsyncExitStack()
         self._parts: Parts | None = None
 
     async def parts(self, racer: Racer) -> Parts:
-        """Its workers; those of another set-up are closed first."""
+        """The workers of a racer, rewound. Workers of another set-up are closed first."""
         if self._parts is None or racer.setup != self._setup:
             await self.close()
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
+        if self._setup not in self._setups:
+            self._setups.append(self._setup)
+            await self._parts.trainer.save(self._start)
+        await rewind(self._parts, self._start, version=0)
         return self._parts
+
+    @property
+    def _start(self) -> Path:
+        """One for each set-up: what a trainer keeps beside the weights depends on its algorithm."""
+        return self._folder / f"start-{self._setups.index(self._setup)}"
 
     async def close(self) -> None:
         self._parts = None
         await self._open.aclose()
 
 
-async def race(
-    racers: Mapping[str, Racer], config: RunConfig, folder: Path, *, pictured: bool
-) -> tuple[dict[str, list[Lap]], dict[str, list[Timeline]]]:
-    """All counted laps of each racer, and what pictures of them show; none, and no traces, where nobody is
-    going to look."""
-    laps: dict[str, list[Lap]] = {name: [] for name in racers}
-    timelines: dict[str, list[Timeline]] = {name: [] for name in racers}
-    arena, setups = Arena(folder), list(dict.fromkeys(racer.setup for racer in racers.values()))
+async def race_live(
+    racers: Mapping[str, Racer], repeats: int, folder: Path, *, pictured: bool = False
+) -> Measured:
+    """Race on real workers.
+
+    Args:
+        folder: where the weights at the start and the logs of the workers go.
+        pictured: whether to write a trace of each racer's last lap.
+    """
+    measured, arena = Measured(), Arena(folder)
     try:
-        for repeat in range(0 if config.compare.warm_up_rounds else -1, config.compare.repeats):
-            for name in _in_turn(racers, repeat):
-                parts = await arena.parts(racers[name])
-                # The same weights; but what a trainer keeps beside them depends on its algorithm.
-                start = folder / f"start-{setups.index(racers[name].setup)}"
-                if not start.exists():
-                    await parts.trainer.save(start)
-                await rewind(parts, start, version=0)
-                timeline = Timeline()
-                pictures = _pictures(name, racers[name], timeline, folder) if pictured else []
-                lap = await _lap(name, racers[name], parts, repeat, folder, pictures)
+        for repeat in range(-1, repeats):
+            for name in in_turn(racers, repeat):
+                racer = racers[name]
+                assert racer.config.sampling
+                settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+                if repeat < 0:
+                    rounds = min(settings.rounds, WARM_UP_ROUNDS)
+                    settings = settings.model_copy(update={"rounds": rounds})
+                meter, timeline = LapMeter(racer.config.sampling.max_completion_tokens), Timeline()
+                await execute(
+                    racer.schedule,
+                    await arena.parts(racer),
+                    settings,
+                    Recorder(meter, *_pictures(name, racer, timeline, folder if pictured else None)),
+                    compute_advantages=advantages_of(racer.config),
+                )
                 if repeat >= 0:
-                    laps[name].append(lap)
-                    timelines[name].append(timeline)
+                    measured.add(name, meter, timeline)
     finally:
         await arena.close()
-    return laps, timelines
+    return measured
 
 
-def _in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
-    """Every schedule goes first, second, ... in turn, those with the same workers side by side."""
+def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> Measured:
+    """Race in virtual time. Repetition r of every racer has the seed run.seed + r.
+
+    Args:
+        folder: where traces go; None: none are written.
+    """
+    measured = Measured()
+    for repeat in range(repeats):
+        for name, racer in racers.items():
+            meter, timeline = LapMeter(sim_max_tokens(racer.config)), Timeline()
+            seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
+            config = racer.config.model_copy(update={"run": seeded})
+            run_virtual(config, racer.schedule, Recorder(meter, *_pictures(name, racer, timeline, folder)))
+            measured.add(name, meter, timeline)
+    return measured
+
+
+def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
+    """The order of a repetition: the first place rotates, and racers with the same workers are neighbours."""
     names = list(racers)
     turn = repeat % len(names)
     rotated = names[turn:] + names[:turn]
@@ -98,30 +143,6 @@ def _in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _pictures(name: str, racer: Racer, timeline: Timeline, folder: Path) -> list[Sink]:
-    last = FromRound(racer.config.run.rounds - PICTURED_ROUNDS, timeline)
-    return [last, TraceWriter(folder / f"trace-{name}.json")]
-
-
-async def _lap(
-    name: str, racer: Racer, parts: Parts, repeat: int, folder: Path, pictures: Sequence[Sink]
-) -> Lap:
-    config, race = racer.config, racer.config.compare
-    changes = {"eval_every": 0, "checkpoint_every": race.probe_every if repeat >= 0 else 0}
-    if repeat < 0:
-        changes["rounds"] = min(config.run.rounds, WARM_UP_ROUNDS)
-    if race.seeds == "own":
-        changes["seed"] = config.run.seed + max(repeat, 0)
-        parts = replace(parts, prompts=training_prompts(config, changes["seed"]))
-    settings = config.run.model_copy(update=changes)
-    meter = LapMeter(race.warm_up_rounds)
-    checkpoints = folder / "laps" / f"{name}-{repeat}"
-    await execute(
-        racer.schedule,
-        parts,
-        settings,
-        Recorder(meter, *pictures),
-        compute_advantages=advantages_of(config),
-        folder=checkpoints,
-    )
-    return meter.lap(await probe(parts, meter.checkpoints, settings), race.target_accuracy)
+def _pictures(name: str, racer: Racer, timeline: Timeline, folder: Path | None) -> list[Sink]:
+    last_rounds = FromRound(racer.config.run.rounds - PICTURED_ROUNDS, timeline)
+    return [last_rounds, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")] if folder else []

@@ -1,4 +1,10 @@
-"""`tailrace simulate`: the same schedule in virtual time, on the set-up of the [sim] section."""
+"""`tailrace simulate`: the schedule of a config in virtual time. It needs no model.
+
+metrics.jsonl    one object an optimizer step
+summary.json     the totals and medians of the run
+trace.json       for Perfetto: a lane for each engine slot, a lane for the trainer
+timeline.png     the last rounds as a picture
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -7,54 +13,81 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from tailrace import clock
-from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.laps import Lap, LapMeter
+from tailrace.commands.virtual import run_virtual, sim_max_tokens, sim_settings
 from tailrace.config import RunConfig
-from tailrace.controller.execution import execute
-from tailrace.record.events import Recorder, Sink
+from tailrace.record.events import FromRound, Recorder, Sink
+from tailrace.record.metrics import MetricsWriter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import Timeline, draw
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import BoundSchedule, resolve
-from tailrace.controller.simulation import simulated_parts
+from tailrace.schedules.resolve import resolve, with_published_defaults
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
-    """Run the schedule on simulated parts; print what came of it.
+    """Run the schedule on simulated parts and print its figures.
+
+    Args:
+        folder: where the files go; None: none are written.
+        json_path: another file for the summary.
 
     Raises:
         ConfigError: the schedule or its parameters cannot work.
     """
-    schedule = resolve(config)
-    timeline, summary = Timeline(), Summary()
-    sinks: list[Sink] = [timeline, summary]
+    schedule, name = resolve(config), str(config.schedule["name"])
+    config = with_published_defaults(config)
+    timeline, meter = Timeline(), LapMeter(sim_max_tokens(config))
+    summary = Summary(folder / "summary.json" if folder else None)
+    sinks: list[Sink] = [meter, summary]
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        sinks.append(TraceWriter(folder / "trace.json"))
-    seconds = clock.run(_simulate(config, schedule, Recorder(*sinks)), virtual=True)
-    name = str(config.schedule["name"])
-    Console().print(_table(name, seconds, summary.summary()))
+        sinks += [
+            MetricsWriter(folder / "metrics.jsonl"),
+            TraceWriter(folder / "trace.json"),
+            FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+        ]
+    seconds = run_virtual(config, schedule, Recorder(*sinks))
+    console = Console()
+    console.print(_table(name, _set_up(config), seconds, summary.summary(), meter.lap()))
     if folder:
         draw({name: timeline}, folder / "timeline.png")
+        console.print(f"files     {folder}")
     if json_path:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(summary.summary()), indent=2) + b"\n")
 
 
-async def _simulate(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:
-    parts = simulated_parts(config.sim, config.run.seed, reference=config.algorithm.needs_reference)
-    compute_advantages = ComputeAdvantages(config.algorithm, config.sim.lengths.max_tokens)
-    await execute(schedule, parts, config.run, recorder, compute_advantages=compute_advantages)
-    return clock.now()
+def _set_up(config: RunConfig) -> str:
+    sim = sim_settings(config)
+    lengths = f"{sim.lengths.median_tokens:,.0f} tokens in the median, {sim.lengths.max_tokens:,} at most"
+    return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
 
 
-def _table(name: str, seconds: float, summary: RunSummary) -> Table:
-    """Medians over the rounds, in virtual seconds."""
-    table = Table("figure", Column(name, justify="right"), title="virtual time, medians over rounds")
-    table.add_row("whole run", f"{seconds:.1f} s, {summary.rounds} rounds, {summary.steps} steps")
+def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Lap) -> Table:
+    table = Table("figure", Column(name, justify="right"), title=set_up, title_justify="left")
+    table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
     for figure in fields(summary.round):
         value = getattr(summary.round, figure.name)
-        table.add_row(figure.name, "-" if value is None else f"{value:.3f}")
-    table.add_row("tokens trained", f"{summary.tokens.trained}")
+        table.add_row(f"{figure.name}, median of rounds", "-" if value is None else f"{value:,.3f}")
+    for label, cell in _figures(lap).items():
+        table.add_row(label, cell)
+    table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
-        table.add_row(f"tokens wasted, {reason}", f"{tokens}")
+        table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")
     return table
+
+
+def _figures(lap: Lap) -> dict[str, str]:
+    return {
+        "samples/s": f"{lap.samples_per_s:,.2f}",
+        "seconds per 1,000 samples": f"{1000 / lap.samples_per_s:,.1f}",
+        "tokens/s": f"{lap.tokens_per_s:,.0f}",
+        "staleness, max (publications)": f"{lap.staleness_publications:.0f}",
+        "lag, mean (optimizer steps)": f"{lap.staleness_mean:.2f}",
+        "lag, max (optimizer steps)": f"{lap.staleness_max:.0f}",
+        "carried tokens": f"{lap.carried_tokens:.1%}",
+        "carried samples": f"{lap.carried_samples:.1%}",
+        "length, mean (tokens)": f"{lap.length_mean:,.0f}",
+        "length, max (tokens)": f"{lap.length_max:,.0f}",
+        "truncated samples": f"{lap.truncated_share:.1%}",
+        "wasted tokens, share of generated": f"{lap.waste_share:.1%}",
+    }

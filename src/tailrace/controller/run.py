@@ -6,8 +6,9 @@
        `-- data          v  |           rewards <-- finished samples <-----'
                   partial-rollout buffer
 
-A schedule is an async function over these verbs. It keeps no state of its own at the top of a round: a resumed
-run starts there. What a schedule carries from one round to the next is in the run (`run.parked`, `run.pool`).
+A schedule is an async function over these verbs. It keeps no state of its own at the top of a round: a
+resumed run starts there. What a schedule carries from one round to the next is in the run (`run.parked`,
+`run.pool`).
 """
 
 import asyncio

@@ -19,7 +19,7 @@ def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
-    engines = [SimEngine(f"engine{i}", settings.engines, lengths) for i in range(settings.engines.count)]
+    engines = [SimEngine(f"engine{i}", settings.engines, lengths) for i in range(settings.engines.count or 1)]
     return Parts(
         engines=engines,
         trainer=SimTrainer(settings.trainer),

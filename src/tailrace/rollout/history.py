@@ -1,7 +1,7 @@
 """History: the length of the responses to each row of the data when it was last trained.
 
-Nothing else is known about a prompt before it is served. Rows that were never trained, and data without epochs,
-have no history.
+Nothing else is known about a prompt before it is served. Rows that were never trained, and data without
+epochs, have no history.
 """
 
 from bisect import bisect_left, insort
@@ -29,8 +29,7 @@ class History:
         insort(self._ordered, self.longest[row])
 
     def predicts_long(self, prompt: Prompt, share: float) -> bool:
-        """Whether the row was among the longest `share` of the rows trained so far. Ties count as short.
-        """
+        """Whether the row was among the longest `share` of the rows trained so far. Ties count as short."""
         longest = None if prompt.row_number is None else self.longest.get(prompt.row_number)
         if longest is None:
             return False

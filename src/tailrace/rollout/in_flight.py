@@ -61,7 +61,8 @@ class SamplesInFlight:
         self.num_requests += 1
 
     def served(self, sample: Sample) -> tuple[Stage, str | None]:
-        """The task that served a sample has ended. Returns its last stage, and the reason if it was discarded."""
+        """The task that served a sample has ended. Returns its last stage, and the reason if it was
+        discarded."""
         state = self._states.pop(sample)
         self.num_requests -= 1
         return state.stage, state.discarded
@@ -83,7 +84,8 @@ class SamplesInFlight:
         return state.task
 
     def discard(self, sample: Sample, reason: str) -> bool:
-        """Stop a sample for good. Returns whether an engine still works on it; then `served` gives the reason."""
+        """Stop a sample for good. Returns whether an engine still works on it; then `served` gives the
+        reason."""
         state = self._states.get(sample)
         if state is not None and state.stage is Stage.SCORING and state.task is not None:
             state.task.cancel()

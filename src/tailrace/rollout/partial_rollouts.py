@@ -1,4 +1,5 @@
-"""The partial-rollout buffer: parked groups, first in, first out (APRIL 2.2; RollPacker 3: long-prompt queue).
+"""The partial-rollout buffer: parked groups, first in, first out (APRIL 2.2; RollPacker 3: long-prompt
+queue).
 
 It belongs to the run, so checkpoints save it.
 """

@@ -2,9 +2,9 @@
 
     waiting (in the queue) -> serving (on an engine) -> finished -> scoring -> complete -> ready
 
-All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks. It
-may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples that
-finish in the same instant need no code of their own.
+All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks.
+It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples
+that finish in the same instant need no code of their own.
 """
 
 import asyncio

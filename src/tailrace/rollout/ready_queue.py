@@ -13,8 +13,8 @@ from tailrace.rollout.selection import Select, earliest
 from tailrace.types import Group
 
 Full = Literal["block", "drop_oldest"]
-"""What happens when the queue is full. block: the producer checks `is_full` and waits. drop_oldest: the oldest
-group is dropped and counted."""
+"""What happens when the queue is full. block: the producer checks `is_full` and waits. drop_oldest: the
+oldest group is dropped and counted."""
 
 
 class ReadyQueue:

@@ -12,8 +12,8 @@ from tailrace.types import Sample
 class WithReference:
     """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`.
 
-    Reward and log-probs are computed as soon as a sample is finished, at the same time, beside the rollout and the
-    training. A sample is scored when both are there.
+    Reward and log-probs are computed as soon as a sample is finished, at the same time, beside the rollout
+    and the training. A sample is scored when both are there.
     """
 
     def __init__(self, rewards: Rewards, reference: Reference) -> None:

@@ -9,13 +9,13 @@ from tailrace.record.events import Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
 
 SLACK = 1 / 8
-"""Share of an engine's slots. The engine that served a request before gets it again if its load is at most this
-much above the least loaded engine's, because it may still hold the request's KV cache."""
+"""Share of an engine's slots. The engine that served a request before gets it again if its load is at most
+this much above the least loaded engine's, because it may still hold the request's KV cache."""
 
 
 class Router:
-    """Serves a sample on the engine that served it last if that has room, else on the least loaded engine. If an
-    engine gives a request back, another engine continues it."""
+    """Serves a sample on the engine that served it last if that has room, else on the least loaded engine. If
+    an engine gives a request back, another engine continues it."""
 
     def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
         self.engines = engines

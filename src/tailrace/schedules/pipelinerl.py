@@ -5,8 +5,8 @@
     lines 9-11, 18  new weights between two decode steps             run.publish
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
-Complete groups wait for the trainer in a ring buffer. When it is full, it blocks the generation of new prompts
-or drops its oldest group (section 4, ring buffers).
+Complete groups wait for the trainer in a ring buffer. When it is full, it blocks the generation of new
+prompts or drops its oldest group (section 4, ring buffers).
 """
 
 from math import inf
@@ -35,8 +35,9 @@ async def pipelinerl(
         ring_groups: complete groups that may wait for the trainer, at least groups_per_step.
         ring_full: "drop_oldest" group, or "block": draw no new prompts.
         kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
-        min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with older
-            tokens, until a batch of the current weights is complete; that batch is always trained. 0: no guard.
+        min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with
+            older tokens, until a batch of the current weights is complete; that batch is always trained.
+            0: no guard.
     """
     require(
         ring_groups >= groups_per_step,

@@ -1,7 +1,8 @@
 """From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
-A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a broken
-promise and a wait without an end are found before any process starts, also in a schedule of the user's own.
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a
+broken promise and a wait without an end are found before any process starts, also in a schedule of the user's
+own.
 """
 
 import inspect

@@ -1,9 +1,9 @@
 """RollPacker (Gao et al. 2025): tail batching, section 3; the stream trainer, section 4.4.
 
 A short round is a race: the first P0 prompts to finish, with the first R0 responses of each. The prompts that
-lose join the long-prompt queue (`run.parked`). When the queue holds P0 prompts, they have a long round without a
-race. Both kinds are on-policy: a deferred prompt starts again from nothing. After the last round the rest of
-the queue has a round, too, so no prompt is left out. R0 is K, the group size of the run.
+lose join the long-prompt queue (`run.parked`). When the queue holds P0 prompts, they have a long round
+without a race. Both kinds are on-policy: a deferred prompt starts again from nothing. After the last round
+the rest of the queue has a round, too, so no prompt is left out. R0 is K, the group size of the run.
 """
 
 from functools import partial

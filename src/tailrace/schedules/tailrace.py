@@ -1,7 +1,8 @@
 """tailrace: our own schedules.
 
 `tailrace` takes up APRIL (Zhou et al. 2025, 2.2) and PipelineRL (Piche et al. 2025, 4) without their waits.
-`tailrace_on_policy` takes up RollPacker (Gao et al. 2025, 3) without racing prompts that are known to be long.
+`tailrace_on_policy` takes up RollPacker (Gao et al. 2025, 3) without racing prompts that are known to be
+long.
 """
 
 from math import ceil
@@ -42,8 +43,8 @@ async def tailrace_on_policy(
     """Tail batching that wastes no token on prompts known to be long.
 
     Rows of the data whose longest response was among the longest when they were last trained join the queue
-    before they start. The others race. All K responses of a prompt are trained, and a restarted prompt has the
-    same noise as before, so response lengths are not biased.
+    before they start. The others race. All K responses of a prompt are trained, and a restarted prompt has
+    the same noise as before, so response lengths are not biased.
 
     Args:
         groups_per_round: groups trained in a round (N).

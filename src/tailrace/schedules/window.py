@@ -1,14 +1,14 @@
 """Window: a selection that keeps a bound on staleness. It is used by schedules.
 
 No group is dropped and no token is generated twice: the trainer waits for the groups that are due. At most
-`in_flight` groups are alive, and U groups are trained between two publications. A group whose oldest token is of
-version b must be trained before version b + bound + 1 is published. A group is due within k if at most k
+`in_flight` groups are alive, and U groups are trained between two publications. A group whose oldest token is
+of version b must be trained before version b + bound + 1 is published. A group is due within k if at most k
 publications remain for it.
 
 The selection keeps this invariant: before every step and for every k, at most (k + 1) U groups alive are due
-within k. It holds at the start if in_flight <= (bound + 1) U. A group is handed out only if the invariant holds
-afterwards, and new groups are due last, so it always holds. For k = 0 it is the bound. (It is not enough to
-wait only for the groups that are due now: more than U can become due together.)
+within k. It holds at the start if in_flight <= (bound + 1) U. A group is handed out only if the invariant
+holds afterwards, and new groups are due last, so it always holds. For k = 0 it is the bound. (It is not
+enough to wait only for the groups that are due now: more than U can become due together.)
 """
 
 from collections.abc import Collection

@@ -1,9 +1,9 @@
 """A simulated engine: continuous batching in whole decode steps.
 
 Time is settled when something changes, in O(1) whatever the number of requests. A request that joins, or
-continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing for
-a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When the cache
-is full, the request that was admitted last is preempted and keeps its tokens.
+continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing
+for a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When
+the cache is full, the request that was admitted last is preempted and keeps its tokens.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tailrace.clock import now
 from tailrace.engine.base import Usage
 from tailrace.errors import EngineDied, Evicted
-from tailrace.sim.settings import SimEngineSettings
+from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
 from tailrace.types import KV, FinishReason, Group, Sample
 from tailrace.weights.base import Weights
 
@@ -29,7 +29,7 @@ class SimEngine:
     """
 
     def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
-        self.name, self.slots, self.open, self.version = name, cost.slots, True, 0
+        self.name, self.slots, self.open, self.version = name, cost.slots or DEFAULT_SLOTS, True, 0
         self._cost, self._length_of = cost, length_of
         self._running: dict[Sample, asyncio.Future[None]] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
@@ -39,7 +39,8 @@ class SimEngine:
         self._length: dict[Sample, int] = {}  # a running sample will have this many
         self._suspended: dict[Sample, int] = {}  # KV positions kept of aborted requests, the oldest first
         self._suspended_tokens = 0
-        self._prompts: Counter[Group] = Counter()  # running samples whose prompt the present weights have computed
+        # Running samples whose prompt the present weights have computed:
+        self._prompts: Counter[Group] = Counter()
         self._prompt_version: dict[Sample, int] = {}  # the version that computed a running sample's prompt
         self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
         self._ties = itertools.count()

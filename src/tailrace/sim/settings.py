@@ -1,69 +1,83 @@
-"""A simulated set-up: what costs how much time."""
+"""The [sim] section: what a simulated set-up costs in seconds.
+
+A field whose default is None is taken from the other sections of the config (`commands/virtual.py`). A value
+in
+[sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
+"""
 
 from pydantic import Field
 
 from tailrace.settings import Settings
 
+DEFAULT_SLOTS = 256
+DEFAULT_MEDIAN_TOKENS = 1230.0
+DEFAULT_MAX_TOKENS = 16_384
+
 
 class SimEngineSettings(Settings):
     """Continuous batching in whole decode steps of base_s + slope_s * running."""
 
-    count: int = Field(default=1, ge=1)
-    slots: int = Field(default=256, ge=1)
+    count: int | None = Field(default=None, ge=1)
+    """Engines. None: engine.replicas of the config."""
+    slots: int | None = Field(default=None, ge=1)
+    """Requests that decode together on one engine. None: engine.max_num_seqs of the config."""
     base_s: float = Field(default=6e-3, gt=0)
     slope_s: float = Field(default=0.06e-3, ge=0)
     kv_tokens: int = Field(default=10_000_000, ge=1)
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
     abort_s: float = Field(default=0.05, ge=0)
-    """From cancelling a request until the engine stops working on it."""
+    """Seconds from cancelling a request until the engine stops working on it."""
     load_s: float = Field(default=1.0, ge=0)
-    """Taking new weights."""
+    """Seconds in which an engine loads new weights and does not decode."""
 
 
 class SimTrainerSettings(Settings):
     """A trainer of fixed speed."""
 
     tokens_per_s: float = Field(default=60_000.0, gt=0)
-    """Prompts included."""
+    """Tokens of forward and backward, prompts included."""
     step_s: float = Field(default=0.5, ge=0)
     publish_s: float = Field(default=0.0, ge=0)
     drift: float = Field(default=0.5, ge=0)
-    """How fast the log importance weights spread with the age of a token: a model of the ESS."""
+    """Standard deviation that the log importance weight of a token gains with each version: a model of the
+    effective sample size."""
 
 
 class SimReferenceSettings(Settings):
-    """A reference model on a device of its own, a sample at a time."""
+    """A reference model on its own device. It computes one sample at a time."""
 
     tokens_per_s: float = Field(default=180_000.0, gt=0)
-    """Prompts included. A forward pass: a third of a training pass."""
+    """Tokens of a forward pass, prompts included; by default three times the trainer's rate."""
 
 
 class SimLengthSettings(Settings):
-    """Response lengths: lognormal, correlated within a group, clipped."""
+    """Response lengths: lognormal, correlated within a group, clipped at a limit."""
 
-    median_tokens: float = Field(default=1230.0, gt=0)
+    median_tokens: float | None = Field(default=None, gt=0)
+    """Median before clipping. None: 1230, or the same share of a limit that is taken from [sampling]."""
     sigma: float = Field(default=1.3, ge=0)
     correlation: float = Field(default=0.7, ge=0, le=1)
-    """Of the log-lengths of two responses to one prompt."""
-    max_tokens: int = Field(default=16_384, ge=1)
+    """Correlation of the log-lengths of two responses to one prompt."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Length limit. None: sampling.max_completion_tokens of the config, or 16,384 without [sampling]."""
     prompt_tokens: int = Field(default=100, ge=1)
     rows: int | None = Field(default=None, ge=1)
-    """So many prompts, which come again every epoch; None: endless ones, each once."""
+    """Prompts of the data set, repeated every epoch. None: each prompt occurs once."""
 
 
 class SimRewardSettings(Settings):
-    """Rewards of lognormal duration on a bounded number of workers; some fail, some hang."""
+    """Rewards of lognormal duration on a fixed number of workers."""
 
     workers: int = Field(default=64, ge=1)
     median_s: float = Field(default=0.3, ge=0)
     sigma: float = Field(default=0.8, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
     failing: float = Field(default=0.0, ge=0, le=1)
-    """Share that raises."""
+    """Share of the samples whose reward function raises."""
     hanging: float = Field(default=0.0, ge=0, le=1)
-    """Share that never returns."""
+    """Share of the samples whose reward function never returns."""
     solvable: tuple[float, float] = (0.6, 0.6)
-    """Beta distribution of the prompts' solve rates."""
+    """Parameters of the beta distribution of the prompts' solve rates."""
 
 
 class SimSettings(Settings):

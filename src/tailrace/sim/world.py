@@ -4,7 +4,7 @@ import math
 import random
 
 from tailrace.data.epochs import Epochs
-from tailrace.sim.settings import SimLengthSettings
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimLengthSettings
 from tailrace.types import Prompt, Sample
 
 
@@ -28,6 +28,8 @@ class Lengths:
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
+        self._median_tokens = settings.median_tokens or DEFAULT_MEDIAN_TOKENS
+        self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
 
     def __call__(self, sample: Sample) -> int:
         settings = self._settings
@@ -36,5 +38,5 @@ class Lengths:
         shared = random.Random(f"prompt {self._seed} {row}").gauss(0, 1)
         own = random.Random(f"sample {self._seed} {prompt.index}/{sample.id.number}").gauss(0, 1)
         z = math.sqrt(settings.correlation) * shared + math.sqrt(1 - settings.correlation) * own
-        tokens = int(settings.median_tokens * math.exp(settings.sigma * z))
-        return max(1, min(settings.max_tokens, tokens))
+        tokens = int(self._median_tokens * math.exp(settings.sigma * z))
+        return max(1, min(self._max_tokens, tokens))

@@ -1,11 +1,16 @@
-"""What the trainer hands to the engines: a name for weights, not the weights."""
+"""The contract between the trainer, which publishes weights, and the engines, which load them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One published version. `location` says where the tensors are to whoever knows the transport."""
+    """A reference to one published version of the policy's weights.
+
+    Args:
+        version: the number of the publication; 0 is the initial model.
+        location: where the tensors are, in the form that the transport uses (shared memory: a file path).
+    """
 
     version: int
     location: str = ""

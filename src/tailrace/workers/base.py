@@ -1,4 +1,4 @@
-"""What a host is to the workers: which CPU each may use."""
+"""Settings of the machine that the worker processes share."""
 
 import os
 import sys
@@ -13,20 +13,18 @@ class HostSettings(Settings):
     """The machine that the worker processes share."""
 
     pin: bool = False
-    """A CPU for each engine and one for the trainer alone; the controller and the scorers share the engines'.
-    What the trainer computes then takes the same time whatever else goes on. One thread each only."""
-
-    lend: bool = False
-    """While an engine has no request, a helper of the trainer computes on its CPU: when a rollout has ended,
-    all devices share what remains (RollPacker 4.4). Gradients are then the same up to their rounding only.
-    For a trainer of one thread on a CPU, without a critic and recomputed old policies."""
+    """Pin each engine to a CPU of its own, and the trainer to another one. The controller and the reward
+    workers share the engines' CPUs. true or false; for engines and trainers of one thread."""
 
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:
-    """A CPU for each engine, then one for the trainer; empty: no pinning.
+    """Assign CPUs to workers.
+
+    Returns:
+        A CPU for each engine, then one for the trainer; empty without pinning.
 
     Raises:
-        ConfigError: the host has fewer CPUs than that, or cannot pin.
+        ConfigError: the host has fewer CPUs than that, or the system cannot pin.
     """
     if not settings.pin:
         return []
@@ -38,8 +36,12 @@ def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:
 
 
 @contextmanager
-def left_to_the_trainer(pins: list[int]) -> Iterator[None]:
-    """Keep this process, and what it starts without a pin, off the trainer's CPU."""
+def trainer_cpu_reserved(pins: list[int]) -> Iterator[None]:
+    """Keep this process, and the processes it starts without a pin, off the trainer's CPU inside the block.
+
+    Args:
+        pins: of `plan_pins`.
+    """
     if not pins:
         yield
         return

@@ -1,8 +1,8 @@
 """Channels: typed messages over a socket between the controller and one worker process.
 
 A frame is a length (4 bytes, little-endian) and a msgpack message of one closed union. The
-controller's end never blocks its loop: messages sent in one tick of the loop leave in one system
-call, and whatever came is handled in one wake-up. The worker's end blocks, or looks without waiting.
+controller's end never blocks the event loop: messages sent in one tick of the loop are written in one
+system call, and all that has arrived is handled in one wake-up. The worker's end can block or poll.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class _Reassembly(Generic[In]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[In]:
-        """The messages that `data` completes; all of them must be asked for."""
+        """Yield the messages that `data` completes; the caller must exhaust the iterator."""
         self._bytes += data
         start = 0
         while (body := start + _LENGTH.size) <= len(self._bytes):
@@ -47,12 +47,13 @@ class _Reassembly(Generic[In]):
 
 
 class ControllerChannel:
-    """The controller's end, on the running loop.
+    """The controller's end, on the running event loop.
 
     Args:
-        decoder: of everything the worker may say.
+        end: the socket to the worker.
+        decoder: decodes the worker's messages.
         on_message: called with each message, in order.
-        on_defect: called when a message could not be read or handled, with the reason.
+        on_defect: called with the exception when a message could not be decoded or handled.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class ControllerChannel:
         self._loop.add_reader(end, self.read)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; it leaves at the end of this tick of the loop."""
+        """Queue a message; it is written at the end of this tick of the loop."""
         frame = _frame(message)
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent += frame
 
     def read(self) -> None:
-        """Handle all that has come. Nothing more comes after the worker's end is closed."""
+        """Handle all messages that have arrived; stop reading once the worker's end is closed."""
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for message in self._reassembly.feed(data):
@@ -92,13 +93,14 @@ class ControllerChannel:
         self._loop.remove_reader(self._socket)
 
     def finish(self) -> None:
-        """Say that nothing more will be sent: the worker ends once it has done what it was told."""
+        """Shut down for writing: the worker ends after its current request."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:  # it is gone already
+        except OSError:  # the worker has ended already
             return
 
     def close(self) -> None:
+        """Close the socket; unsent messages are lost."""
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -111,7 +113,7 @@ class ControllerChannel:
             del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):  # whoever waits for the process tells why
+        except (BrokenPipeError, ConnectionResetError):  # the watcher of the process reports it
             self._unsent.clear()
         if self._unsent:
             self._loop.add_writer(self._socket, self._flush)
@@ -123,7 +125,8 @@ class WorkerChannel(Generic[In]):
     """The worker's end.
 
     Args:
-        decoder: of everything the controller may say.
+        end: the socket to the controller.
+        decoder: decodes the controller's messages.
     """
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[In]) -> None:
@@ -132,10 +135,18 @@ class WorkerChannel(Generic[In]):
         self._reassembly = _Reassembly(decoder)
 
     def send(self, message: msgspec.Struct) -> None:
+        """Send a message; blocks until it is written."""
         self._socket.sendall(_frame(message))
 
     def receive(self, *, wait: bool) -> list[In] | None:
-        """The messages that have come; with `wait`, at least one; None when there will be no more."""
+        """Return the messages that have arrived.
+
+        Args:
+            wait: block until there is at least one.
+
+        Returns:
+            None when the controller will send no more.
+        """
         messages: list[In] = []
         while not messages:
             try:
@@ -149,10 +160,7 @@ class WorkerChannel(Generic[In]):
             messages = list(self._reassembly.feed(data))
         return messages
 
-    def close(self) -> None:
-        self._socket.close()
-
     def __iter__(self) -> Iterator[In]:
-        """Each message as it comes, until there will be no more."""
+        """Yield each message as it arrives, until the controller will send no more."""
         while (messages := self.receive(wait=True)) is not None:
             yield from messages

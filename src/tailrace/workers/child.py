@@ -1,8 +1,12 @@
-"""What every worker process begins with. Imports nothing heavy.
+"""The start of every worker process. Imports nothing heavy.
 
-A worker ends by itself when its controller is gone, also in the midst of work: the system closes
-the controller's end of the socket however the controller ended, and a thread waits for just that.
-Ctrl-C is the controller's to decide about.
+A worker ends when its controller is gone, also in the middle of work, stopped, or still starting:
+
+- The kernel kills it when its parent, the controller, dies (process.py sets that before exec).
+- A worker that must clean up first is only continued by the kernel, in case it is stopped. A thread of it
+  waits until the controller's end of the socket is closed, cleans up, and kills the process.
+
+SIGINT is ignored: Ctrl-C is the controller's to handle.
 """
 
 import os
@@ -19,31 +23,44 @@ from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.messages import BadConfig
+from tailrace.workers.orphans import signal_on_parent_death
 
 Job = TypeVar("Job", bound=Settings)
 
 
 def begin(job: type[Job]) -> tuple[socket.socket, Job]:
-    """The socket to the controller and the job, from the command line that `WorkerProcess.spawn` made."""
+    """Read the command line that `WorkerProcess.spawn` made.
+
+    Returns:
+        The socket to the controller, and the job.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     return end, job.model_validate_json(sys.argv[2])
 
 
-def end_with_controller(end: socket.socket, clean_up: Callable[[], None] = lambda: None) -> None:
-    """Kill this process and all it started once the controller is gone, after `clean_up`."""
+def end_with_controller(end: socket.socket, clean_up: Callable[[], None] | None = None) -> None:
+    """Kill this process and its process group once the controller is gone.
+
+    Args:
+        end: the socket to the controller.
+        clean_up: called before that.
+    """
+    if clean_up is not None:
+        signal_on_parent_death(signal.SIGCONT, os.getppid())
 
     def watch() -> None:
-        wait_for_hang_up(end)
-        clean_up()
+        _wait_for_hang_up(end)
+        if clean_up is not None:
+            clean_up()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with controller", daemon=True).start()
 
 
-def wait_for_hang_up(end: socket.socket) -> None:
-    """Return when the other end is closed. That it says it will send nothing more is not enough."""
+def _wait_for_hang_up(end: socket.socket) -> None:
+    """Return when the other end is closed. A shutdown for writing alone is not enough."""
     poll = select.poll()
     poll.register(end, 0)
     poll.poll()
@@ -51,7 +68,7 @@ def wait_for_hang_up(end: socket.socket) -> None:
 
 @contextmanager
 def config_errors_sent(channel: WorkerChannel[Any]) -> Iterator[None]:
-    """A ConfigError inside is the answer to the controller, and ends the process."""
+    """Send a ConfigError of the block to the controller, and exit."""
     try:
         yield
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""How many tokens an engine has produced, where a kill cannot take it: a number in a mapped file.
+"""The number of tokens that an engine has generated, in a memory-mapped file that survives a kill.
 
-The engine counts before it reports, so what reached the controller is never more than what is counted. The
-difference after a kill is what was lost on the way.
+The engine counts tokens before it reports them, so the controller never knows more tokens than are counted.
+After a kill the difference is the number of tokens that were lost on the way.
 """
 
 import mmap
@@ -11,34 +11,37 @@ from pathlib import Path
 from tailrace.errors import LedgerError
 
 COUNTS_FOLDER = "counts"
-"""In a run's folder: a file an engine and life."""
+"""Folder inside a run's folder; one file per engine and life of the run."""
 _NUMBER = struct.Struct("Q")
 
 
 class TokenCounter:
-    """One engine's count in one life."""
+    """The token count of one engine in one life of a run."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on from what the file says, if there is one."""
+        """Open the file and continue its count, or create it with a count of 0."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_bytes(bytes(_NUMBER.size))  # not a hole: a full disk would be a SIGBUS later
+            path.write_bytes(bytes(_NUMBER.size))  # no sparse file: a full disk would cause a SIGBUS
         with path.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), _NUMBER.size)
-        # Stored as a whole. Struct would first write zeros there, which a kill might leave.
+        # One 8-byte store. struct.pack_into would write zeros first, which a kill might leave.
         self._number = memoryview(mapped).cast("Q")
         self._before = self._number[0]
 
     def set(self, num_generated: int) -> None:
-        """Tokens since this counter was made."""
+        """Set the count to the tokens generated since this object was created, added to the initial count."""
         self._number[0] = self._before + num_generated
 
 
 def counted_tokens(folder: Path) -> int:
-    """Of all engines and lives of a run.
+    """Return the number of tokens that all engines generated in all lives of a run.
+
+    Args:
+        folder: the folder of the count files.
 
     Raises:
-        LedgerError: a file is not a count.
+        LedgerError: a file is damaged.
     """
     return sum(_count(path) for path in sorted(folder.glob("*.count")))
 

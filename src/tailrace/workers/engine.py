@@ -1,4 +1,4 @@
-"""One engine, as the controller sees it: samples grow here while they are generated there."""
+"""The controller's side of an engine process: samples grow here while the engine generates there."""
 
 import asyncio
 from dataclasses import dataclass
@@ -6,76 +6,72 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.engine.base import Usage
+from tailrace.engine.base import GenerationRequest, Usage
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
-from tailrace.workers.messages import (
-    Abort,
-    CheckIntegrity,
-    Done,
-    EngineJob,
-    FromEngine,
-    Generate,
-    Load,
-    Ready,
-    Report,
-    Settle,
-)
+from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Ready, Report
 from tailrace.workers.process import WorkerProcess
 
 
 @dataclass(slots=True)
 class _Request:
+    """A sample that the engine serves.
+
+    Args:
+        ended: done when the sample has its last token.
+        aborted: done when the engine has aborted the request and its tokens are in the sample.
+    """
+
     sample: Sample
     ended: asyncio.Future[None]
-    """It has all its tokens."""
     aborted: asyncio.Future[None] | None = None
-    """The engine has given it up, and its tokens are here."""
 
 
 class RemoteEngine:
     """An Engine (engine/base.py) in a process of its own.
 
-    What it raises besides: WorkerDied, if the process ends.
+    Every method also raises WorkerDied if the process has ended.
     """
 
     def __init__(self, process: WorkerProcess, slots: int) -> None:
         self.name = process.name
         self.slots = slots
         self.open = True
-        """A dead engine stays open: whoever asks it learns how it died."""
+        """Stays True when the process dies: `generate` then raises how it died."""
         self.process = process
-        process.on_message = self._hear
+        process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
         self._usage = Usage()
 
     @classmethod
     async def spawn(cls, name: str, job: EngineJob, *, logs: Path, pin: int | None = None) -> "RemoteEngine":
-        """Start the process; `ready` waits until it has loaded the model."""
+        """Start the process. `ready` waits until it has loaded the model.
+
+        Args:
+            logs: the folder for the file with the output of the process.
+            pin: the CPU it runs on; None: any.
+        """
         decoder = msgspec.msgpack.Decoder(FromEngine)
         module = "tailrace.workers.engine_child"
         threads = job.engine.threads
         process = await WorkerProcess.spawn(name, module, job, decoder, logs=logs, threads=threads, pin=pin)
-        return cls(process, job.engine.max_running)
+        return cls(process, job.engine.max_num_seqs)
 
     async def ready(self) -> None:
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: it cannot be loaded.
         """
         await self.process.answered(Ready, f"{self.name} to load the model")
 
-    @property
-    def idle(self) -> bool:
-        """Nobody waits for it to generate anything."""
-        return not self._requests
-
     async def generate(self, sample: Sample) -> None:
-        """As Engine.generate. When cancelled, it returns once the engine has given up the request, so
-        that no token is lost; being cancelled again meanwhile changes nothing."""
+        """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
+        are in the sample. Cancelling it again in the meantime has no effect."""
         id = str(sample.id)
-        self.process.send(Generate(id, sample.prompt.ids, sample.completion_ids, sample.seed))
+        self.process.send(
+            GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed, sample.greedy)
+        )
         self._requests[id] = request = _Request(sample, self.process.promise())
         try:
             await request.ended
@@ -90,20 +86,9 @@ class RemoteEngine:
         await self.process.ask(Load(weights, kv), Done)
 
     def usage(self) -> Usage:
-        """As it last said, at most half a second ago while it generates; `settle` for the very latest."""
+        """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
+        requests have ended."""
         return self._usage
-
-    async def settle(self) -> None:
-        """Have every sample and `usage` as they are now."""
-        await self.process.ask(Settle(), Done)
-
-    async def integrity(self) -> None:
-        """Prove that the engine, which must be idle, leaked nothing.
-
-        Raises:
-            WorkerDied: a broken invariant ends it, with the reason in its last words.
-        """
-        await self.process.ask(CheckIntegrity(), Done)
 
     async def close(self) -> None:
         """End the process."""
@@ -119,19 +104,19 @@ class RemoteEngine:
                 continue
         aborted.result()
 
-    def _hear(self, message: msgspec.Struct) -> None:
+    def _on_message(self, message: msgspec.Struct) -> None:
         if not isinstance(message, Report):
             self.process.answer(message)
             return
         self._usage = message.usage
-        for gained in message.gained:
-            request = self._requests.get(gained.id)
-            if request is None:  # at its limit when it was sent, and aborted before the engine looked
-                assert not gained.ids, gained
+        for output in message.outputs:
+            request = self._requests.get(output.id)
+            if request is None:  # submitted at its limit, and aborted before the engine looked at it
+                assert not output.ids, output
                 continue
-            request.sample.extend(gained.ids, gained.logprobs, gained.version)
-            if gained.finish_reason is not None:
-                request.sample.finish_reason = gained.finish_reason
+            request.sample.extend(output.ids, output.behavior_logprobs, output.version)
+            if output.finish_reason is not None:
+                request.sample.finish_reason = output.finish_reason
                 if not request.ended.done():
                     request.ended.set_result(None)
         for id in message.aborted:

@@ -6,13 +6,13 @@ from contextlib import suppress
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL to every process of a group that may be gone already."""
+    """Send SIGKILL to every process of a group; the group may have ended already."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def exit_cause(exit_code: int) -> str:
-    """How a process ended, from its exit code as `subprocess` gives it.
+    """Describe how a process ended, from its exit code as `subprocess` gives it.
 
     Example:
         >>> exit_cause(-9), exit_cause(3)

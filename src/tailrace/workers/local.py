@@ -1,4 +1,4 @@
-"""Workers on this host: engines, trainer and scorers, each a process; started and ended together."""
+"""Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -25,13 +25,13 @@ from tailrace.workers.trainer import RemoteTrainer
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """What a run needs of processes, all ready."""
+    """The worker processes of a run, ready for requests."""
 
     engines: tuple[RemoteEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
     reference: RemoteReference | None
-    """Where the algorithm needs one."""
+    """None where the algorithm needs no reference model."""
 
 
 class _Worker(Protocol):
@@ -59,23 +59,21 @@ async def open_local(
     folder: Path,
     life: int | None = None,
     pins: Sequence[int] = (),
-    lend: bool = False,
 ) -> AsyncIterator[Workers]:
-    """Start all workers side by side, and end them with the block, however it ends.
+    """Start all workers concurrently, and end them with the block, however the block ends.
 
-    A worker that dies ends the block, whatever that waits for. To run again with the same workers: first
+    If a worker dies, the block is cancelled. To train again from the start with the same workers: first
     `trainer.save`; later `trainer.restore`, publish, and load with kv="recompute".
 
     Args:
         model: a Hugging Face folder, for engines and trainer.
-        folder: of the run; what workers print goes to its `logs/`.
-        life: of the run, where its engines are to leave their counts in `counts/`.
+        folder: folder of the run; the workers' output goes to its `logs/`.
+        life: number of the run's life; the engines then keep their token counts in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
-        lend: the trainer uses the CPUs of idle engines.
 
     Raises:
         ConfigError: a worker cannot do its job.
-        WorkerDied: a worker ended; with its name, the cause and its last words.
+        WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
     """
     logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
@@ -109,7 +107,7 @@ async def open_local(
             reference = await start(RemoteReference.spawn(reference_job, logs=logs))
         await asyncio.gather(*(worker.ready() for worker in started))
         async with ended_by_death([worker.process for worker in started]):
-            rewards = RewardPool(scorers, tokenizer)
+            rewards = RewardPool(scorers, tokenizer, reward)
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started))
@@ -117,7 +115,11 @@ async def open_local(
 
 @asynccontextmanager
 async def ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[None]:
-    """Cancel the block when a process ends, and raise its WorkerDied."""
+    """Cancel the block when a process ends.
+
+    Raises:
+        WorkerDied: of that process.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(process.died()) for process in processes]

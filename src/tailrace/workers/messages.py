@@ -4,7 +4,6 @@ A job says what a worker is; it is part of the command line the worker starts wi
 message. A worker answers in the order it was asked; a `Report` comes unasked.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,13 +11,19 @@ import msgspec
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
-from tailrace.engine.base import EngineSettings, SamplingSettings, Usage
+from tailrace.engine.base import (
+    EngineSettings,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+    Usage,
+)
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
-from tailrace.reward.base import RewardSettings
+from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.types import KV, FinishReason
+from tailrace.types import KV
 from tailrace.weights.base import Weights
 
 _Plain = str | int | float | None
@@ -31,9 +36,9 @@ class EngineJob(Settings):
     engine: EngineSettings
     sampling: SamplingSettings
     count: Path | None = None
-    """The file of its count of tokens (counter.py)."""
+    """The file of the engine's token count (counter.py)."""
     report_every_s: float = 0.5
-    """Running requests send what they gained this often; those that end do so at once."""
+    """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
 class TrainerJob(Settings):
@@ -56,7 +61,7 @@ class ReferenceJob(Settings):
 
 
 class ScorerJob(Settings):
-    """Score completions."""
+    """Call a reward function."""
 
     reward: RewardSettings
     data: DataSettings
@@ -90,52 +95,28 @@ class Done(msgspec.Struct, tag=True):
 # -- engine -----------------------------------------------------------------------------------------
 
 
-class Generate(msgspec.Struct, tag=True):
-    """Start or resume a request; what it gains comes in Reports until it ends or is aborted."""
-
-    id: str
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    """What it already has."""
-    seed: int
-
-
 class Abort(msgspec.Struct, tag=True):
-    """End a request now. Answered by its id in a Report, after its last tokens."""
+    """End a request now. Answered by its id in a Report, after its last output."""
 
     id: str
 
 
 class Load(msgspec.Struct, tag=True):
+    """Take new weights. Answered by Done."""
+
     weights: Weights
     kv: KV
 
 
-class CheckIntegrity(msgspec.Struct, tag=True):
-    """Prove that nothing leaked. A broken invariant ends the worker."""
-
-
-class Settle(msgspec.Struct, tag=True):
-    """Report everything up to now."""
-
-
-class Gained(msgspec.Struct, array_like=True):
-    """Tokens of one request since its last report, all by one version."""
-
-    id: str
-    ids: list[int]
-    logprobs: list[float]
-    version: int
-    finish_reason: FinishReason | None
-
-
 class Report(msgspec.Struct, tag=True):
-    gained: list[Gained]
+    """What the engine generated since its last report."""
+
+    outputs: list[GenerationOutput]
     aborted: list[str]
     usage: Usage
 
 
-ToEngine = Generate | Abort | Load | CheckIntegrity | Settle
+ToEngine = GenerationRequest | Abort | Load
 FromEngine = Ready | BadConfig | Report | Done
 
 
@@ -241,42 +222,36 @@ FromReference = Ready | BadConfig | Referred
 # -- scorer -----------------------------------------------------------------------------------------
 
 
-class Call(msgspec.Struct, array_like=True):
-    """What a reward function is called with."""
-
-    prompt: str
-    completion: str
-    row: Mapping[str, object]
-
-
 class Score(msgspec.Struct, tag=True):
-    """Calls to be made in turn. Answered by Scored of the same number, or by Serving where one of them ended
-    the process."""
+    """Make one call of the reward function. Answered by Scored of the same number, or by Serving where the
+    call ended its process."""
 
     number: int
-    calls: list[Call]
+    call: Call
 
 
 class Serving(msgspec.Struct, tag=True):
     """A process is ready for calls."""
 
     pid: int
-    """Of the process group in which calls are made."""
+    """The process, and the process group that it leads."""
     ended: str
-    """How the one before it ended; empty for the first."""
+    """How the process before it ended; empty for the first one."""
 
 
 class Failed(msgspec.Struct, array_like=True):
-    """A RewardFailed."""
+    """A RewardFailed, as data."""
 
     reason: str
     detail: str
+    is_defect: bool = False
 
 
 class Scored(msgspec.Struct, tag=True):
+    """The outcome of a call."""
+
     number: int
-    outcomes: list[float | Failed]
-    """Of each call."""
+    outcome: float | Failed
 
 
 ToScorer = Score

@@ -1,12 +1,13 @@
-"""A worker process as the controller sees it: started, asked, watched, ended.
+"""A worker process from the controller's side: start, requests and answers, supervision, end.
 
-A worker that ends before it was asked to makes every open and every later call raise WorkerDied,
-which says how it ended and its last words. A worker whose controller is gone ends by itself
-(child.py). Each worker leads a process group, so ending it ends whatever it started.
+If a worker ends before it was asked to, every open and every later request raises WorkerDied, with the exit
+cause and the end of the worker's log. A worker ends when its controller is gone (child.py). Each worker
+leads a process group, so to kill the group kills what the worker started.
 """
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections import deque
@@ -18,19 +19,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tailrace import processor
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
 from tailrace.settings import Settings
 from tailrace.workers.channel import ControllerChannel
 from tailrace.workers.exits import exit_cause, kill_group
 from tailrace.workers.messages import BadConfig, Refused
+from tailrace.workers.orphans import signal_on_parent_death
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 LAST_WORDS_BYTES = 4096
+"""The end of a worker's log that WorkerDied shows."""
 CLOSE_S = 5.0
-"""How long a worker may take to end before it is killed."""
+"""Seconds that a worker may take to end before it is killed."""
 
 
 class WorkerProcess:
@@ -42,13 +44,13 @@ class WorkerProcess:
         self.name = name
         self.pid = process.pid
         self.on_message: Callable[[msgspec.Struct], None] = self.answer
-        """Called with each message, in order. Answers are to be passed to `answer`."""
+        """Called with each message, in order. It must pass answers on to `answer`."""
         self._log = log
         self._process = process
         self._open: set[asyncio.Future[Any]] = set()
         self._answers: deque[asyncio.Future[msgspec.Struct]] = deque()
         self._last_words = ""
-        """Why it is dead; empty while it lives."""
+        """Exit cause and end of the log; empty while the process runs."""
         self._defect: Exception | None = None
         self._channel = ControllerChannel(
             end, decoder, lambda message: self.on_message(message), self._give_up
@@ -70,11 +72,12 @@ class WorkerProcess:
         """Start `python -m module` with a job.
 
         Args:
-            decoder: of everything the worker may say.
-            logs: the folder in which `<name>.log` gets what the worker prints.
-            threads: of torch and of whatever else computes in it.
-            pin: the CPU it runs on, where the system can do that; None: any.
+            decoder: decodes the messages of the worker.
+            logs: the folder in which `<name>.log` receives the worker's output.
+            threads: number of threads that torch and BLAS libraries use in the worker.
+            pin: the CPU that the worker runs on, on Linux; None: any.
         """
+        parent = os.getpid()
         mine, theirs = socket.socketpair()
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{name}.log"
@@ -88,23 +91,24 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 env=_environment(threads),
                 start_new_session=True,
+                preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
             )
         if pin is not None and sys.platform == "linux":
             os.sched_setaffinity(process.pid, {pin})
         return cls(name, _Log(log, begins), process, mine, decoder)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tell it something.
+        """Send a message.
 
         Raises:
-            WorkerDied: it is dead.
+            WorkerDied: the process has ended.
         """
         if self._last_words:
             raise WorkerDied(self._last_words)
         self._channel.send(message)
 
     def promise(self) -> asyncio.Future[Any]:
-        """A future that raises WorkerDied if the worker ends first."""
+        """Return a future that raises WorkerDied if the worker ends first."""
         future = asyncio.get_running_loop().create_future()
         self._open.add(future)
         future.add_done_callback(self._open.discard)
@@ -113,29 +117,40 @@ class WorkerProcess:
         return future
 
     def next_answer(self) -> asyncio.Future[msgspec.Struct]:
-        """The first answer that is nobody's yet."""
+        """Return a future of the next answer that no earlier caller waits for."""
         future = self.promise()
         self._answers.append(future)
         return future
 
     def answer(self, message: msgspec.Struct) -> None:
-        """Give a message to whoever has waited longest for an answer."""
+        """Hand an answer to the caller that asked first."""
         future = self._answers.popleft()
         if not future.done():
             future.set_result(message)
 
     async def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
-        """Send a message and wait for its answer, which is of a kind.
+        """Send a message and wait for its answer.
+
+        Args:
+            kind: the type of the answer.
 
         Raises:
-            WorkerDied: it ended first.
-            CheckpointError, ScheduleError: it refused.
+            WorkerDied: the process ended first.
+            CheckpointError, ScheduleError: the worker refused the request.
         """
         self.send(message)
         return await self.answered(kind, f"{self.name}: {type(message).__name__}")
 
     async def answered(self, kind: type[Answer], what: str) -> Answer:
-        """The next answer, which is of a kind; an error that travels as a message is raised."""
+        """Wait for the next answer.
+
+        Args:
+            kind: the type of the answer.
+            what: description of the wait, for diagnostics.
+
+        Raises:
+            TailraceError: the answer is an error message.
+        """
         with waiting(what):
             answer = await self.next_answer()
         if isinstance(answer, BadConfig | Refused):
@@ -144,22 +159,24 @@ class WorkerProcess:
         return answer
 
     async def died(self) -> None:
-        """Wait for its end.
+        """Wait until the process ends.
 
         Raises:
-            WorkerDied: always, when it ends; cancel this first if it is meant to.
+            WorkerDied: always; cancel this wait before an intended end.
         """
         await asyncio.shield(self._watcher)
         raise WorkerDied(self._last_words)
 
     def kill(self) -> None:
-        """SIGKILL to it and to all it started."""
+        """Send SIGKILL to its process group."""
         if not self._last_words:
             kill_group(self.pid)
 
     async def close(self) -> None:
-        """Let it end, and kill it if it does not within CLOSE_S."""
+        """Let the process end, and kill it if it does not within CLOSE_S."""
         self._channel.finish()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGCONT)  # a stopped process could not end by itself
         try:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.shield(self._watcher)
@@ -170,13 +187,13 @@ class WorkerProcess:
         await self._watcher
 
     def _give_up(self, defect: Exception) -> None:
-        """What it said cannot be read or handled: a defect of ours, which must not hang the run."""
+        """Kill the worker after a message that cannot be decoded or handled, so that no request hangs."""
         self._defect = defect
         self.kill()
 
     async def _watch(self) -> None:
         exit_code = await self._process.wait()
-        kill_group(self.pid)  # what it started and left behind
+        kill_group(self.pid)  # what it has left behind
         self._channel.read()
         self._channel.close()
         self._last_words = self._describe_end(exit_code)
@@ -188,12 +205,12 @@ class WorkerProcess:
         error = WorkerDied(self._last_words)
         error.__cause__ = self._defect
         future.set_exception(error)
-        future.exception()  # nobody may be left to ask, of which asyncio would complain
+        future.exception()  # otherwise asyncio warns if no caller retrieves it
 
     def _describe_end(self, exit_code: int) -> str:
         how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"
         if self._defect is not None:
-            return f"{how}; the controller could not handle what it said: {self._defect!r}"
+            return f"{how}; the controller could not handle its message: {self._defect!r}"
         words = self._log.last_words()
         return f"{how}; the end of {self._log.path}:\n{words}" if words else f"{how}; it printed nothing"
 
@@ -202,7 +219,7 @@ class WorkerProcess:
 class _Log:
     path: Path
     begins: int
-    """Where the words of this process begin: a run that is resumed writes on."""
+    """Where the output of this process begins; a resumed run appends to the file."""
 
     def last_words(self) -> str:
         with suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -211,18 +228,16 @@ class _Log:
         return ""
 
 
-_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""For glibc: what a step has freed, the next one needs. To give it back to the system and to be given it
-again, page by page, was a twentieth of a training step. 32 MiB is the most that the first may be."""
-
-
 def _environment(threads: int) -> dict[str, str]:
-    """Of a worker. Thread counts must stand before the libraries are loaded; modules are found where
-    the controller finds them; what it prints, and the stack of a crash, are in its log at once."""
+    """Return the environment variables of a worker.
+
+    The libraries read thread counts once, when they are loaded. sys.path is the controller's. Output is
+    written to the log at once, and so is the Python stack of a crash.
+    """
+    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {
         **os.environ,
-        **processor.environment(threads),
-        **_KEPT_MEMORY,
+        **dict.fromkeys(counts, str(threads)),
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

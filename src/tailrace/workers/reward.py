@@ -1,59 +1,45 @@
-"""Rewards, as the controller sees them: processes that make one call after another and may be killed.
-
-What finishes together is scored together: calls that are quick travel in one message, and so does what
-waits until they are answered. So a reward that takes microseconds does not cost two wake-ups of the
-controller. Where a call hangs or ends its process, those it travelled with are made again, each alone: then
-it is known which one it was.
-"""
+"""Rewards from the controller's side: processes that make one call at a time and may be killed."""
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from tailrace.clock import now, waiting
+from tailrace.clock import waiting
 from tailrace.data.tokenizer import Tokenizer, text_of
-from tailrace.errors import RewardFailed, WorkerDied
-from tailrace.types import Sample
+from tailrace.errors import ConfigError, RewardFailed, WorkerDied
+from tailrace.reward.base import Call, RewardSettings
+from tailrace.types import Prompt, Sample
 from tailrace.workers.exits import kill_group
-from tailrace.workers.messages import BadConfig, Call, Failed, FromScorer, Score, Scored, ScorerJob, Serving
+from tailrace.workers.messages import BadConfig, Failed, FromScorer, Score, Scored, ScorerJob, Serving
 from tailrace.workers.process import WorkerProcess
 
-TOGETHER_S = 0.01
-"""Calls travel together as long as all of them take less."""
-MOST_TOGETHER = 256
-
-Outcomes: TypeAlias = asyncio.Future[list[float | Failed] | Failed]
-"""Of each call; or why there are none."""
+Outcome: TypeAlias = asyncio.Future[float | Failed]
 
 
 class RemoteScorer:
-    """The calls are made by a fork of the process, one after another. It is replaced when a call hangs or
-    ends it (reward_child.py)."""
+    """One reward worker (reward_child.py). A call that takes too long is killed with its process, which the
+    worker replaces."""
 
     def __init__(self, process: WorkerProcess, timeout_s: float) -> None:
         self.process = process
         self._timeout_s = timeout_s
         self._loaded = process.promise()
-        self._fork: int | None = None
-        """Process group of the fork; None before there is one."""
+        self._server: int | None = None
+        """Process group that makes the calls; None before there is one."""
         self._number = 0
-        """Of what was asked last."""
-        self._outcomes: Outcomes | None = None
-        """Of the calls being made; None when there are none."""
+        """Number of the last call."""
+        self._outcome: Outcome | None = None
+        """Outcome of the call being made; None when there is none."""
         self._expired = False
-        """They took too long: the fork is killed, and what it says does not count."""
+        """The call took too long: its server is killed, and an answer of it does not count."""
         process.on_message = self._hear
 
     @classmethod
     async def spawn(cls, name: str, job: ScorerJob, *, logs: Path) -> "RemoteScorer":
-        """Start the process; `ready` waits until it has loaded the reward function."""
+        """Start the worker; `ready` waits until it has loaded the reward function."""
         decoder = msgspec.msgpack.Decoder(FromScorer)
         process = await WorkerProcess.spawn(name, "tailrace.workers.reward_child", job, decoder, logs=logs)
         return cls(process, job.reward.timeout_s)
@@ -62,38 +48,39 @@ class RemoteScorer:
         """Wait until the reward function is loaded.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: it cannot be loaded.
         """
         with waiting(f"{self.process.name} to load the reward function"):
             first = await self._loaded
         if isinstance(first, BadConfig):
             raise first.error()
 
-    def call(self, calls: list[Call]) -> Outcomes:
-        """Make calls in turn, within `timeout_s`: the only ones until the future is done, which is not to be
-        cancelled.
+    def call(self, call: Call) -> Outcome:
+        """Make a call within `timeout_s`.
 
-        The future may fail, with WorkerDied, if not the fork but the process that forks ends. What makes it a
-        Failed is 'timeout', 'died', or 'row' where a row is not plain data.
+        Returns:
+            A future, which must not be cancelled, and before whose end no other call may be made. It raises
+            WorkerDied if the worker as a whole ends. Besides the reasons of `Scorer`, the reason of a Failed
+            is 'timeout', 'died' (the call ended its process) or 'row' (the row is not plain data).
         """
         self._number += 1
-        self._outcomes = outcomes = self.process.promise()
+        self._outcome = outcome = self.process.promise()
         try:
-            self.process.send(Score(self._number, calls))
-        except (TypeError, OverflowError) as error:
+            self.process.send(Score(self._number, call))
+        except (TypeError, OverflowError, RecursionError) as error:
             self._finish(Failed("row", str(error)))
-            return outcomes
-        except WorkerDied:  # so says the promise
-            return outcomes
+            return outcome
+        except WorkerDied:  # the promise raises it
+            return outcome
         self._expired = False
         timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
-        outcomes.add_done_callback(lambda outcomes: self._leave(outcomes, timer))
-        return outcomes
+        outcome.add_done_callback(lambda _: timer.cancel())
+        return outcome
 
     async def close(self) -> None:
-        """End the processes; a call being made is killed."""
-        if self._outcomes is not None:
-            self._kill_fork()
+        """End the worker's processes; a call being made is killed."""
+        if self._outcome is not None:
+            self._kill_server()
         await self.process.close()
 
     def _hear(self, message: msgspec.Struct) -> None:
@@ -101,113 +88,89 @@ class RemoteScorer:
             case BadConfig():
                 self._loaded.set_result(message)
             case Serving(pid=pid, ended=ended):
-                self._fork = pid
+                self._server = pid
                 if not self._loaded.done():
                     self._loaded.set_result(message)
                 elif self._expired:
-                    self._finish(Failed("timeout", f"no reward in {self._timeout_s:g} s"))
+                    self._finish(Failed("timeout", f"no reward within {self._timeout_s:g} s"))
                 else:
                     self._finish(Failed("died", f"the call ended its process: {ended}"))
-            case Scored(number=number, outcomes=outcomes):
+            case Scored(number=number, outcome=outcome):
                 if number == self._number and not self._expired:
-                    self._finish(outcomes)
+                    self._finish(outcome)
 
-    def _finish(self, outcomes: list[float | Failed] | Failed) -> None:
-        if self._outcomes is not None and not self._outcomes.done():
-            self._outcomes.set_result(outcomes)
-        self._outcomes = None
+    def _finish(self, outcome: float | Failed) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+        self._outcome = None
 
     def _expire(self) -> None:
         self._expired = True
-        self._kill_fork()
+        self._kill_server()
 
-    def _leave(self, outcomes: Outcomes, timer: asyncio.TimerHandle) -> None:
-        timer.cancel()
-        if outcomes.exception() is not None:  # nobody else would end the fork
-            self._kill_fork()
-            self._outcomes = None
-
-    def _kill_fork(self) -> None:
-        if self._fork is not None:
-            kill_group(self._fork)
-
-
-@dataclass(slots=True)
-class _Wanted:
-    call: Call
-    reward: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    alone: bool = False
-    """It travelled with one that hung or ended its process, or is that one."""
-
-    def settle(self, outcome: float | Failed | BaseException) -> None:
-        if self.reward.done():  # nobody waits for it any more
-            return
-        match outcome:
-            case Failed(reason=reason, detail=detail):
-                self.reward.set_exception(RewardFailed(reason, detail))
-            case BaseException():
-                self.reward.set_exception(outcome)
-            case _:
-                self.reward.set_result(outcome)
+    def _kill_server(self) -> None:
+        if self._server is not None:
+            kill_group(self._server)
 
 
 class RewardPool:
-    """Rewards (reward/base.py) from several scorers."""
+    """Rewards (reward/base.py) from several reward workers.
 
-    def __init__(self, scorers: Sequence[RemoteScorer], tokenizer: Tokenizer) -> None:
+    The call of a sample begins as soon as a worker is free, in the order in which samples were given.
+    """
+
+    def __init__(
+        self, scorers: Sequence[RemoteScorer], tokenizer: Tokenizer, settings: RewardSettings
+    ) -> None:
         self._text_of = text_of(tokenizer)
-        self._free = deque(scorers)
-        self._line: deque[_Wanted] = deque()
-        self._most = 1
-        """How many calls may travel together now."""
+        self._settings = settings
+        self._free: asyncio.Queue[RemoteScorer] = asyncio.Queue()
+        for scorer in scorers:
+            self._free.put_nowait(scorer)
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score. When it is cancelled, the call goes on if it has begun, and nobody hears what
-        comes of it.
+        """As Rewards.score. When this is cancelled, a call that has begun goes on, and its reward is ignored.
 
         Raises:
-            WorkerDied: a scorer's process ended, not just the call.
+            WorkerDied: a reward worker as a whole ended.
         """
         sample.text = self._text_of(sample.completion_ids)
-        wanted = _Wanted(Call(sample.prompt.text, sample.text, sample.prompt.row))
-        if not self._line:  # what else finishes in this tick of the loop comes along
-            asyncio.get_running_loop().call_soon(self._hand_out)
-        self._line.append(wanted)
-        return await wanted.reward
+        reason = sample.finish_reason or "stop"
+        call = Call(sample.prompt.text, sample.text, sample.completion_ids, reason, sample.prompt.row)
+        match await self._call(call):
+            case Failed(reason="timeout") if self._settings.on_timeout == "zero":
+                sample.timed_out = True
+                return 0.0
+            case Failed() as failed:
+                raise RewardFailed(failed.reason, failed.detail, is_defect=failed.is_defect)
+            case reward:
+                return reward
 
-    def _hand_out(self) -> None:
-        while self._free and (wanted := self._next(ceil(len(self._line) / len(self._free)))):
-            scorer = self._free.popleft()
-            outcomes = scorer.call([each.call for each in wanted])
-            outcomes.add_done_callback(partial(self._take_back, scorer, wanted, now()))
+    async def check_one_row(self, prompt: Prompt) -> str | None:
+        """Call the reward function once with an empty completion, before generation begins.
 
-    def _next(self, most: int) -> list[_Wanted]:
-        """The first of the line that somebody still waits for, at most so many."""
-        wanted: list[_Wanted] = []
-        while self._line and len(wanted) < min(most, self._most):
-            if wanted and (wanted[-1].alone or self._line[0].alone):
-                break
-            first = self._line.popleft()
-            if not first.reward.done():
-                wanted.append(first)
-        return wanted
+        Args:
+            prompt: a row of the data.
 
-    def _take_back(
-        self, scorer: RemoteScorer, wanted: list[_Wanted], sent_s: float, outcomes: Outcomes
-    ) -> None:
-        self._free.append(scorer)
-        quick = now() - sent_s < TOGETHER_S
-        self._most = min(2 * self._most, MOST_TOGETHER) if quick else max(1, self._most // 2)
-        if died := outcomes.exception():
-            for each in wanted:
-                each.settle(died)
-        elif isinstance(judged := outcomes.result(), list):
-            for each, outcome in zip(wanted, judged, strict=True):
-                each.settle(outcome)
-        elif len(wanted) == 1:
-            wanted[0].settle(judged)
-        else:
-            for each in reversed(wanted):
-                each.alone = True
-                self._line.appendleft(each)
-        self._hand_out()
+        Returns:
+            A warning if the call failed in a way that other completions need not share, else None.
+
+        Raises:
+            ConfigError: the call took too long, ended its process, or raised an exception that shows a defect
+                of the function.
+        """
+        outcome = await self._call(Call(prompt.text, "", [], "stop", prompt.row))
+        if not isinstance(outcome, Failed):
+            return None
+        where = f"for the first row and an empty completion it failed: {outcome.reason}: {outcome.detail}"
+        if outcome.is_defect or outcome.reason in ("timeout", "died", "row"):
+            key = "reward.timeout_s" if outcome.reason == "timeout" else "reward.function"
+            value = self._settings.timeout_s if outcome.reason == "timeout" else self._settings.function
+            raise ConfigError(key, value, where, "mend the function; note that a completion can be empty")
+        return f"reward.function = {self._settings.function!r}: {where}"
+
+    async def _call(self, call: Call) -> float | Failed:
+        scorer = await self._free.get()
+        outcome = scorer.call(call)
+        outcome.add_done_callback(lambda _: self._free.put_nowait(scorer))
+        return await asyncio.shield(outcome)

@@ -7,7 +7,7 @@ import msgspec
 
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.trainer import TorchTrainer
-from tailrace.weights.shared import SharedWeights, own_folder
+from tailrace.weights.shared_memory import SharedWeights, own_folder
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import (

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_cases import TEMPERATURE, save_model
+from native_cases import TEMPERATURE
 from transformers import PreTrainedModel
 
+from helpers.tiny_models import FAMILIES, save_tiny_model
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.engine.native.engine import NativeEngine
 
@@ -23,8 +24,7 @@ def one_thread() -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
     """By family: the folder, and the model that transformers runs."""
     root = tmp_path_factory.mktemp("models")
-    families = ("qwen3", "llama", "qwen2", "mistral")
-    return {family: (root / family, save_model(root / family, family)) for family in families}
+    return {family: (root / family, save_tiny_model(root / family, family)) for family in FAMILIES}
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
-from tailrace.engine.base import SamplingSettings
-from tailrace.engine.native.engine import Request
-from tailrace.engine.native.sampler import draw, noise, stream
+from tailrace.engine.base import GenerationRequest, SamplingSettings
+from tailrace.engine.native.sampler import draw, noise, noise_stream
 
 MASK = 2**64 - 1
 
@@ -28,11 +27,11 @@ def test_noise_is_splitmix64_of_seed_and_place(seed):
         (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
         for place in range(200)
     ]
-    assert noise([stream(seed)] * 200, range(200)).tolist() == expected
+    assert noise([noise_stream(seed)] * 200, range(200)).tolist() == expected
 
 
 def test_each_completion_has_the_noise_of_its_own_seed_and_place():
-    streams = [stream(seed) for seed in (3, 4)]
+    streams = [noise_stream(seed) for seed in (3, 4)]
     alone = [noise([streams[0]], [7])[0], noise([streams[1]], [0])[0]]
     assert noise(streams, [7, 0]).tolist() == alone
 
@@ -40,7 +39,7 @@ def test_each_completion_has_the_noise_of_its_own_seed_and_place():
 def test_drawn_frequencies_are_the_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 40_000
-    uniforms = torch.from_numpy(noise([stream(3)] * num, range(num)))
+    uniforms = torch.from_numpy(noise([noise_stream(3)] * num, range(num)))
     ids, logprobs = draw(logits.expand(num, -1), uniforms, plain())
     frequencies = torch.bincount(ids, minlength=5) / num
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
@@ -79,14 +78,30 @@ def test_tokens_do_not_depend_on_the_company(make_engine):
     ended = finish(together)
     for seed, (id, prompt) in enumerate(PROMPTS.items()):
         alone = make_engine()
-        alone.submit(Request(id, prompt, (), seed))
+        alone.submit(GenerationRequest(id, prompt, (), seed))
         assert finish(alone)[id].ids == ended[id].ids
 
 
 def test_top_k_one_is_greedy(make_engine, models):
     engine = make_engine(sampling=plain(10, top_k=1))
-    engine.submit(Request("x", PROMPTS["17"], (), 0))
+    engine.submit(GenerationRequest("x", PROMPTS["17"], (), 0))
     tokens = PROMPTS["17"] + finish(engine)["x"].ids
     with torch.no_grad():
         best = models["qwen3"][1](torch.tensor([tokens])).logits[0].argmax(-1).tolist()
     assert tokens[17:] == best[16:-1]
+
+
+def test_greedy_rows_get_the_most_likely_token_and_the_others_do_not_change():
+    logits = torch.tensor([[0.0, 1.0, 0.5]] * 3)
+    uniforms = torch.tensor([0.99, 0.01, 0.99], dtype=torch.float64)
+    ids, logprobs = draw(logits, uniforms, plain(), greedy=[0, 1])
+    assert ids.tolist() == [1, 1, 2]
+    assert logprobs.tolist() == logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]].tolist()
+
+
+def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):
+    engine = make_engine()
+    for seed in range(3):
+        engine.submit(GenerationRequest(str(seed), next(iter(PROMPTS.values())), (), seed, greedy=True))
+    completions = {tuple(output.ids) for output in finish(engine).values()}
+    assert len(completions) == 1

@@ -1,5 +1,7 @@
 """New weights between two decode steps, with the cache kept or recomputed."""
 
+import json
+
 import pytest
 import torch
 from native_cases import (
@@ -8,18 +10,19 @@ from native_cases import (
     finish,
     mixed_reference,
     random_ids,
-    random_model,
     reference,
     submit_all,
 )
 
-from tailrace.engine.base import EngineSettings
-from tailrace.engine.native.engine import Request
+from helpers.tiny_models import save_tiny_model, tiny_model
+from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.native.engine import NativeEngine
+from tailrace.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def new_model():
-    return random_model("qwen3", seed=1)
+    return tiny_model("qwen3", seed=1)
 
 
 def half_way(engine):
@@ -34,29 +37,33 @@ def test_load_reports_what_the_old_version_produced(make_engine, models, new_mod
     engine = make_engine()
     half_way(engine)
     gained = engine.load(new_model.state_dict(), version=1, kv="keep")
-    assert {delta.id: (len(delta.ids), delta.version) for delta in gained} == {id: (20, 0) for id in PROMPTS}
-    for delta in gained:
-        assert_close(delta, reference(models["qwen3"][1], PROMPTS[delta.id], delta.ids))
-    assert {(len(delta.ids), delta.version) for delta in finish(engine).values()} == {(40, 1)}
+    assert {output.id: (len(output.ids), output.version) for output in gained} == {
+        id: (20, 0) for id in PROMPTS
+    }
+    for output in gained:
+        assert_close(output, reference(models["qwen3"][1], PROMPTS[output.id], output.ids))
+    assert {(len(output.ids), output.version) for output in finish(engine).values()} == {(40, 1)}
 
 
 def test_recomputed_cache_equals_a_forward_of_the_new_weights(make_engine, new_model):
-    engine = make_engine(settings=EngineSettings(prefill_tokens=100))
+    engine = make_engine(settings=EngineSettings(max_prefill_tokens=100))
     half_way(engine)
-    gained = {delta.id: delta.ids for delta in engine.load(new_model.state_dict(), version=1, kv="recompute")}
-    for id, delta in finish(engine).items():
-        assert_close(delta, reference(new_model, PROMPTS[id] + gained[id], delta.ids))
+    gained = {
+        output.id: output.ids for output in engine.load(new_model.state_dict(), version=1, kv="recompute")
+    }
+    for id, output in finish(engine).items():
+        assert_close(output, reference(new_model, PROMPTS[id] + gained[id], output.ids))
 
 
 def test_kept_cache_equals_a_forward_that_mixes_the_weights_the_same_way(make_engine, models, new_model):
     engine = make_engine()
     half_way(engine)
-    gained = {delta.id: delta.ids for delta in engine.load(new_model.state_dict(), version=1, kv="keep")}
-    for id, delta in finish(engine).items():
+    gained = {output.id: output.ids for output in engine.load(new_model.state_dict(), version=1, kv="keep")}
+    for id, output in finish(engine).items():
         tokens = PROMPTS[id] + gained[id]
-        mixed = mixed_reference(models["qwen3"][1], new_model, tokens, delta.ids)
-        assert_close(delta, mixed)
-        assert (mixed - reference(new_model, tokens, delta.ids)).abs().max() > 0.01
+        mixed = mixed_reference(models["qwen3"][1], new_model, tokens, output.ids)
+        assert_close(output, mixed)
+        assert (mixed - reference(new_model, tokens, output.ids)).abs().max() > 0.01
 
 
 def test_recomputing_is_counted(make_engine, new_model):
@@ -64,25 +71,28 @@ def test_recomputing_is_counted(make_engine, new_model):
     half_way(engine)
     before = engine.usage().num_prefilled
     engine.load(new_model.state_dict(), version=1, kv="recompute")
+    engine.step()
     assert engine.usage().num_prefilled - before == sum(len(p) + 20 - 1 for p in PROMPTS.values())
+    assert engine.usage().num_preempted == 0
 
 
 def test_a_prompt_kept_from_old_weights_is_not_lent_to_a_new_sibling(make_engine, new_model):
     engine, prompt = make_engine(), random_ids(3, 12)
-    engine.submit(Request("old", prompt, (), 0))
+    engine.submit(GenerationRequest("old", prompt, (), 0))
     engine.step()
     engine.load(new_model.state_dict(), version=1, kv="keep")
-    engine.submit(Request("new", prompt, (), 1))
+    engine.submit(GenerationRequest("new", prompt, (), 1))
     assert_close(ended := finish(engine)["new"], reference(new_model, prompt, ended.ids))
 
 
 def test_a_recomputed_prompt_is_lent_to_a_new_sibling(make_engine, new_model):
     engine, prompt = make_engine(), random_ids(3, 12)
-    engine.submit(Request("old", prompt, (), 0))
+    engine.submit(GenerationRequest("old", prompt, (), 0))
     engine.step()
     engine.load(new_model.state_dict(), version=1, kv="recompute")
+    engine.step()
     before = engine.usage().num_prefilled
-    engine.submit(Request("new", prompt, (), 1))
+    engine.submit(GenerationRequest("new", prompt, (), 1))
     assert_close(ended := finish(engine)["new"], reference(new_model, prompt, ended.ids))
     assert engine.usage().num_prefilled == before
 
@@ -108,9 +118,19 @@ def test_incomplete_weights_are_refused_and_change_nothing(make_engine, models, 
     for broken in ({n: t for n, t in state.items() if n != name}, {**state, name: state[name][:1]}):
         with pytest.raises(ValueError, match=rf"1 of \d+ weights are missing or of another shape: {name}"):
             engine.load(broken, version=1, kv="keep")
-    for id, delta in finish(engine).items():
-        assert delta.version == 0 and len(delta.ids) == 60
-        assert_close(delta, reference(models["qwen3"][1], PROMPTS[id], delta.ids))
+    for id, output in finish(engine).items():
+        assert output.version == 0 and len(output.ids) == 60
+        assert_close(output, reference(models["qwen3"][1], PROMPTS[id], output.ids))
+
+
+def test_a_folder_whose_weights_do_not_fit_its_config_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    with pytest.raises(
+        ConfigError, match=r"6 of 24 weights are missing or of another shape: model\.layers\.0\."
+    ):
+        NativeEngine.from_pretrained(tmp_path, EngineSettings(), SamplingSettings(max_completion_tokens=1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -118,7 +138,7 @@ def test_what_broken_weights_left_in_the_cache_harms_nobody_under_better_ones(ma
     def served(engine, version):
         engine.load(new_model.state_dict(), version=version, kv="keep")
         submit_all(engine, {id: prompt[:2] for id, prompt in PROMPTS.items()})
-        return {id: delta.ids for id, delta in finish(engine).items()}
+        return {id: output.ids for id, output in finish(engine).items()}
 
     broken = make_engine(settings=EngineSettings(dtype=dtype))
     nonsense = {name: tensor * torch.nan for name, tensor in new_model.state_dict().items()}

@@ -1,233 +1,169 @@
-"""Where keys and values live: one contiguous tensor for each class of length (a tier).
+"""The KV cache: a sequence occupies a slot in the smallest tier that holds its tokens.
 
-A response sits in the smallest tier that holds its tokens; one that outgrows it is copied to the next.
-In a tier the responses fill the slots [0, n): one that leaves gives its slot to the last. So attention
-reads one contiguous view a tier, cut at the tier's longest response, and computes no padding worth
-naming: lengths within a tier differ by less than `GROWTH`.
+A sequence that outgrows its tier is copied to the next one. Capacities grow geometrically, so the lengths
+within a tier are alike and attention over a tier computes little padding. Allocated positions, and those of
+suspended blocks, never exceed the budget together.
 
-What must hold: reserved positions (occupied slots times capacity) never exceed the budget, nor do
-allocated ones; whatever lies beyond a response's length in its slot is finite, because attention
-weighs it with zero.
-
-Suffixes: _L layers, _S slots, _K key-value heads, _D head dimension, _C capacity, _N positions.
+Suffixes: L layers, S slots, K key-value heads, C capacity, N positions, D head dimension.
 """
 
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from tailrace.engine.native.architecture import Architecture
+from tailrace.engine.native.sequence import Block, Sequence
+from tailrace.engine.native.suspended_kv import SuspendedKV
 
 SMALLEST = 80
 GROWTH = 1.6
 
 
-@dataclass(eq=False, slots=True)
-class Response:
-    """One request being served. While it runs, the cache holds all of its tokens but the last."""
-
-    id: str
-    tokens: list[int]
-    """Prompt and completion."""
-    num_prompt: int
-    stream: int
-    """Of the noise that its tokens are drawn with (sampler.py)."""
-    logprobs: list[float] = field(default_factory=list)
-    """Of the last tokens: those not yet reported."""
-    tier: "Tier | None" = None
-    """None while it waits."""
-    prompt_version: int | None = None
-    """Which weights computed the prompt in its cache; None once they are not the newest."""
-
-    @property
-    def num_completion(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Keys and values of consecutive positions from 0, both [L, N, K, D]."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class Tier:
-    """The responses of one class of length."""
+    """Sequences whose lengths are alike, in slots of one contiguous tensor.
 
-    def __init__(self, capacity: int, arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+    The sequences occupy the slots [0, n): when one leaves, the last one moves into its slot. All positions of
+    an occupied slot are finite, because attention multiplies those beyond the length by zero.
+
+    Args:
+        empty: [L, 0, K, 0, D], of the cache's device and type.
+        capacity: positions of a slot.
+    """
+
+    def __init__(self, empty: Tensor, capacity: int) -> None:
         self.capacity = capacity
-        self.responses: list[Response] = []
-        shape = arch.num_layers, 0, arch.num_kv_heads
-        self._hold(
-            torch.empty(*shape, arch.head_dim, capacity, device=device, dtype=dtype),
-            torch.empty(*shape, capacity, arch.head_dim, device=device, dtype=dtype),
-        )
-
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        """[L, S, K, D, C]: transposed, so that the product with a few queries runs along the positions."""
-        self.values = values
-        """[L, S, K, C, D]"""
-        self.key_rows = [layer.permute(0, 3, 1, 2) for layer in keys]
-        """For each layer [S, C, K, D], to write one position of each slot."""
-        self.value_rows = [layer.transpose(1, 2) for layer in values]
-        """For each layer [S, C, K, D]."""
-        self.key_matrices, self.value_matrices = keys.flatten(1, 2), values.flatten(1, 2)
-        """[L, S * K, D, C] and [L, S * K, C, D], to multiply."""
-        self.slots = torch.arange(keys.shape[1], device=keys.device)
-        self._keys, self._values = _quick(keys), _quick(values)
-        """The same memory, to copy slots."""
+        self.sequences: list[Sequence] = []
+        layers, _, heads, _, dim = empty.shape
+        self.keys = self.values = empty.new_empty(layers, 0, heads, capacity, dim)
+        """[L, S, K, C, D], each."""
 
     @property
     def num_slots(self) -> int:
         return self.keys.shape[1]
 
     def resize(self, num_slots: int) -> None:
-        """Allocate exactly so many slots, at least as many as are occupied."""
-        kept = len(self.responses)
+        """Allocate exactly `num_slots`, at least as many as are occupied."""
+        kept = len(self.sequences)
         assert num_slots >= kept, (num_slots, kept)
-        keys, values = (old.new_empty(old.shape[0], num_slots, *old.shape[2:]) for old in self._tensors)
+        layers, _, *slot = self.keys.shape
+        keys, values = (self.keys.new_empty(layers, num_slots, *slot) for _ in range(2))
         keys[:, :kept], values[:, :kept] = self.keys[:, :kept], self.values[:, :kept]
-        self._hold(keys, values)
+        self.keys, self.values = keys, values
 
-    @property
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
+    def write(self, sequence: Sequence, block: Block) -> None:
+        """Fill the sequence's slot from position 0, and the rest of it with zeros."""
+        slot, num_tokens = self.sequences.index(sequence), block.keys.shape[2]
+        for cached, new in ((self.keys, block.keys), (self.values, block.values)):
+            cached[:, slot, :, :num_tokens] = new
+            cached[:, slot, :, num_tokens:] = 0
 
-    def write(self, slot: int, block: Block) -> None:
-        num_tokens = block.keys.shape[1]
-        self._keys[:, slot, :, :, :num_tokens] = _quick(block.keys.permute(0, 2, 3, 1))
-        self._keys[:, slot, :, :, num_tokens:] = 0
-        self._values[:, slot, :, :num_tokens] = _quick(block.values.transpose(1, 2))
-        self._values[:, slot, :, num_tokens:] = 0
+    def read(self, sequence: Sequence, num_tokens: int) -> Block:
+        """A view of the sequence's first positions."""
+        slot = self.sequences.index(sequence)
+        return Block(self.keys[:, slot, :, :num_tokens], self.values[:, slot, :, :num_tokens])
 
-    def read(self, slot: int, num_tokens: int) -> Block:
-        """A view."""
-        keys = self.keys[:, slot, :, :, :num_tokens].permute(0, 3, 1, 2)
-        return Block(keys, self.values[:, slot, :, :num_tokens].transpose(1, 2))
-
-    def vacate(self, response: Response) -> None:
-        """Free its slot; the last response moves into it."""
-        slot = self.responses.index(response)
-        last = self.responses.pop()
-        if last is not response:
-            self.responses[slot] = last
-            self._keys[:, slot] = self._keys[:, len(self.responses)]
-            self._values[:, slot] = self._values[:, len(self.responses)]
-
-
-def _quick(tensor: Tensor) -> Any:
-    """The same memory, as numpy sees it where it can: it needs half of torch's time to copy a slot."""
-    return tensor.numpy() if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else tensor
+    def remove(self, sequence: Sequence) -> None:
+        """Free the sequence's slot."""
+        slot = self.sequences.index(sequence)
+        last = self.sequences.pop()
+        if last is not sequence:
+            self.sequences[slot] = last
+            for cached in (self.keys, self.values):
+                cached[:, slot] = cached[:, len(self.sequences)]
 
 
 class Cache:
-    """All tiers, and the budget in positions that they share.
+    """All tiers.
 
     Args:
-        max_tokens: the longest context, at most the budget.
-        budget: positions that may be reserved.
+        empty: as of Tier.
+        max_tokens: the longest sequence, at most the budget.
+        budget: positions that may be allocated.
     """
 
-    def __init__(
-        self, arch: Architecture, *, max_tokens: int, budget: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, empty: Tensor, *, max_tokens: int, budget: int) -> None:
         self.budget = budget
-        self.tiers = [Tier(c, arch, device, dtype) for c in capacities(max_tokens)]
+        self.tiers = [Tier(empty, capacity) for capacity in capacities(max_tokens)]
+        self.suspended = SuspendedKV()
+        self._tier_of: dict[Sequence, Tier] = {}
 
     @property
-    def num_reserved(self) -> int:
+    def num_occupied(self) -> int:
         """Positions of the occupied slots."""
-        return sum(len(tier.responses) * tier.capacity for tier in self.tiers)
+        return sum(len(tier.sequences) * tier.capacity for tier in self.tiers)
 
     @property
     def num_allocated(self) -> int:
+        """Positions of all slots."""
         return sum(tier.num_slots * tier.capacity for tier in self.tiers)
 
-    def tier_for(self, num_tokens: int) -> Tier:
-        return next(tier for tier in self.tiers if tier.capacity >= num_tokens)
+    def sequences(self) -> list[Sequence]:
+        """All sequences, by tier and slot: the rows of a decode step."""
+        return list(chain.from_iterable(tier.sequences for tier in self.tiers))
 
-    def has_room(self, response: Response) -> bool:
-        """Whether it can have a slot for its tokens, once it has left the one it holds."""
-        held = 0 if response.tier is None else response.tier.capacity
-        return self.num_reserved - held + self.tier_for(len(response.tokens)).capacity <= self.budget
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether the slot that the sequence has is large enough for its tokens."""
+        return len(sequence.tokens) <= self._tier_of[sequence].capacity
 
-    def spare_for(self, response: Response) -> int:
-        """Positions of the budget that stay free if it enters, whatever its tier must allocate."""
-        tier = self.tier_for(len(response.tokens))
-        grows = len(tier.responses) == tier.num_slots
-        return self.budget - self.num_allocated - (tier.capacity * max(4, tier.num_slots) if grows else 0)
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a slot for the sequence's tokens fits into the budget, in place of the slot it has."""
+        tier = self._tier_of.get(sequence)
+        held = tier.capacity if tier else 0
+        return self.num_occupied - held + self._smallest_tier(sequence).capacity <= self.budget
 
-    def enter(self, response: Response) -> None:
-        """Give it a slot; what the slot holds is undefined until `write`, which must follow."""
-        tier = self.tier_for(len(response.tokens))
-        if len(tier.responses) == tier.num_slots:
+    def add(self, sequence: Sequence) -> None:
+        """Give the sequence a slot. The content of the slot is undefined until `write`, which must follow."""
+        tier = self._smallest_tier(sequence)
+        if len(tier.sequences) == tier.num_slots:
             self._enlarge(tier)
-        tier.responses.append(response)
-        response.tier = tier
+        tier.sequences.append(sequence)
+        self._tier_of[sequence] = tier
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free the sequence's slot."""
+        self._tier_of.pop(sequence).remove(sequence)
+
+    def move(self, sequence: Sequence) -> None:
+        """Copy the sequence to the tier that its tokens need."""
+        block = self.read(sequence, len(sequence.tokens) - 1).clone()
+        self.remove(sequence)
+        self.add(sequence)
+        self.write(sequence, block)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Keep what the cache holds of a sequence that is about to be removed, where the budget has room."""
+        block = self.read(sequence, len(sequence.tokens) - 1)
+        self.suspended.put(sequence, block, self.budget - self.num_allocated)
+
+    def write(self, sequence: Sequence, block: Block) -> None:
+        """Fill the sequence's slot from position 0."""
+        self._tier_of[sequence].write(sequence, block)
+
+    def read(self, sequence: Sequence, num_tokens: int) -> Block:
+        """A view of the sequence's first positions."""
+        return self._tier_of[sequence].read(sequence, num_tokens)
+
+    def _smallest_tier(self, sequence: Sequence) -> Tier:
+        return next(tier for tier in self.tiers if tier.capacity >= len(sequence.tokens))
 
     def _enlarge(self, tier: Tier) -> None:
-        """To twice its slots as far as the budget goes; other tiers give back what they do not use."""
+        """Double the slots of a full tier as far as the budget allows; `has_room` guarantees one slot.
+
+        Suspended blocks are dropped for it first, then other tiers give up their free slots.
+        """
+        wanted = max(4, tier.num_slots)
+        self.suspended.shrink(self.budget - self.num_allocated - wanted * tier.capacity)
         if self.budget - self.num_allocated < tier.capacity:
             for other in self.tiers:
-                if other.num_slots > len(other.responses):
-                    other.resize(len(other.responses))
+                if other.num_slots > len(other.sequences):
+                    other.resize(len(other.sequences))
         affordable = (self.budget - self.num_allocated) // tier.capacity
-        tier.resize(tier.num_slots + min(max(4, tier.num_slots), affordable))
-
-    def leave(self, response: Response) -> None:
-        assert response.tier is not None
-        response.tier.vacate(response)
-        response.tier = None
-        response.prompt_version = None
-
-    def move(self, response: Response) -> None:
-        """To the tier that its tokens need now."""
-        assert response.tier is not None
-        version = response.prompt_version
-        view = self.read(response, len(response.tokens) - 1)
-        block = Block(view.keys.clone(), view.values.clone())
-        self.leave(response)
-        self.enter(response)
-        self.write(response, block)
-        response.prompt_version = version
-
-    def write(self, response: Response, block: Block) -> None:
-        """Fill its slot from position 0."""
-        assert response.tier is not None
-        response.tier.write(response.tier.responses.index(response), block)
-
-    def read(self, response: Response, num_tokens: int) -> Block:
-        """A view of its first positions."""
-        assert response.tier is not None
-        return response.tier.read(response.tier.responses.index(response), num_tokens)
-
-    def responses(self) -> list[Response]:
-        """All, in the order of tiers and slots: the rows of a decode step."""
-        return list(chain.from_iterable(tier.responses for tier in self.tiers))
-
-    def check_integrity(self) -> None:
-        """Slots free and used make the total, positions stay in the budget, everybody is where it says."""
-        assert self.num_reserved <= self.num_allocated <= self.budget, (self.num_allocated, self.budget)
-        for tier in self.tiers:
-            assert len(tier.responses) <= tier.num_slots
-            assert len(set(map(id, tier.responses))) == len(tier.responses)
-            for response in tier.responses:
-                assert response.tier is tier, response.id
-                assert len(response.tokens) - 1 <= tier.capacity, response.id
+        tier.resize(tier.num_slots + min(wanted, affordable))
 
 
 def capacities(max_tokens: int) -> list[int]:
-    """Of the tiers: growing geometrically, the last exactly `max_tokens`.
-
-    Odd multiples of 16: rows that lie a power of two apart evict each other from a CPU's caches.
-    """
+    """The capacities of the tiers: growing geometrically, the last one exactly `max_tokens`."""
     sizes, size = [], float(SMALLEST)
     while size < max_tokens:
-        sizes.append(int(size) // 32 * 32 + 16)
+        sizes.append(int(size))
         size *= GROWTH
-    return [*(c for c in sizes if c < max_tokens), max_tokens]
+    return [*sizes, max_tokens]

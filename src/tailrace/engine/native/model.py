@@ -1,181 +1,216 @@
-"""The forward pass of a Llama-like causal LM, written for few kernel launches.
+"""A Llama-like causal LM: its weights, read from a Hugging Face folder, and the forward pass.
 
-What differs from the Hugging Face modules is only how the same function is computed:
+The forward pass computes what the Hugging Face modules do, with fewer kernel launches: q, k and v are one
+matrix, gate and up are another, and q and k are normalised and rotated together. Attention is passed in,
+because it is what differs between a prefill and a decode step (attention.py).
 
-- Weights are stored transposed, [in, out], and q, k and v are one matrix. Gate and up are not: their product
-  is elementwise, and faster between contiguous matrices.
-- The gains of the norms before a projection are folded into that projection's rows, and RMSNorm is
-  x / hypot(|x|, sqrt(D * eps)): its factor sqrt(D) is folded as well.
-- The two halves that rotary embedding pairs are interleaved within each head of q and k, so that the
-  rotation is one complex product. Scores are sums over the head, so they do not change.
-- Each of q and k is scaled by D^(-1/4) with its rotation, so that their products need no scale.
-- The temperature divides the gain of the last norm, so that logits come out at the sampling temperature.
-
-Attention is the caller's: it is all that differs between a prompt and a decode step (attention.py).
-
-Suffixes: _T tokens of a call, _H query heads, _K key-value heads, _D head dimension, _V vocabulary.
+Suffixes: T tokens of a call, H query heads, K key-value heads, D head dimension, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tailrace.engine.native.architecture import Architecture
+from tailrace.engine.native.support import check_model
+from tailrace.model_folder import folder_error, weight_files
 
 
 class Attend(Protocol):
-    """Attention of one layer: keeps k and v, and returns [T, H * D]."""
+    """Attention of one layer."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [T, H, D], k and v: [T, K, D]; q and k rotated and scaled."""
+        """Return [T, H * D] for q [T, H, D], k and v [T, K, D]; q and k are rotated."""
 
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one block, [in, out]."""
+    """The weights of one block.
 
+    Args:
+        qk_norm: [H + K, D], gains of the norms of q and k (Qwen3).
+        qkv_bias: of Qwen2.
+    """
+
+    input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    qk_gain: Tensor | None
-    """[H + K, D]: gains of the norms of q and k (Qwen3)."""
+    qk_norm: Tensor | None
     out: Tensor
-    gate: Tensor
-    up: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
     down: Tensor
+
+    def parts(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Views of the weights by their Hugging Face names within the block.
+
+        Args:
+            sizes: the rows of q, k and v in their matrix.
+        """
+        gate, up = self.gate_up.chunk(2)
+        parts = {
+            "input_layernorm.weight": self.input_norm,
+            "self_attn.o_proj.weight": self.out,
+            "post_attention_layernorm.weight": self.post_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        for kind, joined in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if joined is not None:
+                parts |= {
+                    f"self_attn.{x}_proj.{kind}": part
+                    for x, part in zip("qkv", joined.split_with_sizes(sizes), strict=True)
+                }
+        if self.qk_norm is not None:
+            norms = self.qk_norm.split_with_sizes([size // self.qk_norm.shape[1] for size in sizes[:2]])
+            parts |= {f"self_attn.{x}_norm.weight": norm for x, norm in zip("qk", norms, strict=True)}
+        return parts
 
 
 class Model:
-    """Weights and the forward pass. Not an nn.Module: nothing here is trained.
+    """Weights and the forward pass. Made by `from_pretrained`.
 
     Args:
-        temperature: logits are divided by it.
-        max_tokens: rotations are made for positions below it.
+        max_tokens: rotary embeddings are made for positions below it; at most the model's context.
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        *,
-        temperature: float,
-        max_tokens: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, config: PreTrainedConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.architecture = arch = architecture
-        self.temperature = temperature
-        self.device, self.dtype = device, dtype
-        self.rotations = _rotations(arch, max_tokens).to(device)
-        self.embedding = torch.empty(arch.vocab_size, arch.hidden_size, device=device, dtype=dtype)
-        self.head = self._matrix(arch.hidden_size, arch.vocab_size)
-        self.last_gain = torch.empty(arch.hidden_size, device=device, dtype=torch.float32)
-        self.layers = [self._empty_layer() for _ in range(arch.num_layers)]
-        self._hidden_epsilon = torch.tensor(sqrt(arch.hidden_size * arch.epsilon), device=device)
-        self._head_epsilon = torch.tensor(sqrt(arch.head_dim * arch.epsilon), device=device)
+        self.device, self._dtype = device, dtype
+        self.max_tokens = min(max_tokens, config.max_position_embeddings)
+        self._config, self._heads = config, (config.num_attention_heads, config.num_key_value_heads)
+        self._head_dim = _head_dim(config)
+        self._cos, self._sin = (x.to(device, dtype) for x in _rotations(config, self.max_tokens))
+        self._embedding = self._empty(config.vocab_size, config.hidden_size)
+        self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        self._last_norm = self._empty(config.hidden_size)
+        self._layers = [self._empty_layer() for _ in range(config.num_hidden_layers)]
+        self._weights = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._last_norm}
+        if not config.tie_word_embeddings:
+            self._weights["lm_head.weight"] = self._head
+        num_q, num_kv = (heads * self._head_dim for heads in self._heads)
+        for index, layer in enumerate(self._layers):
+            parts = layer.parts((num_q, num_kv, num_kv))
+            self._weights |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
 
-    def _matrix(self, num_in: int, num_out: int) -> Tensor:
-        # Rows one cache line longer than needed: strides of a power of two evict each other from the
-        # CPU's caches and cost the product up to half its speed.
-        line = 64 // self.dtype.itemsize
-        return torch.empty(num_in, num_out + line, device=self.device, dtype=self.dtype)[:, :num_out]
+    @classmethod
+    def from_pretrained(
+        cls, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> "Model":
+        """Load a Hugging Face folder.
+
+        Raises:
+            ConfigError: as `check_model`; transformers refuses the config; the weights do not fit it.
+        """
+        check_model(path)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            model = cls(config, max_tokens=max_tokens, device=device, dtype=dtype)
+        except Exception as error:  # a value that `check_model` does not know
+            raise folder_error(path, f"config.json cannot be used: {error}") from error
+        tensors: dict[str, Tensor] = {}
+        try:
+            for file in weight_files(path):
+                tensors |= load_file(file)
+            model.load(tensors)
+        except (SafetensorError, ValueError) as error:
+            raise folder_error(path, str(error)) from error
+        return model
+
+    def empty_cache(self) -> Tensor:
+        """[layers, 0, key-value heads, 0, D], of the model's device and type."""
+        return self._empty(self._config.num_hidden_layers, 0, self._heads[1], 0, self._head_dim)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self._dtype)
 
     def _empty_layer(self) -> Layer:
-        arch = self.architecture
-        num_rotated = arch.num_heads + arch.num_kv_heads
-        qkv_size = (num_rotated + arch.num_kv_heads) * arch.head_dim
-        gain = torch.empty(num_rotated, arch.head_dim, device=self.device) if arch.qk_norm else None
-        bias = torch.empty(qkv_size, device=self.device, dtype=self.dtype) if arch.qkv_bias else None
+        config, dim, num_rotated = self._config, self._head_dim, sum(self._heads)
+        hidden, qkv_size = config.hidden_size, (num_rotated + self._heads[1]) * dim
         return Layer(
-            qkv=self._matrix(arch.hidden_size, qkv_size),
-            qkv_bias=bias,
-            qk_gain=gain,
-            out=self._matrix(arch.num_heads * arch.head_dim, arch.hidden_size),
-            gate=self._matrix(arch.hidden_size, arch.intermediate_size),
-            up=self._matrix(arch.hidden_size, arch.intermediate_size),
-            down=self._matrix(arch.intermediate_size, arch.hidden_size),
+            input_norm=self._empty(hidden),
+            qkv=self._empty(qkv_size, hidden),
+            qkv_bias=self._empty(qkv_size) if config.model_type == "qwen2" else None,
+            qk_norm=self._empty(num_rotated, dim) if config.model_type == "qwen3" else None,
+            out=self._empty(hidden, self._heads[0] * dim),
+            post_norm=self._empty(hidden),
+            gate_up=self._empty(2 * config.intermediate_size, hidden),
+            down=self._empty(hidden, config.intermediate_size),
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights, in place, from a Hugging Face state dict that `check_weights` passed."""
-        root = sqrt(self.architecture.hidden_size)
-        embedding = tensors["model.embed_tokens.weight"]
-        head = embedding if self.architecture.tied else tensors["lm_head.weight"]
-        self.embedding.copy_(embedding)
-        self.head.copy_(head.t())
-        self.last_gain.copy_(tensors["model.norm.weight"].float() * (root / self.temperature))
-        for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
-            self._load_attention(layer, tensors, prefix)
-            gain = tensors[f"{prefix}post_attention_layernorm.weight"].float() * root
-            layer.gate.copy_((tensors[f"{prefix}mlp.gate_proj.weight"].float() * gain).t())
-            layer.up.copy_((tensors[f"{prefix}mlp.up_proj.weight"].float() * gain).t())
-            layer.down.copy_(tensors[f"{prefix}mlp.down_proj.weight"].t())
+        """Overwrite all weights, in place, from a Hugging Face state dict.
 
-    def _load_attention(self, layer: Layer, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        arch, attention = self.architecture, f"{prefix}self_attn."
-        gain = tensors[f"{prefix}input_layernorm.weight"].float() * sqrt(arch.hidden_size)
-        q, k, v = (tensors[f"{attention}{name}_proj.weight"].float() for name in "qkv")
-        layer.qkv.copy_((torch.cat([self._interleave(q), self._interleave(k), v]) * gain).t())
-        layer.out.copy_(tensors[f"{attention}o_proj.weight"].t())
-        if layer.qkv_bias is not None:
-            q, k, v = (tensors[f"{attention}{name}_proj.bias"] for name in "qkv")
-            layer.qkv_bias.copy_(torch.cat([self._interleave(q), self._interleave(k), v]))
-        if layer.qk_gain is not None:
-            q, k = (self._interleave(tensors[f"{attention}{name}_norm.weight"].float()) for name in "qk")
-            layer.qk_gain[: arch.num_heads] = q * sqrt(arch.head_dim)
-            layer.qk_gain[arch.num_heads :] = k * sqrt(arch.head_dim)
-
-    def _interleave(self, rows: Tensor) -> Tensor:
-        """Within each head of the first axis, row i beside row i + D/2."""
-        halves = rows.reshape(-1, 2, self.architecture.head_dim // 2, *rows.shape[1:])
-        return halves.transpose(1, 2).reshape(rows.shape)
+        Raises:
+            ValueError: a tensor is missing or of another shape; up to three are named. Nothing has changed.
+        """
+        wrong = [
+            name
+            for name, weight in self._weights.items()
+            # The norms of q and k have one gain for all heads.
+            if name not in tensors or tensors[name].shape != weight.shape[-1 if "norm" in name else 0 :]
+        ]
+        if wrong:
+            named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+            num = f"{len(wrong)} of {len(self._weights)}"
+            raise ValueError(f"{num} weights are missing or of another shape: {named}")
+        for name, weight in self._weights.items():
+            weight.copy_(tensors[name])
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The residual stream after the last block, [T, hidden], for int64 ids and positions, [T]."""
-        x = self.embedding[ids]
-        rotations = self.rotations[positions].unsqueeze(1)
-        for index, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, _normalized(x, self._hidden_epsilon), rotations)
-            x.addmm_(attend(index, q, k, v), layer.out)
-            h = _normalized(x, self._hidden_epsilon)
-            gate = F.silu(torch.mm(h, layer.gate), inplace=True)
-            x.addmm_(gate.mul_(torch.mm(h, layer.up)), layer.down)
+        """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""
+        x = F.embedding(ids, self._embedding)
+        cos, sin = self._cos[positions], self._sin[positions]
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
+            x += F.linear(attend(index, q, k, v), layer.out)
+            gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+            x += F.linear(F.silu(gate) * up, layer.down)
         return x
 
-    def _qkv(self, layer: Layer, h: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, H, D], [T, K, D] and [T, K, D] of a normalised residual stream; q and k rotated and scaled."""
-        arch, bias = self.architecture, layer.qkv_bias
-        qkv = torch.mm(h, layer.qkv) if bias is None else torch.addmm(bias, h, layer.qkv)
-        sizes = arch.num_heads + arch.num_kv_heads, arch.num_kv_heads
-        qk, v = torch.split_with_sizes(qkv.view(len(h), -1, arch.head_dim), sizes, 1)
-        if layer.qk_gain is not None:
-            qk = (qk / _length(qk, self._head_epsilon)).mul_(layer.qk_gain)
-        rotated = qk.float()
-        rotated.view(torch.complex64).mul_(rotations)
-        q, k = torch.split_with_sizes(rotated.to(h.dtype), (arch.num_heads, arch.num_kv_heads), 1)
+    def _qkv(self, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, K, D] of a normalised residual stream; q and k are rotated."""
+        num_heads = sum(self._heads) + self._heads[1]
+        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(h), num_heads, self._head_dim)
+        qk, v = torch.split_with_sizes(qkv, (sum(self._heads), self._heads[1]), 1)
+        if layer.qk_norm is not None:
+            qk = self._norm(qk) * layer.qk_norm
+        first, second = qk.chunk(2, -1)
+        qk = qk * cos + torch.cat((second, first), -1) * sin
+        q, k = torch.split_with_sizes(qk, self._heads, 1)
         return q, k, v
 
+    def _norm(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], gain, self._config.rms_norm_eps)
+
     def logits(self, x: Tensor) -> Tensor:
-        """[T, V], float32, at the sampling temperature, of a residual stream [T, hidden]."""
-        h = (x / _length(x, self._hidden_epsilon) * self.last_gain).to(x.dtype)
-        return torch.mm(h, self.head).float()
+        """[T, V], float32, of a residual stream [T, hidden]."""
+        return F.linear(self._norm(x, self._last_norm), self._head).float()
 
 
-def _length(x: Tensor, epsilon: Tensor) -> Tensor:
-    """sqrt(|x|^2 + epsilon^2) of the last axis, float32."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return torch.hypot(norm, epsilon, out=norm)
+def _head_dim(config: PreTrainedConfig) -> int:
+    explicit = getattr(config, "head_dim", None)
+    return int(explicit or config.hidden_size // config.num_attention_heads)
 
 
-def _normalized(x: Tensor, epsilon: Tensor) -> Tensor:
-    return (x / _length(x, epsilon)).to(x.dtype)
-
-
-def _rotations(arch: Architecture, max_tokens: int) -> Tensor:
-    """Complex [max_tokens, D / 2]: what position p turns and scales pair i by."""
-    angles = torch.arange(max_tokens, dtype=torch.float32)[:, None] * arch.inverse_frequencies
-    return torch.polar(torch.full_like(angles, arch.rotation_scale * arch.head_dim**-0.25), angles)
+def _rotations(config: PreTrainedConfig, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of the rotary embedding, both [max_tokens, 1, D]."""
+    rope: dict[str, Any] = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.float32) / _head_dim(config)
+        frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    angles = torch.arange(max_tokens)[:, None, None] * frequencies.float()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

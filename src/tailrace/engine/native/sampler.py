@@ -1,9 +1,8 @@
 """How a token is drawn: a pure function of its logits and of one uniform number.
 
-The number is a pure function of the request's seed and of the token's place in the completion
-(counter-based noise, after SplitMix64: Steele, Lea and Flood, OOPSLA 2014), and the draw inverts the
-cumulative distribution. So the tokens of a request depend neither on who shares its batch, nor on the
-replica, nor on how often it was resumed.
+The number is a function of the request's seed and of the token's index in the completion: counter-based
+noise after SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The draw inverts the cumulative distribution. So
+the tokens of a request do not depend on the other requests of a batch, the replica or interruptions.
 """
 
 from collections.abc import Sequence
@@ -21,39 +20,42 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def _mix(z: Any) -> Any:
-    """The finaliser of SplitMix64, of a number or of an array of np.uint64."""
+    """The finaliser of SplitMix64, for an integer or an array of np.uint64."""
     z = (z ^ (z >> 30)) * _MIX_1 & _64_BITS
     z = (z ^ (z >> 27)) * _MIX_2 & _64_BITS
     return z ^ (z >> 31)
 
 
-def stream(seed: int) -> int:
-    """Where the noise of a seed begins: the seed mixed, so that neighbours have unrelated numbers."""
+def noise_stream(seed: int) -> int:
+    """The counter at which the noise of a seed begins. Neighbouring seeds get unrelated counters."""
     mixed: int = _mix(seed & _64_BITS)
     return mixed
 
 
-def noise(streams: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), [T]: each of one token of a completion.
+def noise(streams: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), [T], one for each token.
 
     Args:
-        streams: [T]: of the completions' seeds.
-        places: [T]: of the tokens in their completions, from 0.
+        streams: [T], the `noise_stream` of each completion's seed.
+        indices: [T], of the tokens in their completions, from 0.
     """
-    counters = np.array(streams, np.uint64) + (np.array(places, np.uint64) + 1) * _GOLDEN
+    counters = np.array(streams, np.uint64) + (np.array(indices, np.uint64) + 1) * _GOLDEN
     uniforms: NDArray[np.float64] = (_mix(counters) >> 11) * 2.0**-53
     return uniforms
 
 
-def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingSettings, greedy: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     """Draw one token from each row.
 
     Args:
         logits: [T, V], float32, already divided by the temperature.
         uniforms: [T], float64, in [0, 1).
+        greedy: the rows that get their most likely token.
 
     Returns:
-        ids [T], and their log-probs [T] over the whole vocabulary, whatever top_k and top_p cut off.
+        Token ids [T] and their log-probs [T], over the whole vocabulary whatever top_k and top_p keep.
     """
     logprobs = torch.log_softmax(logits, -1)
     probs = logprobs.exp()
@@ -65,6 +67,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[
     targets = uniforms[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the target: never one of probability zero.
     ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
+    if greedy:
+        ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 
 

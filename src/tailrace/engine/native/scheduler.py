@@ -1,148 +1,132 @@
-"""Who runs: admission in order of arrival, growth from tier to tier, preemption of the youngest.
+"""Continuous batching: first come, first served; preemption of the most recently admitted.
 
-Decides and keeps the books; computes nothing. What must hold: a response is either waiting, or running
-with a slot; running responses are ordered by admission, so the youngest is the last.
+A sequence is either waiting, or running with a slot in the cache. Running sequences are in the order of their
+admission.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 from tailrace.engine.base import EngineSettings
-from tailrace.engine.native.cache import Block, Cache, Response
-from tailrace.engine.native.lot import Lot
+from tailrace.engine.native.cache import Cache
+from tailrace.engine.native.sequence import Block, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Responses with the same context, whose keys and values are computed or copied once for all."""
+    """Admitted sequences with the same context, which is computed or copied once for all of them.
 
-    context: tuple[int, ...]
-    """All tokens but the last, which is the input of the first decode step."""
-    responses: list[Response]
-    donor: Response | None = None
-    """A running response that has the context in its cache."""
-    block: Block | None = None
-    """What an earlier life of the request left; without it and without a donor the context is computed."""
+    Args:
+        block: the keys and values of the context, where they are known; None: they must be computed.
+    """
+
+    sequences: list[Sequence]
+    block: Block | None
 
 
 class Scheduler:
-    """Waiting and running responses."""
+    """Decides which sequences run."""
 
     def __init__(self, cache: Cache, settings: EngineSettings) -> None:
         self.cache = cache
-        self.settings = settings
-        self.waiting: deque[Response] = deque()
-        self.running: dict[str, Response] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[str, Sequence] = {}
         self.num_preempted = 0
-        self.lot = Lot()
+        self._settings = settings
         self._ids: set[str] = set()
-        """Of all that wait or run."""
+        """Of all sequences that wait or run."""
 
-    def add(self, response: Response) -> None:
-        """Let it wait.
+    def add(self, sequence: Sequence) -> None:
+        """Append a sequence to the waiting ones.
 
         Raises:
-            ValueError: another with its id waits or runs.
+            ValueError: a sequence with its id waits or runs.
         """
-        if response.id in self._ids:
-            raise ValueError(f"request {response.id!r} is already being served; abort it first")
-        self._ids.add(response.id)
-        self.waiting.append(response)
+        if sequence.id in self._ids:
+            raise ValueError(f"request {sequence.id!r} is already being served; abort it first")
+        self._ids.add(sequence.id)
+        self.waiting.append(sequence)
 
     def admit(self, version: int) -> list[Admission]:
-        """Give slots to those who wait, as far as slots, cache and the prefill budget of a step go."""
+        """Give slots to waiting sequences, up to the limits on sequences, cache and prefill.
+
+        Args:
+            version: of the weights that compute what is admitted.
+        """
         admissions: list[Admission] = []
-        shared: dict[tuple[int, ...], Admission] = {}
-        budget = self.settings.prefill_tokens
-        while self.waiting and len(self.running) < self.settings.max_running:
-            response = self.waiting[0]
-            if not self.cache.has_room(response):
+        computed: dict[tuple[int, ...], Admission] = {}
+        budget = limit = self._settings.max_prefill_tokens
+        while self.waiting and len(self.running) < self._settings.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self.cache.has_room(sequence):
                 break
-            context = tuple(response.tokens[:-1])
-            block = self.lot.take(response)
-            admission = None if block else shared.get(context)
+            context = tuple(sequence.context)
+            suspended = self.cache.suspended.take(sequence)
+            admission = None if suspended else computed.get(context)
             if admission is None:
-                donor = None if block else self._donor(response, version)
-                admission = Admission(context, [], donor, block)
-                cost = 0 if block or donor else len(context)
-                if block is None and cost > budget < self.settings.prefill_tokens:
-                    break
-                budget -= cost
+                block = suspended or self._prompt_of_sibling(sequence, version)
+                if block is None:
+                    if len(context) > budget < limit:
+                        break
+                    budget -= len(context)
+                admission = Admission([], block)
                 admissions.append(admission)
-                shared.setdefault(context, admission)
+                if not suspended:
+                    computed[context] = admission
             self.waiting.popleft()
-            self._enter(response)
-            response.prompt_version = None if block else version
-            self.running[response.id] = response
-            admission.responses.append(response)
+            self.cache.add(sequence)
+            sequence.prompt_version = None if suspended else version
+            self.running[sequence.id] = sequence
+            admission.sequences.append(sequence)
         return admissions
 
-    def _enter(self, response: Response) -> None:
-        """Give it a slot; what is parked gives way to a tier that must grow."""
-        self.lot.make_room(self.cache.spare_for(response))
-        self.cache.enter(response)
-
-    def park(self, response: Response) -> None:
-        """Keep what the cache holds of a running response that is about to be removed."""
-        block = self.cache.read(response, len(response.tokens) - 1)
-        self.lot.put(response, block, self.cache.budget - self.cache.num_allocated)
-
-    def _donor(self, response: Response, version: int) -> Response | None:
-        """A running response to the same prompt, which this version computed. Only for a fresh request."""
-        if response.num_completion:
+    def _prompt_of_sibling(self, sequence: Sequence, version: int) -> Block | None:
+        """The context of a fresh sequence, if one with the same prompt runs and `version` computed it."""
+        if sequence.num_completion:
             return None
         for other in self.running.values():
-            if (
-                other.prompt_version == version
-                and other.num_prompt == response.num_prompt
-                and other.tokens[: other.num_prompt] == response.tokens
-            ):
-                return other
+            same_version = other.prompt_version == version and other.num_prompt == sequence.num_prompt
+            if same_version and other.tokens[: other.num_prompt] == sequence.tokens:
+                return self.cache.read(other, sequence.num_prompt - 1)
         return None
 
     def grow(self) -> None:
-        """Move each response that fills its tier to the next, the oldest first; the youngest pay."""
-        for response in list(self.running.values()):
-            if response.tier is None or len(response.tokens) <= response.tier.capacity:
+        """Move each sequence that fills its slot to a larger one, preempting others where needed."""
+        for sequence in list(self.running.values()):
+            if sequence.id not in self.running or self.cache.fits(sequence):
                 continue
-            while not self.cache.has_room(response):
-                self._preempt_youngest()
-                if response.tier is None:
-                    break
-            else:
-                self.lot.make_room(self.cache.spare_for(response))
-                self.cache.move(response)
+            while sequence.id in self.running and not self.cache.has_room(sequence):
+                self._unschedule_last()
+                self.num_preempted += 1
+            if sequence.id in self.running:
+                self.cache.move(sequence)
 
-    def _preempt_youngest(self) -> None:
-        _, youngest = self.running.popitem()
-        self.cache.leave(youngest)
-        self.waiting.appendleft(youngest)
-        self.num_preempted += 1
+    def _unschedule_last(self) -> None:
+        _, sequence = self.running.popitem()
+        self.cache.remove(sequence)
+        self.waiting.appendleft(sequence)
 
-    def end(self, response: Response) -> None:
-        """Forget a running response."""
-        self._ids.remove(response.id)
-        del self.running[response.id]
-        self.cache.leave(response)
+    def recompute(self) -> None:
+        """Let every sequence wait again, in order, so that its context is computed anew."""
+        self.cache.suspended.shrink(0)
+        while self.running:
+            self._unschedule_last()
 
-    def remove(self, id: str) -> Response | None:
-        """Forget a response wherever it is; None if nobody knows it."""
-        running = self.running.get(id)
-        if running is not None:
-            self.end(running)
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a running sequence."""
+        self._ids.remove(sequence.id)
+        del self.running[sequence.id]
+        self.cache.remove(sequence)
+
+    def abort(self, id: str) -> Sequence | None:
+        """Remove a sequence and suspend its keys and values; None if there is none with this id."""
+        if running := self.running.get(id):
+            self.cache.suspend(running)
+            self.finish(running)
             return running
-        for response in self.waiting:
-            if response.id == id:
+        for sequence in self.waiting:
+            if sequence.id == id:
                 self._ids.remove(id)
-                self.waiting.remove(response)
-                return response
+                self.waiting.remove(sequence)
+                return sequence
         return None
-
-    def check_integrity(self) -> None:
-        self.cache.check_integrity()
-        assert self.cache.num_allocated + self.lot.num_tokens <= self.cache.budget
-        cached = self.cache.responses()
-        assert len(cached) == len(self.running) <= self.settings.max_running
-        assert all(self.running[response.id] is response for response in cached)
-        assert all(response.tier is None for response in self.waiting)
-        assert sorted(self._ids) == sorted([*self.running, *(response.id for response in self.waiting)])

@@ -1,67 +1,65 @@
-"""What ends a response."""
+"""The conditions that end a completion."""
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from tailrace.engine.base import SamplingSettings
-from tailrace.engine.native.cache import Response
-from tailrace.engine.native.support import KEY
-from tailrace.errors import ConfigError
+from tailrace.engine.native.sequence import Sequence
+from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import FinishReason
 
 
 class StopStrings:
-    """Whether the text of a completion has just reached one of some strings.
+    """Strings that end a completion when they appear in its text.
+
+    Args:
+        path: the model folder, for its tokenizer.
 
     Raises:
-        ConfigError: the folder has no tokenizer to make text with.
+        ConfigError: the folder has no tokenizer.json.
     """
 
-    def __init__(self, path: Path, strings: Sequence[str]) -> None:
+    def __init__(self, path: Path, strings: abc.Sequence[str]) -> None:
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(
-                KEY, str(path), "sampling.stop needs a tokenizer.json", "save the tokenizer into the folder"
-            )
+            remedy = "save the tokenizer into the folder"
+            raise folder_error(path, "sampling.stop needs a tokenizer.json", remedy)
         self._tokenizer = Tokenizer.from_file(str(file))
         self._strings = tuple(strings)
-        # A token is at least one byte of text, and a character at most four; two more tokens, because
-        # the first of a window may decode differently than in its place.
+        # A token is at least one byte of text, and a character at most four. Two more tokens, because the
+        # first tokens of a window may decode to other text than in their place.
         self._window = 4 * max(map(len, strings)) + 2
 
-    def reached(self, completion: Sequence[int]) -> bool:
-        """Looks at the end of the completion only: call it after every token."""
-        text = self._tokenizer.decode(completion[-self._window :], skip_special_tokens=False)
+    def reached(self, completion_ids: abc.Sequence[int]) -> bool:
+        """Whether the last tokens of a completion contain a stop string. To be called after every token."""
+        text = self._tokenizer.decode(completion_ids[-self._window :], skip_special_tokens=False)
         return any(string in text for string in self._strings)
 
 
-class Stops:
-    """The limits and marks of one engine.
+class StopConditions:
+    """Stop tokens, stop strings and limits of length.
 
     Args:
-        eos_ids: the model's own end-of-text tokens.
-        max_tokens: the longest context that fits the engine, prompt included.
+        path: the model folder, for its end-of-text tokens.
+        max_tokens: the longest sequence that the engine can hold, prompt included.
     """
 
-    def __init__(
-        self, path: Path, sampling: SamplingSettings, *, eos_ids: Iterable[int], max_tokens: int
-    ) -> None:
-        self._ids = frozenset(eos_ids) | frozenset(sampling.stop_token_ids)
+    def __init__(self, path: Path, sampling: SamplingSettings, max_tokens: int) -> None:
+        self._ids = end_of_text_ids(path) | frozenset(sampling.stop_token_ids)
         self._max_completion = sampling.max_completion_tokens
         self._max_tokens = max_tokens
         self._strings = StopStrings(path, sampling.stop) if sampling.stop else None
 
-    def exhausted(self, response: Response) -> bool:
+    def exhausted(self, sequence: Sequence) -> bool:
         """Whether there is no room for another token."""
-        num_tokens = len(response.tokens)
-        return num_tokens - response.num_prompt >= self._max_completion or num_tokens >= self._max_tokens
+        return sequence.num_completion >= self._max_completion or len(sequence.tokens) >= self._max_tokens
 
-    def reason(self, response: Response) -> FinishReason | None:
-        """Why its newest token is the last; None if it is not."""
-        if response.tokens[-1] in self._ids:
+    def reason(self, sequence: Sequence) -> FinishReason | None:
+        """Why the newest token is the last one; None if it is not."""
+        if sequence.tokens[-1] in self._ids:
             return "stop"
-        if self._strings and self._strings.reached(response.tokens[response.num_prompt :]):
+        if self._strings and self._strings.reached(sequence.tokens[sequence.num_prompt :]):
             return "stop"
-        return "length" if self.exhausted(response) else None
+        return "length" if self.exhausted(sequence) else None

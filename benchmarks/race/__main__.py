@@ -1,0 +1,5 @@
+"""python benchmarks/race"""
+
+from race import main
+
+main()

@@ -1,0 +1,155 @@
+"""What a race comes to: medians of the laps, as a table and as numbers for scripts.
+
+The bound is a lower bound on the main time of a round for all schedules that generate with the weights of the
+round: max(rollout alone, first groups alone + trainer compute). The rollout alone is serial's. The first
+groups alone is the time after which the groups of one optimizer step are complete if nothing else is
+generated."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import median
+
+from rich.table import Column, Table
+
+from tailrace.commands.laps import Lap
+
+BASELINE = "serial"
+FIRST_GROUPS = "first-groups"
+"""Name of the laps that generate and train the first groups alone."""
+NESTED = ("staleness", "ess")
+"""Prefixes of figures that are grouped in the numbers: staleness_mean is staleness.mean."""
+
+Row = tuple[str, Callable[[str], str]]
+"""The label of a row of the table, and its cell for a schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The laps of a race by the name of the schedule."""
+
+    laps: Mapping[str, Sequence[Lap]]
+
+    @property
+    def schedules(self) -> list[str]:
+        """The schedules that were asked for."""
+        return [name for name in self.laps if name != FIRST_GROUPS]
+
+    def values(self, name: str, figure: str) -> list[float]:
+        """A figure of all laps of a schedule that have it."""
+        values = (getattr(lap, figure) for lap in self.laps[name])
+        return [value for value in values if value is not None]
+
+    def median(self, name: str, figure: str) -> float | None:
+        """None if no lap has the figure."""
+        values = self.values(name, figure)
+        return float(median(values)) if values else None
+
+    def typical(self, name: str) -> int:
+        """The number of the lap whose main time is nearest to the median."""
+        times = self.values(name, "main_time_s")
+        return min(range(len(times)), key=lambda repeat: abs(times[repeat] - median(times)))
+
+    @property
+    def bound_s(self) -> float | None:
+        """The bound on the main time of a round; None if serial or the first groups alone did not run."""
+        if BASELINE not in self.laps or FIRST_GROUPS not in self.laps:
+            return None
+        first_s = self._median(FIRST_GROUPS, "first_dispatch_s")
+        compute_s = self._median(BASELINE, "trainer_compute_s")
+        return max(self._median(BASELINE, "rollout_time_s"), first_s + compute_s)
+
+    def numbers(self) -> dict[str, object]:
+        """Medians of all figures, the range of the main time, and every lap."""
+        schedules = {name: self._numbers(name) for name in self.schedules}
+        numbers: dict[str, object] = {"schedules": schedules, "bound_s": self.bound_s}
+        if FIRST_GROUPS in self.laps:
+            numbers["first_groups_alone_s"] = self.median(FIRST_GROUPS, "first_dispatch_s")
+        return numbers
+
+    def table(self, title: str) -> Table:
+        """A column for each schedule, a row for each figure."""
+        table = Table(Column("medians [lowest - highest]", no_wrap=True), title=title, title_justify="left")
+        for name in self.schedules:
+            table.add_column(name, justify="right")
+        for label, cell in self._rows():
+            table.add_row(label, *(cell(name) for name in self.schedules))
+        if self.bound_s is not None:
+            first_s = self._median(FIRST_GROUPS, "first_dispatch_s")
+            table.caption = (
+                f"bound {self.bound_s:.2f} s = max(rollout alone, first groups alone {first_s:.2f} s\n"
+                "+ trainer compute); gap closed = (serial - x) / (serial - bound)"
+            )
+        return table
+
+    def _numbers(self, name: str) -> dict[str, object]:
+        figures: dict[str, object] = {}
+        for figure in (field.name for field in fields(Lap)):
+            group, _, kind = figure.rpartition("_")
+            if group in NESTED:
+                nested = figures.setdefault(group, {})
+                assert isinstance(nested, dict)
+                nested[kind] = self.median(name, figure)
+            else:
+                figures[figure] = self.median(name, figure)
+        times = self.values(name, "main_time_s")
+        return figures | {
+            "main_time_s_spread": [min(times), max(times)],
+            "laps": [asdict(lap) for lap in self.laps[name]],
+        }
+
+    def _rows(self) -> list[Row]:
+        return [
+            ("main time a round", lambda name: self._spread(name, "main_time_s", "{:.2f}", " s")),
+            self._row("per 1,000 samples", "main_s_per_1000_samples", "{:.2f} s"),
+            *self._against_serial(),
+            self._row("waiting ratio", "waiting_ratio", "{:.3f}"),
+            self._row("first dispatch", "first_dispatch_s", "{:.2f} s"),
+            self._row("trainer compute", "trainer_compute_s", "{:.2f} s"),
+            self._row("rollout", "rollout_time_s", "{:.2f} s"),
+            self._row("reward", "reward", "{:.3f}"),
+            ("samples/s", lambda name: self._spread(name, "samples_per_s", "{:.1f}")),
+            self._row("tokens/s", "tokens_per_s", "{:,.0f}"),
+            self._row("rollout tokens/s", "rollout_tokens_per_s", "{:,.0f}"),
+            self._row("staleness, publications", "staleness_publications", "{:.0f}"),
+            self._row("lag, optimizer steps", "staleness_mean", "{:.2f}"),
+            self._row("lag, max", "staleness_max", "{:.0f}"),
+            self._row("effective sample size", "ess_mean", "{:.3f}"),
+            self._row("carried tokens", "carried_tokens", "{:.1%}"),
+            self._row("carried samples", "carried_samples", "{:.1%}"),
+            self._row("length, mean", "length_mean", "{:,.0f}"),
+            self._row("length, max", "length_max", "{:,.0f}"),
+            self._row("truncated samples", "truncated_share", "{:.1%}"),
+            self._row("wasted tokens", "waste_share", "{:.1%}"),
+        ]
+
+    def _row(self, label: str, figure: str, form: str) -> Row:
+        return label, lambda name: form.format(self._median(name, figure))
+
+    def _against_serial(self) -> list[Row]:
+        """Times are compared for the same number of samples, because rounds may differ in size."""
+        if BASELINE not in self.laps:
+            return []
+
+        def time_s(name: str) -> float:
+            return self._median(name, "main_s_per_1000_samples")
+
+        serial_s = time_s(BASELINE)
+        rate = self._median(BASELINE, "samples_per_s")
+        rows: list[Row] = [
+            ("against serial", lambda name: f"{time_s(name) / serial_s - 1:+.1%}"),
+            ("samples/s of serial's", lambda name: f"{self._median(name, 'samples_per_s') / rate:.2f}x"),
+        ]
+        if self.bound_s is not None:
+            bound_s = self.bound_s * serial_s / self._median(BASELINE, "main_time_s")
+            closable_s = serial_s - bound_s
+            rows.append(("gap closed", lambda name: f"{(serial_s - time_s(name)) / closable_s:.0%}"))
+            rows.append(("over the bound", lambda name: f"{time_s(name) / bound_s - 1:+.1%}"))
+        return rows
+
+    def _median(self, name: str, figure: str) -> float:
+        return float(median(self.values(name, figure)))
+
+    def _spread(self, name: str, figure: str, form: str, unit: str = "") -> str:
+        values = self.values(name, figure)
+        middle, low, high = (form.format(value) for value in (median(values), min(values), max(values)))
+        return f"{middle}{unit} [{low} - {high}]" if len(values) > 1 else f"{middle}{unit}"

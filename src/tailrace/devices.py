@@ -1,0 +1,44 @@
+"""Torch devices as settings name them."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from tailrace.errors import ConfigError
+
+_FORM = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
+_FORMS = '"cpu", "cuda" or "cuda:N"'
+
+
+def _well_formed(device: str) -> str:
+    if not _FORM.fullmatch(device):
+        raise ValueError(f"a device is {_FORMS}")
+    return device
+
+
+Device = Annotated[str, AfterValidator(_well_formed)]
+"""A setting of the form "cpu", "cuda" or "cuda:N". Whether the machine has the device: `check_device`."""
+
+
+def check_device(key: str, device: str) -> None:
+    """Check that this machine has a device. Imports torch only for a CUDA device.
+
+    Args:
+        key: the setting that names the device, such as "engine.device".
+
+    Raises:
+        ConfigError: the name is malformed, or there is no such CUDA device.
+    """
+    form = _FORM.fullmatch(device)
+    if form is None:
+        raise ConfigError(key, device, "this is not a device", f"write {_FORMS}")
+    if device == "cpu":
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ConfigError(key, device, "torch finds no CUDA device on this machine", 'write "cpu"')
+    if int(form[1] or 0) >= count:
+        raise ConfigError(key, device, f"this machine has {count} CUDA devices, numbered from 0", "lower N")

@@ -1,0 +1,200 @@
+"""A Hugging Face model folder, told from its JSON files and the headers of its weight files.
+
+Imports no torch and loads no weights, so a damaged folder is refused before anything starts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tailrace.errors import ConfigError
+
+KEY = "model.path"
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_CONTEXT = "max_position_embeddings"
+_INDEX = "model.safetensors.index.json"
+_SAVE = "save the model with `save_pretrained`"
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' reference implementation."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of config.json.
+
+    Raises:
+        ConfigError: the folder or the file is missing, or the file is not a JSON object.
+    """
+    if not path.is_dir():
+        raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
+    if not (path / "config.json").is_file():
+        raise folder_error(path, "the folder has no config.json")
+    return _read_object(path, "config.json")
+
+
+def check_files(path: Path) -> None:
+    """Check the values and the files of a model folder, whatever its architecture.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a value in it is impossible. The message names the file.
+    """
+    config = read_config(path)
+    for problem in _impossible(config):
+        raise folder_error(path, f"config.json: {problem}")
+    end_of_text_ids(path)
+    highest = _highest_token_id(path)
+    if highest >= config["vocab_size"]:
+        problem = (
+            f"config.json: vocab_size = {config['vocab_size']}, but tokenizer.json has ids up to {highest}"
+        )
+        raise folder_error(path, problem, "put the model's own tokenizer into the folder")
+    for file in weight_files(path):
+        if defect := _safetensors_defect(file):
+            raise folder_error(path, f"{file.name} {defect}", "copy the file again")
+
+
+def context_length(path: Path) -> int:
+    """The longest sequence that the model can have, prompt included.
+
+    Raises:
+        ConfigError: config.json does not say it.
+    """
+    length = read_config(path).get(_CONTEXT)
+    if not _is_size(length):
+        raise folder_error(path, f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1")
+    return length
+
+
+def check_completion_length(path: Path, max_completion_tokens: int) -> None:
+    """Check that a prompt of one token and the longest completion fit into the model's context.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    length = context_length(path)
+    if max_completion_tokens >= length:
+        problem = f"the model's context has {length} tokens, prompt included"
+        key, remedy = "sampling.max_completion_tokens", f"choose less than {length}"
+        raise ConfigError(key, max_completion_tokens, problem, remedy)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises:
+        ConfigError: there are none, or one that the index names is missing.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise folder_error(path, "the folder has no safetensors weights")
+    if (path / _INDEX).is_file():
+        shards = _read_object(path, _INDEX).get("weight_map")
+        named = set(map(str, shards.values())) if isinstance(shards, dict) else {"the weight_map"}
+        for missing in sorted(named - {file.name for file in files}):
+            raise folder_error(path, f"{_INDEX}: {missing} is missing", "copy the folder again")
+    return files
+
+
+def end_of_text_ids(path: Path) -> frozenset[int]:
+    """The tokens that end a text: of generation_config.json where there is one, else of config.json.
+
+    Raises:
+        ConfigError: they are not token ids.
+    """
+    name = "generation_config.json" if (path / "generation_config.json").is_file() else "config.json"
+    value = _read_object(path, name).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(id == 0 or _is_size(id) for id in ids):
+        raise folder_error(path, f"{name}: eos_token_id = {value!r} is neither a token id nor a list of them")
+    return frozenset(ids)
+
+
+def rope_section(config: dict[str, Any]) -> Any:
+    """The section of config.json on the rotary embedding; its name depends on transformers' version."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def folder_error(path: Path, problem: str, remedy: str = _SAVE) -> ConfigError:
+    """A ConfigError of the setting model.path."""
+    return ConfigError(KEY, str(path), problem, remedy)
+
+
+def _read_object(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((path / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise folder_error(path, f"{name} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise folder_error(path, f"{name} is not a JSON object")
+    return content
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _impossible(config: dict[str, Any]) -> list[str]:
+    """The values of config.json that no model can have, in words."""
+    given = {
+        name: config[name] for name in ("num_key_value_heads", "head_dim") if config.get(name) is not None
+    }
+    sizes = {name: config.get(name) for name in (*_SIZES, _CONTEXT)} | given
+    wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
+    if wrong:
+        return [f"{name} = {value!r} must be a whole number of at least 1" for name, value in wrong.items()]
+    heads, hidden, rope = config["num_attention_heads"], config["hidden_size"], rope_section(config)
+    if not isinstance(rope, dict):
+        return [f"the rope section {rope!r} must be an object"]
+    factors = {"rms_norm_eps": config.get("rms_norm_eps"), "rope_theta": config.get("rope_theta")} | rope
+    problems = [
+        f"{name} = {factors[name]!r} must be a positive number"
+        for name in ("rms_norm_eps", "rope_theta", "factor")
+        if factors.get(name) is not None and not _is_positive(factors[name])
+    ]
+    if heads % given.get("num_key_value_heads", heads):
+        problems.append(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads")
+    if "head_dim" not in given and hidden % heads:
+        problems.append(f"hidden_size = {hidden} must be a multiple of num_attention_heads")
+    if given.get("head_dim", hidden // heads) % 2:
+        problems.append("the size of an attention head must be even")
+    return problems
+
+
+def _highest_token_id(path: Path) -> int:
+    """Of the folder's tokenizer; -1 where there is none."""
+    if not (path / "tokenizer.json").is_file():
+        return -1
+    tokenizer = _read_object(path, "tokenizer.json")
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: list[Any] = [len(vocabulary) - 1] if isinstance(vocabulary, list) else []
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
+    ids += (token.get("id") for token in added if isinstance(token, dict)) if isinstance(added, list) else ()
+    return max(filter(_is_size, ids), default=-1)
+
+
+def _safetensors_defect(file: Path) -> str | None:
+    """What is wrong with a file by its header alone, to follow its name in a sentence; None if nothing is.
+
+    The file is the length of the header in 8 bytes, the header in JSON, and the tensors without gaps.
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > _MAX_HEADER_BYTES:
+            return "is not a safetensors file"
+        header = stream.read(length)
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        expected = 8 + length + max(int(entry["data_offsets"][1]) for entry in tensors)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return "is truncated" if 8 + length > size else "is not a safetensors file"
+    if size == expected:
+        return None
+    return (
+        f"is {'truncated' if size < expected else 'damaged'}: it has {size} bytes and should have {expected}"
+    )

@@ -1,0 +1,85 @@
+"""What happens to processes whose parent dies. Linux only; elsewhere these functions do nothing.
+
+The kernel sends a process a signal of its choice when its parent dies (PR_SET_PDEATHSIG), also while it is
+stopped or still starting. A process that declares itself a subreaper (PR_SET_CHILD_SUBREAPER) becomes the
+parent of all its descendants whose own parent dies, also of those with a session of their own. See prctl(2).
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+KILL_S = 2.0
+"""Killed processes end within this time, unless the kernel itself holds them up."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded early: between fork and exec as little as possible may happen."""
+
+
+def signal_on_parent_death(number: signal.Signals, parent: int) -> None:
+    """Have the kernel send this process a signal when the thread that forked it ends.
+
+    A process whose parent is already dead is killed.
+
+    Args:
+        number: SIGKILL ends the process. SIGCONT only continues a stopped one, which then ends by itself
+            once it finds its parent gone.
+        parent: process id of the parent.
+    """
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent dies."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def children_of(parent: int) -> set[int]:
+    """Return the process ids of the children of a process."""
+    return {child for child, its_parent in _parents().items() if its_parent == parent}
+
+
+def kill_descendants(*, spare: Collection[int] = ()) -> None:
+    """End all descendants of this process with SIGKILL, and wait until they have ended.
+
+    Args:
+        spare: children that live on, with their descendants.
+    """
+    deadline = time.monotonic() + KILL_S
+    while (found := _descendants(spare)) and time.monotonic() < deadline:
+        for descendant in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(descendant, signal.SIGKILL)
+        for descendant in found:
+            with suppress(ChildProcessError):  # not yet a child of this process
+                os.waitpid(descendant, os.WNOHANG)
+        time.sleep(0.001)
+
+
+def _descendants(spare: Collection[int]) -> set[int]:
+    parents = _parents()
+    found: set[int] = set()
+    generation = {os.getpid()}
+    while generation:
+        generation = {child for child, parent in parents.items() if parent in generation} - set(spare) - found
+        found |= generation
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of every process of the machine, by process id."""
+    parents: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            # pid (name) state parent ...: the name may contain spaces and brackets.
+            parents[int(status.parent.name)] = int(status.read_bytes().rpartition(b")")[2].split()[1])
+    return parents

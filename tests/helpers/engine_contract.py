@@ -1,0 +1,105 @@
+"""The contract of engines (tailrace.engine.base.Engine), as tests that every engine's tests inherit."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from tailrace.engine.base import Engine
+from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
+from tailrace.weights.base import Weights
+
+Main = Callable[[Engine, Engine], Awaitable[None]]
+
+
+def fresh_samples(num: int) -> list[Sample]:
+    """Unstarted samples of one prompt; a sample's seed is its number."""
+    group = Group(Prompt(0, [3, 4, 5]), num, [])
+    group.samples = [Sample(SampleId(0, 0, number), group, seed=number) for number in range(num)]
+    return group.samples
+
+
+class EngineContract:
+    """Subclasses implement `drive`, `under_way` and `weights`, and set `NUM_TOKENS`."""
+
+    NUM_TOKENS: int
+    """Tokens of every completion."""
+
+    def drive(self, main: Main) -> None:
+        """Run main with two idle replicas that have version 0."""
+        raise NotImplementedError
+
+    async def under_way(self, engine: Engine, samples: Sequence[Sample]) -> None:
+        """Return when the engine has generated some, but not all, tokens of each sample."""
+        raise NotImplementedError
+
+    def weights(self, version: int) -> Weights:
+        """A publication that the engines can load."""
+        raise NotImplementedError
+
+    def test_a_sample_is_extended_until_it_ends(self) -> None:
+        async def main(engine: Engine, _: Engine) -> None:
+            (sample,) = fresh_samples(1)
+            await engine.generate(sample)
+            assert sample.num_tokens == self.NUM_TOKENS
+            assert sample.finish_reason is not None
+            assert sample.spans == [Span(0, self.NUM_TOKENS)]
+
+        self.drive(main)
+
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_a_cancelled_sample_keeps_its_tokens_and_continues_undisturbed(self, elsewhere: bool) -> None:
+        async def main(engine: Engine, other: Engine) -> None:
+            (undisturbed,), (sample,) = fresh_samples(1), fresh_samples(1)
+            await engine.generate(undisturbed)
+            await self.cancel(engine, [sample])
+            had = sample.num_tokens
+            assert 0 < had < self.NUM_TOKENS
+            assert sample.finish_reason is None
+            await (other if elsewhere else engine).generate(sample)
+            assert sample.spans == [Span(0, self.NUM_TOKENS)]
+            assert sample.finish_reason == undisturbed.finish_reason
+            assert sample.completion_ids == undisturbed.completion_ids
+
+        self.drive(main)
+
+    @pytest.mark.parametrize("kv", ["keep", "recompute"])
+    def test_new_weights_end_nothing_and_sign_the_tokens_after_them(self, kv: KV) -> None:
+        async def main(engine: Engine, _: Engine) -> None:
+            samples = fresh_samples(4)
+            generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
+            await self.under_way(engine, samples)
+            await engine.load(self.weights(1), kv=kv)
+            assert all(sample.finish_reason is None for sample in samples)
+            await generation
+            for sample in samples:
+                assert sample.num_tokens == self.NUM_TOKENS
+                assert [span.version for span in sample.spans] == [0, 1]
+
+        self.drive(main)
+
+    def test_usage_counts_requests_and_tokens(self) -> None:
+        async def main(engine: Engine, _: Engine) -> None:
+            before, samples = engine.usage(), fresh_samples(4)
+            await self.cancel(engine, samples[:2])
+            generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
+            await self.under_way(engine, samples[2:])
+            usage = engine.usage()
+            assert usage.num_running + usage.num_waiting == 4
+            assert usage.kv_tokens > 0
+            await generation
+            after = engine.usage()
+            assert after.num_generated - before.num_generated == 4 * self.NUM_TOKENS
+            assert after.num_prefilled > before.num_prefilled
+            assert (after.num_running, after.num_waiting, after.kv_tokens) == (0, 0, 0)
+
+        self.drive(main)
+
+    async def cancel(self, engine: Engine, samples: Sequence[Sample]) -> None:
+        """Generate some tokens of each sample."""
+        tasks = [asyncio.ensure_future(engine.generate(sample)) for sample in samples]
+        await self.under_way(engine, samples)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in ended] == [asyncio.CancelledError] * len(samples)

@@ -1,0 +1,157 @@
+"""Damaged model folders: one message that names the file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny_models import save_tiny_model
+from tailrace.engine.native.support import check_model
+from tailrace.errors import ConfigError
+from tailrace.model_folder import check_completion_length, check_files, context_length, weight_files
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_model(folder)
+    assert (caught.value.key, caught.value.value) == ("model.path", str(folder))
+    return caught.value.problem
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_whole_folder_passes(whole: Path) -> None:
+    check_files(whole)
+    assert [file.name for file in weight_files(whole)] == [WEIGHTS]
+
+
+def test_a_missing_folder_or_config_is_named(tmp_path: Path) -> None:
+    assert refused(tmp_path / "absent") == "there is no such folder"
+    assert refused(tmp_path) == "the folder has no config.json"
+
+
+def test_a_config_that_is_not_a_json_object_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    assert refused(folder).startswith("config.json is not JSON (")
+    (folder / "config.json").write_text("[]")
+    assert refused(folder) == "config.json is not a JSON object"
+
+
+def test_a_folder_without_weights_is_named(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    assert refused(folder) == "the folder has no safetensors weights"
+
+
+def test_a_shard_that_the_index_names_and_the_folder_lacks_is_named(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}))
+    assert refused(folder) == "model.safetensors.index.json: model-2.safetensors is missing"
+    index.write_text("{}")
+    assert refused(folder) == "model.safetensors.index.json: the weight_map is missing"
+
+
+def test_truncated_weights_are_named_with_both_sizes(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+    size = len(content)
+    assert refused(folder) == f"{WEIGHTS} is truncated: it has {size - 100} bytes and should have {size}"
+    (folder / WEIGHTS).write_bytes(content + b"x")
+    assert refused(folder) == f"{WEIGHTS} is damaged: it has {size + 1} bytes and should have {size}"
+    (folder / WEIGHTS).write_bytes(content[:50])
+    assert refused(folder) == f"{WEIGHTS} is truncated"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"abc",
+        b"\xff" * 200,
+        (9).to_bytes(8, "little") + b'{"a": 12}' + b"\0" * 9,
+        (2).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (4).to_bytes(8, "little") + b"null",
+    ],
+)
+def test_garbage_weights_are_named(folder: Path, garbage: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(garbage)
+    assert refused(folder) == f"{WEIGHTS} is not a safetensors file"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 must be a whole number of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a whole number of at least 1"),
+        ({"hidden_size": -32}, "hidden_size = -32 must be a whole number of at least 1"),
+        ({"intermediate_size": 1.5}, "intermediate_size = 1.5 must be a whole number of at least 1"),
+        ({"vocab_size": 0}, "vocab_size = 0 must be a whole number of at least 1"),
+        ({"vocab_size": None}, "vocab_size = None must be a whole number of at least 1"),
+        (
+            {"max_position_embeddings": "9"},
+            "max_position_embeddings = '9' must be a whole number of at least 1",
+        ),
+        ({"num_key_value_heads": -1}, "num_key_value_heads = -1 must be a whole number of at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of num_key_value_heads"),
+        ({"head_dim": True}, "head_dim = True must be a whole number of at least 1"),
+        ({"head_dim": 7}, "the size of an attention head must be even"),
+        ({"head_dim": None, "hidden_size": 30}, "hidden_size = 30 must be a multiple of num_attention_heads"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1 must be a positive number"),
+        ({"rope_parameters": "yarn"}, "the rope section 'yarn' must be an object"),
+        ({"rope_parameters": {"rope_theta": "much"}}, "rope_theta = 'much' must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "factor = 0 must be a positive number",
+        ),
+    ],
+)
+def test_impossible_values_of_the_config_are_named(folder: Path, changes: Any, problem: str) -> None:
+    edit(folder / "config.json", **changes)
+    assert refused(folder) == f"config.json: {problem}"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, -2]}'])
+def test_a_bad_generation_config_is_named(folder: Path, content: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    assert refused(folder).startswith("generation_config.json")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=60)
+    assert refused(folder) == "config.json: vocab_size = 60, but tokenizer.json has ids up to 60"
+    edit(folder / "config.json", vocab_size=61)
+    edit(folder / "tokenizer.json", added_tokens=[{"id": 61, "content": "<new>"}])
+    assert refused(folder) == "config.json: vocab_size = 61, but tokenizer.json has ids up to 61"
+    (folder / "tokenizer.json").write_text("{")
+    assert refused(folder).startswith("tokenizer.json is not JSON")
+    (folder / "tokenizer.json").unlink()
+    check_model(folder)
+
+
+def test_a_completion_must_leave_room_for_a_prompt(whole: Path) -> None:
+    assert context_length(whole) == 512
+    check_completion_length(whole, 511)
+    with pytest.raises(ConfigError) as caught:
+        check_completion_length(whole, 512)
+    assert str(caught.value) == (
+        "sampling.max_completion_tokens = 512: the model's context has 512 tokens, prompt included;"
+        " choose less than 512"
+    )
