@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the settings classes and the signatures of the schedules.
 
-    python -m tailrace.commands.config_reference docs/configuration.md
+    python docs/make_configuration.py docs/configuration.md
 
 A test compares the committed file with the output.
 """
