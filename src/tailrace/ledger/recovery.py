@@ -2,9 +2,8 @@
 
 The base is the newest mark whose checkpoint exists. What was trained after the base went into weights that
 are lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
-were filtered, dropped or wasted keep their fate, and no prompt is drawn twice. Groups that were parked at the
-base are parked again. All other groups without a fate were interrupted; they come first when the schedule
-asks for prompts.
+were filtered, dropped or wasted keep their fate. Groups that were parked at the base are parked again. The
+other groups without a fate come first when the schedule asks for prompts.
 
 The staleness of a restored token is counted along the tree of lives (lineage.py). A schedule that promises a
 bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound. Without a
@@ -12,11 +11,12 @@ bound they are continued, or trained as they are.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import (
@@ -30,7 +30,6 @@ from tailrace.ledger.base import (
     Row,
     RunRow,
     SampleRow,
-    TrainingRow,
 )
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.lineage import distance
@@ -110,11 +109,9 @@ def next_life(
     life = max(books.lives) + 1
     base = _base(books, checkpoints)
     rows: list[Row] = [
-        msgspec.structs.replace(mark, undone=life)
-        for mark in books.marks
-        if mark.undone is None and mark.round > base.round
+        replace(mark, undone=life) for mark in books.marks if mark.undone is None and mark.round > base.round
     ]
-    rows += [row for row in _rolled_back(books, base, life) if _put(books, row)]
+    rows += _roll_back(books, base, life)
     totals = totals_of(books)
     known = totals.num_known_tokens + held_tokens_of(books)
     if known > num_generated:
@@ -177,31 +174,29 @@ def _base(books: Books, checkpoints: Path) -> MarkRow:
     return max(marks, key=lambda mark: mark.round, default=MarkRow(1, 0, 0, 0, "", "[]"))
 
 
-def _put(books: Books, row: Row) -> bool:
-    """Put a row into the books. Return whether that changed them."""
-    match row:
-        case GroupRow():
-            known, books.groups[row.prompt] = books.groups[row.prompt] == row, row
-        case SampleRow():
-            known, books.samples[row.id] = books.samples[row.id] == row, row
-        case TrainingRow():
-            known, books.trainings[row.life, row.id] = False, row
-        case _:
-            raise AssertionError(row)
-    return not known
-
-
-def _rolled_back(books: Books, base: MarkRow, life: int) -> Iterable[Row]:
-    """Yield the rows that change because what came after the base is undone."""
-    undone = [t for t in books.trainings.values() if t.undone is None and t.step > base.step]
-    yield from (msgspec.structs.replace(training, undone=life) for training in undone)
-    alive = {training.id for training in undone}
+def _roll_back(books: Books, base: MarkRow, life: int) -> list[Row]:
+    """Undo in the books what came after the base. Return the rows that changed."""
+    undone = {
+        key: replace(training, undone=life)
+        for key, training in books.trainings.items()
+        if training.undone is None and training.step > base.step
+    }
+    books.trainings |= undone
+    alive = {training.id for training in undone.values()}
+    changed: list[Row] = [*undone.values()]
     for prompt, members in _members(books).items():
-        yield from _rolled_back_group(books.groups[prompt], members, alive)
+        group, samples = _rolled_back(books.groups[prompt], members, alive)
+        changed += [group] if group != books.groups[prompt] else []
+        changed += [sample for sample in samples if sample != books.samples[sample.id]]
+        books.groups[prompt] = group
+        books.samples.update((sample.id, sample) for sample in samples)
+    return changed
 
 
-def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]) -> Iterable[Row]:
-    """Yield the rows of a group and its samples after the roll-back.
+def _rolled_back(
+    group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]
+) -> tuple[GroupRow, list[SampleRow]]:
+    """Return a group, and its samples that had no fate or have none any longer, after the roll-back.
 
     Args:
         members: samples of every attempt.
@@ -210,19 +205,17 @@ def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set
     living = [sample for sample in members if sample.fate is None or sample.id in alive]
     if any(sample.fate == "trained" and sample.id not in alive for sample in members):
         # Its samples were trained in different steps, some before the base. The rest cannot be trained.
-        yield msgspec.structs.replace(group, fate="trained", reason="trained")
-        yield from (msgspec.structs.replace(sample, fate="interrupted") for sample in living)
+        group, fate = replace(group, fate="trained", reason="trained"), "interrupted"
     elif group.fate in ("filtered", "dropped"):  # its aborts were under way
-        yield from (msgspec.structs.replace(sample, fate=group.reason) for sample in living)
+        fate = group.reason
     elif any(sample.pruned for sample in living):
-        attempt = group.attempt + 1
-        yield msgspec.structs.replace(group, fate=None, reason="", attempt=attempt, kept="[]")
-        yield from (msgspec.structs.replace(sample, fate="pruned") for sample in living)
+        group = replace(group, fate=None, reason="", attempt=group.attempt + 1, kept="[]")
+        fate = "pruned"
     else:
-        yield msgspec.structs.replace(group, fate=None, reason="")
-        for sample in living:  # the abort of one of an earlier attempt was under way
-            fate = None if sample.attempt == group.attempt else "interrupted"
-            yield msgspec.structs.replace(sample, fate=fate)
+        group = replace(group, fate=None, reason="")
+        fates = {group.attempt: None}  # the abort of a sample of an earlier attempt was under way
+        return group, [replace(each, fate=fates.get(each.attempt, "interrupted")) for each in living]
+    return group, [replace(sample, fate=fate) for sample in living]
 
 
 def _members(books: Books) -> dict[int, list[SampleRow]]:
