@@ -7,7 +7,7 @@ overrides from the command line, checks them against one another, and explains w
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -37,9 +37,8 @@ MAY_CHANGE = (
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
-"""Keys that a resumed run may have changed: how long it is, how it is watched, how fast it learns and on
-which devices. The other keys decide which prompts are drawn, what a token or a reward means, or what is
-learnt."""
+"""Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
+reward means, or what is learnt."""
 
 
 class ModelSettings(Settings):
@@ -91,11 +90,11 @@ class RunConfig(Settings):
 
     def to_json(self) -> str:
         """Return the resolved config as JSON, for the ledger."""
-        return json.dumps(self.model_dump(mode="json"))
+        return self.model_dump_json()
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a config file. Paths in the file are relative to the file.
+    """Read a config file. Paths in it are relative to it.
 
     Args:
         overrides: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file.
@@ -147,16 +146,13 @@ def changed_keys(old: str, config: RunConfig) -> tuple[list[Change], list[Change
     Returns:
         The changes that a resumed run may have, and those that it may not have.
     """
-    before, after = (
-        dict(_leaves(_effective(tree))) for tree in (json.loads(old), json.loads(config.to_json()))
-    )
-    changes = [
-        Change(key, before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    allowed = [change for change in changes if any(fnmatch(change.key, key) for key in MAY_CHANGE)]
-    return allowed, [change for change in changes if change not in allowed]
+    before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
+    allowed, refused = [], []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            may_change = any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
+            (allowed if may_change else refused).append(Change(key, before.get(key), after.get(key)))
+    return allowed, refused
 
 
 def check_resumable(old: str, config: RunConfig) -> list[Change]:
@@ -166,17 +162,14 @@ def check_resumable(old: str, config: RunConfig) -> list[Change]:
         ConfigError: a key changed that must stay; the message names each with both values.
     """
     allowed, refused = changed_keys(old, config)
-    if refused:
+    errors = []
+    for change in refused:
+        begun = "without it" if change.old is None else f"with {change.old!r}"
         remedy = "change it back, or begin a new run in another --output-dir"
-        raise _joined(
-            ConfigError(change.key, change.new, f"the run was begun {_with(change.old)}", remedy)
-            for change in refused
-        )
+        errors.append(ConfigError(change.key, change.new, f"the run was begun {begun}", remedy))
+    if errors:
+        raise _joined(errors)
     return allowed
-
-
-def _with(value: object) -> str:
-    return "without it" if value is None else f"with {value!r}"
 
 
 def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,14 +189,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def explain(error: ValidationError, prefix: str = "") -> ConfigError:
     """Turn all errors of a validation into one error that names key, value and remedy of each."""
-    return _joined(_explain_one(dict(detail), prefix) for detail in error.errors())
+    return _joined([_explain_one(dict(detail), prefix) for detail in error.errors()])
 
 
-def _joined(errors: Iterable[ConfigError]) -> ConfigError:
-    first, *rest = errors
-    if rest:
-        first.args = ("\n".join(str(each) for each in (first, *rest)),)
-    return first
+def _joined(errors: Sequence[ConfigError]) -> ConfigError:
+    errors[0].args = ("\n".join(map(str, errors)),)
+    return errors[0]
 
 
 def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
@@ -223,7 +214,7 @@ def _suggest(parts: Sequence[str]) -> str:
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        sections = [section for field in fields for section in _sections_in(field.annotation)]
+        sections = [section for field in fields for section in sections_in(field.annotation)]
     keys = list(dict.fromkeys(key for section in sections for key in section.model_fields))
     if not keys:
         return "remove it"
@@ -231,11 +222,11 @@ def _suggest(parts: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
 
 
-def _sections_in(annotation: Any) -> list[type[Settings]]:
+def sections_in(annotation: Any) -> list[type[Settings]]:
     """Return the sections that the type of a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    return [section for part in get_args(annotation) for section in _sections_in(part)]
+    return [section for part in get_args(annotation) for section in sections_in(part)]
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
@@ -253,17 +244,11 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    for section, key in (("model", "path"), ("data", "path"), ("data", "eval_path")):
-        value = _get(tree, section, key)
-        if isinstance(value, str):
+    """Resolve paths, and the files in 'path/to/file.py:name'. What is no section is left to the validation."""
+    paths = (("model", "path"), ("data", "path"), ("data", "eval_path"))
+    for section, key in (*paths, ("reward", "function"), ("schedule", "name")):
+        table = tree.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        is_path = (section, key) in paths or str(value).partition(":")[0].endswith(".py")
+        if isinstance(value, str) and is_path:
             tree[section][key] = str((base / value).resolve())
-    for section, key in (("reward", "function"), ("schedule", "name")):
-        value = _get(tree, section, key)
-        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
-            tree[section][key] = str((base / value).resolve())
-
-
-def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return the value of a key. A section that is not a table is left to the validation."""
-    table = tree.get(section)
-    return table.get(key) if isinstance(table, dict) else None
