@@ -147,7 +147,8 @@ def changed_keys(old: str, config: RunConfig) -> tuple[list[Change], list[Change
         The changes that a resumed run may have, and those that it may not have.
     """
     before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
-    allowed, refused = [], []
+    allowed: list[Change] = []
+    refused: list[Change] = []
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             may_change = any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
@@ -244,7 +245,7 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    """Resolve paths, and the files in 'path/to/file.py:name'. What is no section is left to the validation."""
+    """Resolve paths, and the files in 'path/to/file.py:name'. The validation refuses what is no section."""
     paths = (("model", "path"), ("data", "path"), ("data", "eval_path"))
     for section, key in (*paths, ("reward", "function"), ("schedule", "name")):
         table = tree.get(section)
