@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import Books, GroupRow, Origin, SampleRow
+from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.open import open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
@@ -140,9 +140,9 @@ def _balance(books: Books, num_generated: int) -> Balance:
     totals, held = totals_of(books), held_tokens_of(books)
     living = [group for group in books.groups.values() if group.fate is None]
     undone = [training for training in books.trainings.values() if training.undone is not None]
-    fates = (totals.groups[fate] for fate in ("trained", "filtered", "dropped"))
+    groups = totals.groups
     return Balance(
-        Prompts(totals.num_drawn, *fates, len(living)),
+        Prompts(totals.num_drawn, groups["trained"], groups["filtered"], groups["dropped"], len(living)),
         Tokens(
             generated=num_generated,
             trained=totals.trained_tokens,
@@ -152,10 +152,7 @@ def _balance(books: Books, num_generated: int) -> Balance:
             unwritten=num_generated - totals.num_known_tokens - held,
             trained_again=sum(books.samples[training.id].num_tokens for training in undone),
         ),
-        [
-            Life(*msgspec.structs.astuple(row)[:6], sum(training.life == row.life for training in undone))
-            for row in books.lives.values()
-        ],
+        [_life(row, sum(training.life == row.life for training in undone)) for row in books.lives.values()],
         [
             Checkpoint(mark.checkpoint, mark.round, mark.version, mark.step)
             for mark in books.marks
@@ -163,6 +160,10 @@ def _balance(books: Books, num_generated: int) -> Balance:
         ],
         [_living(books, group) for group in living[:NUM_OLDEST]],
     )
+
+
+def _life(row: LifeRow, undone: int) -> Life:
+    return Life(row.life, row.parent, row.round, row.version, row.step, row.crash_tokens, undone)
 
 
 def _living(books: Books, row: GroupRow) -> LivingGroup:
