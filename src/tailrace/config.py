@@ -23,6 +23,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
+from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
@@ -33,7 +34,7 @@ _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 MAY_CHANGE = (
-    *("run.rounds", "run.eval_*", "run.checkpoint_every", "run.patience_s", "run.give_up_s"),
+    *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -77,6 +78,7 @@ class RunConfig(Settings):
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
     ledger: LedgerSettings = LedgerSettings()
+    record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()
 
     @model_validator(mode="after")
@@ -105,7 +107,11 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError("CONFIG", str(path), "there is no such file", "name a TOML file") from None
+        there = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))[:5])
+        remedy = f"choose from {there}" if there else "name a TOML file"
+        raise ConfigError("CONFIG", str(path), "there is no such file", remedy) from None
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except tomllib.TOMLDecodeError as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)
@@ -245,11 +251,17 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    """Resolve paths, and the files in 'path/to/file.py:name'. The validation refuses what is no section."""
     paths = (("model", "path"), ("data", "path"), ("data", "eval_path"))
-    for section, key in (*paths, ("reward", "function"), ("schedule", "name")):
+    functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
+    for section, key in (*paths, *functions):
         table = tree.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        is_path = (section, key) in paths or str(value).partition(":")[0].endswith(".py")
-        if isinstance(value, str) and is_path:
-            tree[section][key] = str((base / value).resolve())
+        if isinstance(table, dict) and key in table:
+            table[key] = _absolute(table[key], base, is_path=(section, key) in paths)
+
+
+def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:
+    """Resolve a path, or the file in 'path/to/file.py:name'. The validation refuses other types."""
+    if isinstance(value, list):
+        return [_absolute(each, base, is_path=is_path) for each in value]
+    has_path = is_path or str(value).partition(":")[0].endswith(".py")
+    return str((base / value).resolve()) if isinstance(value, str) and has_path else value

@@ -109,7 +109,9 @@ def next_life(
     life = max(books.lives) + 1
     base = _base(books, checkpoints)
     rows: list[Row] = [
-        replace(mark, undone=life) for mark in books.marks if mark.undone is None and mark.round > base.round
+        replace(mark, undone=life)
+        for mark in books.marks
+        if mark.undone is None and _place(mark) > _place(base)
     ]
     rows += _roll_back(books, base, life)
     totals = totals_of(books)
@@ -171,7 +173,12 @@ def held_tokens_of(books: Books) -> int:
 
 def _base(books: Books, checkpoints: Path) -> MarkRow:
     marks = [mark for mark in books.marks if mark.undone is None and (checkpoints / mark.checkpoint).is_dir()]
-    return max(marks, key=lambda mark: mark.round, default=MarkRow(1, 0, 0, 0, "", "[]"))
+    return max(marks, key=_place, default=MarkRow(1, 0, 0, 0, "", "[]"))
+
+
+def _place(mark: MarkRow) -> tuple[int, int]:
+    """Return the place of a mark in the run. Of two marks in a round the one with more steps is newer."""
+    return mark.round, mark.step
 
 
 def _roll_back(books: Books, base: MarkRow, life: int) -> list[Row]:
