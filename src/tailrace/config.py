@@ -92,7 +92,7 @@ class RunConfig(Settings):
 
     def to_json(self) -> str:
         """Return the resolved config as JSON, for the ledger."""
-        return self.model_dump_json()
+        return json.dumps(self.model_dump(mode="json"))
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:

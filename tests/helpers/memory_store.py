@@ -1,4 +1,4 @@
-"""A store in memory, and a writer without a thread: a run in virtual time is killed and resumed in one process."""
+"""A store in memory and a writer without a thread: a run in virtual time can be killed and resumed."""
 
 import asyncio
 from typing import Any

@@ -58,11 +58,11 @@ class Journal:
         self._ledger = ledger
 
     def settle(self, sample: Sample, step: int | None) -> None:
-        """Record that a sample has its fate. `step`: the optimizer step that trained it; None: waste."""
+        """Record the fate of a sample. `step`: the optimizer step that trained it; None: waste."""
         self._settled.append((sample, step))
 
     def end(self, group: Group, reason: str) -> None:
-        """Record that a group has its fate."""
+        """Record the fate of a group."""
         self._ended.append((group, reason))
 
     async def mark(

@@ -96,8 +96,7 @@ def next_life(
 
     Args:
         name: name of the ledger, for errors.
-        config: the resolved config of the new life, as JSON. The caller has checked that it continues the
-            run.
+        config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
         checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
         prompt_of: returns the prompt of an index.
@@ -108,23 +107,17 @@ def next_life(
     """
     life = max(books.lives) + 1
     base = _base(books, checkpoints)
-    rows: list[Row] = [
-        replace(mark, undone=life)
-        for mark in books.marks
-        if mark.undone is None and _place(mark) > _place(base)
-    ]
+    later = [mark for mark in books.marks if mark.undone is None and _place(mark) > _place(base)]
+    rows: list[Row] = [replace(mark, undone=life) for mark in later]
     rows += _roll_back(books, base, life)
-    totals = totals_of(books)
-    known = totals.num_known_tokens + held_tokens_of(books)
+    known = totals_of(books).num_known_tokens + held_tokens_of(books)
     if known > num_generated:
         raise LedgerError(
             f"{name} knows of {known} tokens and the engines counted {num_generated}: the counts beside it "
             "are missing or older; restore the whole output directory, or begin a new run in another one"
         )
-    crash = num_generated - known
-    born = LifeRow(life, base.life, base.round, base.version, base.step, crash, config)
+    born = LifeRow(life, base.life, base.round, base.version, base.step, num_generated - known, config)
     books.lives[life] = born
-    totals.wasted_tokens.update({"crash": crash} if crash else {})
     starting_point = StartingPoint(
         books.run,
         life=life,
@@ -133,7 +126,7 @@ def next_life(
         step=base.step,
         checkpoint=base.checkpoint or None,
         num_generated=num_generated,
-        totals=totals,
+        totals=totals_of(books),
         longest=msgspec.json.decode(base.longest, type=dict[int, int]),
         steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
         marks=[base] if base.checkpoint else [],
@@ -144,9 +137,8 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(
-        starting_point, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed
-    )
+    parked = msgspec.json.decode(base.partial_rollouts, type=list[int])
+    _Restoration(starting_point, books, prompt_of, seed).restore(parked)
     return starting_point
 
 
@@ -233,78 +225,70 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
     return members
 
 
-def _revive(
-    starting_point: StartingPoint,
-    books: Books,
-    partial_rollouts: Sequence[int],
-    prompt_of: Callable[[int], Prompt],
-    seed: int,
-) -> None:
-    """Restore each group without a fate: parked, or among the interrupted ones in the order drawn."""
-    members = _members(books)
-    living = {
-        row.prompt: _group(starting_point, books, row, members[row.prompt], prompt_of(row.prompt), seed)
-        for row in books.groups.values()
-        if row.fate is None
-    }
-    starting_point.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
-    starting_point.interrupted = list(living.values())
+@dataclass(frozen=True, slots=True)
+class _Restoration:
+    """Restores the groups without a fate into a starting point."""
 
+    starting_point: StartingPoint
+    books: Books
+    prompt_of: Callable[[int], Prompt]
+    seed: int
 
-def _group(
-    starting_point: StartingPoint,
-    books: Books,
-    row: GroupRow,
-    members: Sequence[SampleRow],
-    prompt: Prompt,
-    seed: int,
-) -> Group:
-    group = Group(
-        prompt,
-        row.num_required,
-        [],
-        num_launched=row.num_launched,
-        attempt=row.attempt,
-        deferrals=row.deferrals,
-    )
-    group.round_drawn = row.round
-    kept = msgspec.json.decode(row.kept, type=list[int])
-    rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
-    samples = {
-        number: _sample(starting_point, books, sample, group, seed)
-        for number, sample in rows.items()
-        if sample.fate is None or number in kept
-    }
-    unseen = set() if rows else range(row.num_launched)  # this roll-back restarted it
-    for number in unseen:
-        id = SampleId(row.prompt, row.attempt, number)
-        samples[number] = Sample(id, group, seed=noise_seed(seed, id))
-    group.samples = [samples[number] for number in sorted(samples)]
-    group.kept = [samples[number] for number in kept]
-    starting_point.rows[group] = row
-    return group
+    def restore(self, partial_rollouts: Sequence[int]) -> None:
+        """Restore each group: parked, or among the interrupted ones in the order drawn."""
+        members, groups = _members(self.books), self.books.groups.values()
+        living = {row.prompt: self._group(row, members[row.prompt]) for row in groups if row.fate is None}
+        parked = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
+        self.starting_point.partial_rollouts = parked
+        self.starting_point.interrupted = list(living.values())
 
+    def _group(self, row: GroupRow, members: Sequence[SampleRow]) -> Group:
+        group = Group(
+            self.prompt_of(row.prompt),
+            row.num_required,
+            [],
+            num_launched=row.num_launched,
+            attempt=row.attempt,
+            round_drawn=row.round,
+            deferrals=row.deferrals,
+        )
+        self.starting_point.rows[group] = row
+        stored = {sample.number: sample for sample in members if sample.attempt == row.attempt}
+        if not stored:  # this roll-back restarted the group
+            ids = [SampleId(row.prompt, row.attempt, number) for number in range(row.num_launched)]
+            group.samples = [Sample(id, group, seed=noise_seed(self.seed, id)) for id in ids]
+            return group
+        kept = msgspec.json.decode(row.kept, type=list[int])
+        samples = {
+            number: self._sample(sample, group)
+            for number, sample in sorted(stored.items())
+            if sample.fate is None or number in kept
+        }
+        group.samples = list(samples.values())
+        group.kept = [samples[number] for number in kept]
+        return group
 
-def _sample(starting_point: StartingPoint, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
-    sample = Sample(
-        row.id,
-        group,
-        seed=noise_seed(seed, row.id),
-        finish_reason=row.finish_reason,
-        reference_logprobs=list(array("f", row.reference_logprobs)),
-        text=row.text,
-        reward=row.reward,
-        failure=row.failure,
-        fate=row.fate,
-    )
-    starting_point.origins[sample] = row.origins
-    here = (starting_point.life, starting_point.version)
-    for origin in row.origins:
-        age = distance(books.lives, here, (origin.life, origin.version))
-        sample.grow(origin.num_tokens, starting_point.version - age)
-        if age != starting_point.version - origin.version:
-            starting_point.dead.add(group)
-    for tokens in books.tokens.get(row.id, ()):
-        sample.completion_ids.extend(array("i", tokens.ids))
-        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
-    return sample
+    def _sample(self, row: SampleRow, group: Group) -> Sample:
+        start = self.starting_point
+        sample = Sample(
+            row.id,
+            group,
+            seed=noise_seed(self.seed, row.id),
+            finish_reason=row.finish_reason,
+            reference_logprobs=list(array("f", row.reference_logprobs)),
+            text=row.text,
+            reward=row.reward,
+            failure=row.failure,
+            fate=row.fate,
+        )
+        start.origins[sample] = row.origins
+        for origin in row.origins:
+            publication = (origin.life, origin.version)
+            age = distance(self.books.lives, (start.life, start.version), publication)
+            sample.grow(origin.num_tokens, start.version - age)
+            if age != start.version - origin.version:
+                start.dead.add(group)
+        for tokens in self.books.tokens.get(row.id, ()):
+            sample.completion_ids.extend(array("i", tokens.ids))
+            sample.behavior_logprobs.extend(array("f", tokens.logprobs))
+        return sample

@@ -51,7 +51,7 @@ class RedisStore:
             LedgerError: the server holds a ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
-        if store.rows(RunRow):
+        if store.has_tables:
             raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
         return store
 
@@ -63,9 +63,14 @@ class RedisStore:
             LedgerError: the server holds no ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
-        if not store.rows(RunRow):
+        if not store.has_tables:
             raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
         return store
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether a run has written to it."""
+        return bool(self.rows(RunRow))
 
     def commit(self, cut: Cut) -> None:
         with self._explained("cannot be written", "check the server, then --resume"):
