@@ -7,7 +7,7 @@ import torch
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.model import DTYPES, PolicyModel
+from tailrace.trainer.model import PolicyModel
 from tailrace.types import SampleId
 
 
@@ -24,8 +24,7 @@ class TorchReference:
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
+        policy = PolicyModel.load(path, settings, temperature=temperature)
         return cls(policy, settings.max_tokens_per_microbatch)
 
     @torch.no_grad()

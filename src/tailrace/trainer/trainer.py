@@ -12,6 +12,7 @@ gradient, and ranks may have unequal shares or none. A critic is treated alike.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,14 +28,14 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.checkpoint import TrainerState
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
-from tailrace.trainer.model import DTYPES, PolicyModel
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.step_statistics import StepStatistics
 
 
 class TorchTrainer:
-    """One rank. If torch.distributed is initialised, all ranks call `step` together."""
+    """One rank, made by `load`. If torch.distributed is initialised, all ranks call `step` together."""
 
     def __init__(
         self,
@@ -42,30 +43,21 @@ class TorchTrainer:
         critic: Critic | None,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
-        *,
         max_completion_tokens: int,
-        model_folder: Path,
+        *,
+        tokenizer_from: Path,
     ) -> None:
-        """
-        Args:
-            policy: the model to train.
-            critic: for advantages by gae.
-            settings: of the trainer.
-            algorithm: the loss.
-            max_completion_tokens: length limit of a completion.
-            model_folder: the folder that the model was loaded from; its tokenizer is copied to checkpoints.
-        """
         self._policy, self._critic = policy, critic
         self._settings, self._algorithm = settings, algorithm
-        self._model_folder = model_folder
+        self._tokenizer_from = tokenizer_from
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._forward_backward = ForwardBackward(
             policy,
             critic,
             self._published,
             algorithm,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            max_completion_tokens=max_completion_tokens,
+            settings.max_tokens_per_microbatch,
+            max_completion_tokens,
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device)
@@ -87,7 +79,7 @@ class TorchTrainer:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one.
 
         Args:
-            path: the folder.
+            path: the folder. Its tokenizer is copied to checkpoints.
             settings: of the trainer.
             algorithm: the loss.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
@@ -96,24 +88,14 @@ class TorchTrainer:
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
-        critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
-        return cls(
-            policy,
-            critic,
-            settings,
-            algorithm,
-            max_completion_tokens=max_completion_tokens,
-            model_folder=path,
-        )
+        policy = PolicyModel.load(path, settings, temperature=temperature)
+        critic = Critic.load(path, settings) if algorithm.advantage == "gae" else None
+        return cls(policy, critic, settings, algorithm, max_completion_tokens, tokenizer_from=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
-        """Add the gradients of units to their sum. The weights do not change.
+        """Add the gradients of units to their sum, as `base.Trainer.accumulate`.
 
-        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step. This
-        depends on the order of the units only: the same units in the same order give bit-identical
-        gradients, whatever the number of calls.
+        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step.
         """
         for unit in units:
             self._statistics.add_unit(unit)
@@ -181,7 +163,7 @@ class TorchTrainer:
         started = time.perf_counter()
         weights = squares = 0.0
         num_tokens = 0
-        samples = [sample for unit in units for sample in unit]
+        samples = list(chain.from_iterable(units))
         for batch in self._policy.micro_batches(samples, self._settings.max_tokens_per_microbatch):
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
             weights, squares = weights + float(sums.weights), squares + float(sums.squares)
@@ -213,7 +195,7 @@ class TorchTrainer:
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.state() if self._critic else None
         state = TrainerState(self._optimizer.state(), states, critic)
-        checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._model_folder)
+        checkpoint.write(folder, self._policy.model, state, self._tokenizer_from)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
