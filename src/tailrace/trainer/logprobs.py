@@ -49,7 +49,7 @@ def token_logprobs(
         return TokenLogProbs(*_chunk(hidden, targets, *others))
     parts = [
         checkpoint(_chunk, *chunk, *others, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
+        for chunk in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return TokenLogProbs(torch.cat(logprobs), torch.cat(entropies))
