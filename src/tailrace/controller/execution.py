@@ -12,7 +12,7 @@ from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
-from tailrace.types import Group
+from tailrace.rollout.pool import ComputeAdvantages
 
 
 async def execute(
@@ -21,7 +21,7 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    compute_advantages: Callable[[Group], str | None] = GRPO,
+    compute_advantages: ComputeAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
     journal: Journal | NullJournal | None = None,
@@ -36,16 +36,9 @@ async def execute(
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            run = Run(
-                parts,
-                settings,
-                recorder,
-                tasks,
-                compute_advantages=compute_advantages,
-                folder=folder,
-                starting_point=starting_point,
-                journal=journal,
-            )
+            beginning = starting_point or StartingPoint()
+            journal = journal or NullJournal()
+            run = Run(parts, settings, recorder, tasks, compute_advantages, folder, beginning, journal)
             try:
                 await schedule(run)
                 await run.finish()

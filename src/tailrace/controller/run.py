@@ -13,13 +13,12 @@ resumed run starts there. What a schedule carries from one round to the next is 
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.prompts import PromptSource
@@ -34,7 +33,7 @@ from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
-from tailrace.rollout.pool import Pool
+from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
@@ -49,13 +48,11 @@ class Run:
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
-        *,
-        compute_advantages: Callable[[Group], str | None] = GRPO,
-        folder: Path | None = None,
-        starting_point: StartingPoint | None = None,
-        journal: Journal | NullJournal | None = None,
+        compute_advantages: ComputeAdvantages,
+        folder: Path | None,
+        starting_point: StartingPoint,
+        journal: Journal | NullJournal,
     ) -> None:
-        starting_point = starting_point or StartingPoint()
         self.group_size = settings.group_size
         """Samples of one prompt (K)."""
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
@@ -66,26 +63,17 @@ class Run:
         self._lags = Lags()
         self._update: WeightUpdate | None = None
         self._generated_before = starting_point.num_generated - self._num_generated()
-        self._journal = journal or NullJournal()
-        self._ledger = Ledger(recorder, starting_point.totals, self._journal)
-        self._journal.follow(self._ledger)
+        self._journal = journal
+        self._ledger = Ledger(recorder, starting_point.totals, journal)
+        journal.follow(self._ledger)
         self.history = History(starting_point.longest)
-        self.parked, self._interrupted = (
-            PartialRolloutBuffer(starting_point.partial_rollouts),
-            starting_point.interrupted,
-        )
+        self.parked = PartialRolloutBuffer(starting_point.partial_rollouts)
+        self._interrupted = starting_point.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
-        self._checkpoints = Checkpoints(
-            parts,
-            settings,
-            self._ledger,
-            self._journal,
-            recorder,
-            folder=folder,
-            newest=starting_point.checkpoint,
-        )
+        every, newest = settings.checkpoint_every, starting_point.checkpoint
+        self._checkpoints = Checkpoints(parts.trainer, every, self._ledger, journal, recorder, folder, newest)
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(
             tasks,
@@ -98,17 +86,15 @@ class Run:
             compute_advantages=compute_advantages,
         )
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
-        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]
+        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
     def promise(self, *, staleness: float) -> None:
         """Promise a bound on the age of trained tokens, asserted on every trained token.
 
-        A schedule that promises nothing is refused before it starts.
-
-        Args:
-            staleness: publications; 0 is on-policy, math.inf is no bound.
+        A schedule that promises nothing is refused before it starts. `staleness` counts publications; 0 is
+        on-policy, math.inf is no bound.
         """
         self.promised = staleness
 
