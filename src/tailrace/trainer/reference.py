@@ -30,9 +30,8 @@ class TorchReference:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """Compute the log-probs of each sample's completion tokens, in the order of the samples."""
-        found: dict[SampleId, list[float]] = {sample.id: [] for sample in samples}
+        found: dict[SampleId, list[float]] = {}
         for batch in self._policy.micro_batches(samples, self._max_tokens):
-            logprobs = self._policy.logprobs(batch).logprobs
-            for sample, part in zip(batch.ids, torch.split(logprobs, batch.num_tokens.tolist()), strict=True):
-                found[sample] = part.tolist()
-        return [found[sample.id] for sample in samples]
+            parts = torch.split(self._policy.logprobs(batch).logprobs, batch.num_tokens.tolist())
+            found |= zip(batch.ids, (part.tolist() for part in parts), strict=True)
+        return [found.get(sample.id, []) for sample in samples]

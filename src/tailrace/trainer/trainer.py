@@ -48,16 +48,11 @@ class TorchTrainer:
         tokenizer_from: Path,
     ) -> None:
         self._policy, self._critic = policy, critic
-        self._settings, self._algorithm = settings, algorithm
-        self._tokenizer_from = tokenizer_from
+        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, tokenizer_from
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
+        self._max_tokens = settings.max_tokens_per_microbatch
         self._forward_backward = ForwardBackward(
-            policy,
-            critic,
-            self._published,
-            algorithm,
-            settings.max_tokens_per_microbatch,
-            max_completion_tokens,
+            policy, critic, self._published, algorithm, self._max_tokens, max_completion_tokens
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device)
@@ -105,8 +100,7 @@ class TorchTrainer:
                 self._compute_waiting()
 
     def step(self) -> StepStats:
-        """Divide the gradient by its count, clip it, and do one optimizer step. A gradient that is not finite
-        is discarded.
+        """One optimizer step, as `base.Trainer.step`.
 
         Returns:
             Statistics of all ranks, but for `samples` and `compute_s`, which are those of this rank.
@@ -131,8 +125,8 @@ class TorchTrainer:
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
         self._weights_published = False
         self._synchronize()
-        num_tokens = max(1, totals.num_tokens)
-        sums = totals.sums
+        sums, num_tokens = totals.sums, max(1, totals.num_tokens)
+        mismatch_tokens = sums.engine_mismatch_tokens
         return StepStats(
             num_steps=self._optimizer.num_steps,
             samples=tuple(statistics.samples),
@@ -144,9 +138,7 @@ class TorchTrainer:
             entropy=sums.entropy / num_tokens,
             clip_ratio=sums.clipped / num_tokens,
             kl=sums.kl / num_tokens,
-            engine_mismatch_kl=(
-                sums.engine_mismatch_kl / sums.engine_mismatch_tokens if sums.engine_mismatch_tokens else None
-            ),
+            engine_mismatch_kl=sums.engine_mismatch_kl / mismatch_tokens if mismatch_tokens else None,
             ess=effective_sample_size(sums.weights, sums.squares, totals.num_tokens),
             reference_kl=sums.reference_kl / num_tokens,
             value_loss=sums.value_loss / count,
@@ -164,7 +156,7 @@ class TorchTrainer:
         weights = squares = 0.0
         num_tokens = 0
         samples = list(chain.from_iterable(units))
-        for batch in self._policy.micro_batches(samples, self._settings.max_tokens_per_microbatch):
+        for batch in self._policy.micro_batches(samples, self._max_tokens):
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
             weights, squares = weights + float(sums.weights), squares + float(sums.squares)
             num_tokens += len(batch.targets)
@@ -185,11 +177,7 @@ class TorchTrainer:
         return self.state()
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, complete or not at all. Accumulated gradients are not in it.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write a checkpoint without the accumulated gradients; raises as `checkpoint.write`."""
         states = {"cpu": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
@@ -199,11 +187,7 @@ class TorchTrainer:
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
-        discarded.
-
-        Raises:
-            CheckpointError: it is damaged or belongs to another model.
-        """
+        discarded. Raises as `checkpoint.read`."""
         critic = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy.model, critic=critic)
         self._optimizer.restore(state.optimizer)
