@@ -1,5 +1,6 @@
 """Checkpoints and evaluations, which stand between the rounds of a run."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,26 +10,39 @@ from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.state import RunState
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.router import Router
-from tailrace.trainer.base import Trainer
 from tailrace.types import Group
 
 
-@dataclass(slots=True)
 class Checkpoints:
-    """Saves the trainer and marks the ledger, every `every` rounds and at the end of the run."""
+    """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
+    an interruption.
 
-    trainer: Trainer
-    every: int
-    ledger: Ledger
-    journal: Journal | NullJournal
-    recorder: Recorder
-    folder: Path | None
-    """Where checkpoints go; None: none are written."""
-    newest: str | None
-    """Name of the newest checkpoint."""
+    Args:
+        folder: where checkpoints go; None: none are written.
+        start: the checkpoint that the run was resumed from, and its round and optimizer steps.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: RunSettings,
+        ledger: Ledger,
+        journal: Journal | NullJournal,
+        recorder: Recorder,
+        *,
+        folder: Path | None,
+        start: StartingPoint,
+    ) -> None:
+        self._parts, self._settings, self._ledger = parts, settings, ledger
+        self._journal, self._recorder, self._folder = journal, recorder, folder
+        self.newest = folder / start.checkpoint if folder and start.checkpoint and start.step else None
+        """The newest checkpoint that has an optimizer step; None: there is none."""
+        self._saved_at = (start.round if start.checkpoint else -1, start.step)
+        """Round and optimizer steps of the newest checkpoint."""
 
     async def save_if_due(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
@@ -40,24 +54,55 @@ class Checkpoints:
             longest: the longest response of each row of the data (rollout/history.py).
             last: the run ends here: a checkpoint is always due.
         """
-        name = f"round_{state.round:06d}"
-        due = last or (self.every > 0 and state.round % self.every == 0)
-        if not self.folder or not due or name == self.newest:
+        every = self._settings.checkpoint_every
+        due = last or (every > 0 and state.round % every == 0)
+        if due and (state.round, state.num_steps) != self._saved_at:
+            await self._save(f"round_{state.round:06d}", state, state.version, parked, longest)
+
+    async def save_mid_round(
+        self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int]
+    ) -> None:
+        """Save a checkpoint unless the newest one has all optimizer steps.
+
+        The resumed run publishes the saved weights as the version of the mark, and begins the round again.
+        After a step since the last publication these weights are a new version, so that tokens of the
+        published one count as older.
+        """
+        if state.num_steps == self._saved_at[1]:
             return
-        folder = self.folder / name
-        await self.trainer.save(folder)
-        await self.journal.mark(
+        is_published = state.steps_at[state.version] == state.num_steps
+        version = state.version if is_published else state.version + 1
+        name = f"round_{state.round:06d}_step_{state.num_steps:06d}"
+        await self._save(name, state, version, parked, longest)
+
+    async def _save(
+        self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
+    ) -> None:
+        if self._folder is None:
+            return
+        folder = self._folder / name
+        await self._parts.trainer.save(folder)
+        await self._journal.mark(
             name,
             round=state.round,
-            version=state.version,
+            version=version,
             step=state.num_steps,
             parked=parked,
             longest=longest,
-            steps_at=state.steps_at,
+            steps_at={**state.steps_at, version: state.num_steps},
         )
-        self.newest = name
-        num_drawn = self.ledger.totals.num_drawn
-        self.recorder.emit(Saved(clock.now(), state.round, str(folder), state.version, num_drawn))
+        self.newest = folder if state.num_steps else None
+        self._saved_at = (state.round, state.num_steps)
+        self._delete_old(folder)
+        num_drawn = self._ledger.totals.num_drawn
+        self._recorder.emit(Saved(clock.now(), state.round, str(folder), version, num_drawn))
+
+    def _delete_old(self, newest: Path) -> None:
+        if (keep := self._settings.keep_checkpoints) is None:
+            return
+        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
+        for old in others[: len(others) - keep + 1]:
+            shutil.rmtree(old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +121,14 @@ class Evaluations:
         every = settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
-        samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, round)
-        result = await evaluate(samples, self.router, parts.rewards)
-        self.ledger.totals.evaluated_tokens += result.num_tokens
+        samples = held_out_samples(
+            parts.held_out, settings.eval_prompts, settings.seed, round, greedy=settings.eval_greedy
+        )
+        try:
+            result = await evaluate(samples, self.router, parts.rewards)
+        finally:  # also when it is interrupted
+            self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         mean_tokens = result.num_tokens / len(samples)
-        self.recorder.emit(Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens))
+        self.recorder.emit(
+            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples)
+        )

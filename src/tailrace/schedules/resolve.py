@@ -54,9 +54,18 @@ def resolve(config: RunConfig) -> BoundSchedule:
     check_parameter_names(config)
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
-    schedule = _find(name)
-    bound = partial(schedule, **_checked(schedule, {key: section[key] for key in section if key != "name"}))
-    _rehearse(bound, config.run)
+    parameters = {key: value for key, value in section.items() if key != "name"}
+    return bind(_find(name), parameters, config.run)
+
+
+def bind(schedule: Schedule, parameters: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
+    """A schedule with its parameters, rehearsed.
+
+    Raises:
+        ConfigError: the parameters do not fit the schedule or one another.
+    """
+    bound = partial(schedule, **_checked(schedule, parameters))
+    _rehearse(bound, settings)
     return bound
 
 
@@ -79,11 +88,11 @@ def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> No
     Raises:
         ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
     """
-    own = config.schedule.get("name")
-    parameters = chain.from_iterable(_parameters_of(_find(name)) for name in (own, *compared))
+    schedules = map(_find, (config.schedule.get("name"), *compared))
+    parameters = chain.from_iterable(map(_parameters_of, schedules))
     _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])
     for name, section in config.schedules.items():
-        if ":" not in name or name == own:  # a file need not be importable while another schedule runs
+        if ":" not in name:  # a file need not be importable while another schedule runs
             _check_keys(f"schedules.{name}", section, [*_parameters_of(_find(name, f"schedules.{name}"))])
 
 
@@ -116,7 +125,9 @@ def _find(name: object, key: str = "schedule.name") -> Schedule:
 
 def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given parameters, as the types of the signature."""
-    for name, parameter in _parameters_of(schedule).items():
+    parameters = _parameters_of(schedule)
+    _check_keys("schedule", given, [*parameters])
+    for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:
             raise ConfigError(f"schedule.{name}", None, "it is missing", "set it")
     hints = get_type_hints(schedule, include_extras=True)
