@@ -27,7 +27,7 @@ async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = T
     job = StandInJob.model_validate({"manner": manner})
     worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, threads=3, pin=pin)
     if ready:
-        await worker.answered(Ready, "the stand-in")
+        await worker.answered(worker.next_answer(), Ready, "start")
     return worker
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.messages import BadConfig
+from tailrace.workers.messages import Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
 Job = TypeVar("Job", bound=Settings)
@@ -72,5 +72,5 @@ def config_errors_sent(channel: WorkerChannel[Any]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        channel.send(BadConfig.of(error))
+        channel.send(Refused.of(error))
         sys.exit(2)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
@@ -17,7 +17,7 @@ from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.counter import COUNTS_FOLDER
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, ReferenceJob, ScorerJob, TrainerJob
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.process import RemoteWorker, WorkerProcess
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.trainer import RemoteTrainer
@@ -34,15 +34,7 @@ class Workers:
     """None where the algorithm needs no reference model."""
 
 
-class _Worker(Protocol):
-    process: WorkerProcess
-
-    async def ready(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-W = TypeVar("W", bound=_Worker)
+W = TypeVar("W", bound=RemoteWorker[Any])
 
 
 @asynccontextmanager
@@ -81,7 +73,7 @@ async def open_local(
     reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
     scorer_job = ScorerJob(reward=reward, data=data)
     names = [f"engine-{number}" for number in range(engine.replicas)]
-    started: list[_Worker] = []
+    started: list[RemoteWorker[Any]] = []
 
     def engine_job(name: str) -> EngineJob:
         count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
@@ -94,17 +86,25 @@ async def open_local(
 
     try:
         engines = [
-            await start(RemoteEngine.spawn(name, engine_job(name), logs=logs, pin=pin))
+            await start(
+                RemoteEngine.spawn(name, engine_job(name), logs=logs, threads=engine.threads, pin=pin)
+            )
             for name, pin in zip(names, cpus, strict=False)
         ]
-        remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
+        remote_trainer = await start(
+            RemoteTrainer.spawn(
+                "trainer", trainer_job, logs=logs, threads=trainer.threads, pin=cpus[len(engines)]
+            )
+        )
         scorers = [
             await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
             for number in range(reward.workers)
         ]
         reference = None
         if algorithm.needs_reference:
-            reference = await start(RemoteReference.spawn(reference_job, logs=logs))
+            reference = await start(
+                RemoteReference.spawn("reference", reference_job, logs=logs, threads=trainer.threads)
+            )
         await asyncio.gather(*(worker.ready() for worker in started))
         async with ended_by_death([worker.process for worker in started]):
             rewards = RewardPool(scorers, tokenizer, reward)

@@ -18,6 +18,7 @@ from tailrace.workers.messages import (
     FromTrainer,
     Publish,
     Published,
+    Ready,
     Refused,
     Restore,
     Save,
@@ -25,7 +26,6 @@ from tailrace.workers.messages import (
     Stepped,
     ToTrainer,
     TrainerJob,
-    TrainerReady,
 )
 
 
@@ -52,14 +52,8 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
     return Done()
 
 
-def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> None:
-    """Load the model and execute messages until the controller closes the channel.
-
-    Args:
-        job: what to train.
-        channel: to the controller.
-        folder: for published weights, in shared memory.
-    """
+def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], shared: SharedWeights) -> None:
+    """Load the model and execute messages until the controller closes the channel."""
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
             job.model,
@@ -68,8 +62,7 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> N
             temperature=job.sampling.temperature,
             max_completion_tokens=job.sampling.max_completion_tokens,
         )
-    shared = SharedWeights(folder)
-    channel.send(TrainerReady(str(folder)))
+    channel.send(Ready())
     for message in channel:
         try:
             channel.send(execute(message, trainer, shared))
@@ -78,11 +71,10 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> N
 
 
 def main() -> None:
-    """The entry point of the process."""
     end, job = begin(TrainerJob)
     with own_folder() as folder:
         end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
-        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), folder)
+        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), SharedWeights(folder))
 
 
 if __name__ == "__main__":
