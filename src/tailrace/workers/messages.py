@@ -23,7 +23,14 @@ from tailrace.weights.base import Weights
 _Plain = str | int | float | None
 
 
-class EngineJob(Settings):
+class Job(Settings):
+    """What a worker does."""
+
+    threads: int = 1
+    """Threads that torch and BLAS libraries use."""
+
+
+class EngineJob(Job):
     """Serve a model."""
 
     model: Path
@@ -35,7 +42,7 @@ class EngineJob(Settings):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
-class TrainerJob(Settings):
+class TrainerJob(Job):
     """Train a model."""
 
     model: Path
@@ -44,7 +51,7 @@ class TrainerJob(Settings):
     sampling: SamplingSettings
 
 
-class ReferenceJob(Settings):
+class ReferenceJob(Job):
     """Compute log-probs of samples under a frozen model."""
 
     model: Path
@@ -54,7 +61,7 @@ class ReferenceJob(Settings):
     """Sampling temperature."""
 
 
-class ScorerJob(Settings):
+class ScorerJob(Job):
     """Call a reward function."""
 
     reward: RewardSettings
@@ -90,9 +97,6 @@ class Done(msgspec.Struct, tag=True):
     """What was asked is done."""
 
 
-# -- engine -----------------------------------------------------------------------------------------
-
-
 class Abort(msgspec.Struct, tag=True):
     """End a request now. Answered by its id in a Report, after its last output."""
 
@@ -118,9 +122,6 @@ ToEngine = GenerationRequest | Abort | Load
 FromEngine = Ready | Refused | Report | Done
 
 
-# -- trainer ----------------------------------------------------------------------------------------
-
-
 class Accumulate(msgspec.Struct, tag=True):
     """Add the gradients of units to their sum. Answered by Done."""
 
@@ -134,8 +135,6 @@ class Ess(msgspec.Struct, tag=True):
 
 
 class EssOf(msgspec.Struct, tag=True):
-    """The answer to Ess."""
-
     share: float
 
 
@@ -162,22 +161,15 @@ class Restore(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """The answer to Step."""
-
     stats: StepStats
 
 
 class Published(msgspec.Struct, tag=True):
-    """The answer to Publish."""
-
     weights: Weights
 
 
 ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
 FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published
-
-
-# -- reference ---------------------------------------------------------------------------------------
 
 
 class Refer(msgspec.Struct, tag=True):
@@ -187,16 +179,11 @@ class Refer(msgspec.Struct, tag=True):
 
 
 class Referred(msgspec.Struct, tag=True):
-    """The answer to Refer."""
-
     logprobs: list[float]
     """[num_tokens]"""
 
 
 FromReference = Ready | Refused | Referred
-
-
-# -- scorer -----------------------------------------------------------------------------------------
 
 
 class Score(msgspec.Struct, tag=True):
@@ -208,7 +195,7 @@ class Score(msgspec.Struct, tag=True):
 
 
 class Serving(msgspec.Struct, tag=True):
-    """A process is ready for calls."""
+    """A new process is ready for calls."""
 
     pid: int
     """The process, and the process group that it leads."""

@@ -20,14 +20,13 @@ import msgspec
 
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
-from tailrace.settings import Settings
 from tailrace.workers.channel import ControllerChannel
 from tailrace.workers.exits import exit_cause, kill_group
-from tailrace.workers.messages import Ready, Refused
+from tailrace.workers.messages import Job, Ready, Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
-Job = TypeVar("Job", bound=Settings)
+JobT = TypeVar("JobT", bound=Job)
 
 LAST_WORDS_BYTES = 4096
 """The end of a worker's log that WorkerDied shows."""
@@ -68,11 +67,10 @@ class WorkerProcess:
         cls,
         name: str,
         module: str,
-        job: Settings,
+        job: Job,
         decoder: msgspec.msgpack.Decoder[Any],
         *,
         logs: Path,
-        threads: int = 1,
         pin: int | None = None,
     ) -> "WorkerProcess":
         """Start `python -m module` with a job.
@@ -80,7 +78,6 @@ class WorkerProcess:
         Args:
             decoder: decodes the messages of the worker.
             logs: the folder in which `<name>.log` receives the worker's output.
-            threads: number of threads that torch and BLAS libraries use in the worker.
             pin: the CPU that the worker runs on, on Linux; None: any.
         """
         parent = os.getpid()
@@ -95,7 +92,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=_environment(threads),
+                env=_environment(job.threads),
                 start_new_session=True,
                 preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
             )
@@ -135,15 +132,7 @@ class WorkerProcess:
             future.set_result(message)
 
     async def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
-        """Send a message and wait for its answer.
-
-        Args:
-            kind: the type of the answer.
-
-        Raises:
-            WorkerDied: the process ended first.
-            TailraceError: the answer is an error message.
-        """
+        """Send a message and wait for its answer, as `answered`."""
         self.send(message)
         return await self.answered(self.next_answer(), kind, type(message).__name__)
 
@@ -156,6 +145,7 @@ class WorkerProcess:
             what: what the process does, for diagnostics.
 
         Raises:
+            WorkerDied: the process ended first.
             TailraceError: the answer is an error message.
         """
         with waiting(f"{self.name}: {what}"):
@@ -185,10 +175,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process could not end by itself
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await asyncio.shield(self._watcher)
-        except TimeoutError:
-            pass
+            await asyncio.wait([self._watcher], timeout=CLOSE_S)
         finally:
             self.kill()
         await self._watcher
@@ -225,7 +212,7 @@ class WorkerProcess:
         return f"{how}; it printed nothing"
 
 
-class RemoteWorker(Generic[Job]):
+class RemoteWorker(Generic[JobT]):
     """What the controller's sides of all workers have in common. Their methods raise WorkerDied if the
     process has ended."""
 
@@ -234,21 +221,14 @@ class RemoteWorker(Generic[Job]):
     decoder: ClassVar[msgspec.msgpack.Decoder[Any]]
     """Decodes the messages of the process."""
 
-    def __init__(self, process: WorkerProcess, job: Job) -> None:
+    def __init__(self, process: WorkerProcess, job: JobT) -> None:
         self.process, self.job = process, job
         self._started = process.next_answer()
 
     @classmethod
-    async def spawn(
-        cls, name: str, job: Job, *, logs: Path, threads: int = 1, pin: int | None = None
-    ) -> Self:
+    async def spawn(cls, name: str, job: JobT, *, logs: Path, pin: int | None = None) -> Self:
         """Start the process, as `WorkerProcess.spawn`."""
-        return cls(
-            await WorkerProcess.spawn(
-                name, cls.module, job, cls.decoder, logs=logs, threads=threads, pin=pin
-            ),
-            job,
-        )
+        return cls(await WorkerProcess.spawn(name, cls.module, job, cls.decoder, logs=logs, pin=pin), job)
 
     async def ready(self) -> None:
         """Wait until the process has loaded what its job names.

@@ -1,4 +1,4 @@
-"""The process of the reference model. The samples that arrive while a batch is computed are the next batch."""
+"""The process of the reference model. What arrives while a batch is computed is the next batch."""
 
 import msgspec
 

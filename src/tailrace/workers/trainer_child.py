@@ -8,25 +8,10 @@ import msgspec
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.shared_memory import SharedWeights, own_folder
+from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import (
-    Accumulate,
-    Done,
-    Ess,
-    EssOf,
-    FromTrainer,
-    Publish,
-    Published,
-    Ready,
-    Refused,
-    Restore,
-    Save,
-    Step,
-    Stepped,
-    ToTrainer,
-    TrainerJob,
-)
+from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 
 def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
@@ -37,17 +22,17 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
         ScheduleError: a step without accumulated samples.
     """
     match message:
-        case Accumulate(units=units):
+        case messages.Accumulate(units=units):
             trainer.accumulate(units)
-        case Ess(units=units):
-            return EssOf(trainer.ess(units))
-        case Step():
-            return Stepped(trainer.step())
-        case Publish(version=version):
-            return Published(shared.write(trainer.publish(), version))
-        case Save(folder=folder):
+        case messages.Ess(units=units):
+            return messages.EssOf(trainer.ess(units))
+        case messages.Step():
+            return messages.Stepped(trainer.step())
+        case messages.Publish(version=version):
+            return messages.Published(shared.write(trainer.publish(), version))
+        case messages.Save(folder=folder):
             trainer.save(Path(folder))
-        case Restore(folder=folder):
+        case messages.Restore(folder=folder):
             trainer.restore(Path(folder))
     return Done()
 
