@@ -36,7 +36,7 @@ ROOMS: Mapping[str, set[str]] = {
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
 }
 """Each room, and the rooms whose contracts it may import."""
-ABOVE = ("controller", "config", "schedules", "commands", "cli", "__main__")
+ABOVE = ("controller", "config", "schedules", "commands", "api", "cli", "__main__")
 """In this order: each may import those before it, and every room."""
 INSIDES = {
     # The pool writes down the fate of every sample.

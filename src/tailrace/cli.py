@@ -1,92 +1,125 @@
-"""The command line: words in, one command run, an exit code out.
+"""The command line: it runs one command and returns an exit code.
 
-0  done
-1  the run failed; the message says what, and where its files are
-2  the config cannot work; nothing was started
+0    done
+1    the command failed; the message says why, and where the files are
+2    the arguments or the config cannot work; nothing was started
+129  SIGHUP ended it in order; 130: SIGINT, 143: SIGTERM. The message says what was saved
+
+Modules that take long to load are imported by the functions that need them, so that a signal finds a handler.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tailrace import __version__
-from tailrace.config import RunConfig, load_config
-from tailrace.errors import ConfigError, TailraceError
+from tailrace.commands.signals import Terminated, signals_received, terminate
+from tailrace.errors import ConfigError, Interrupted, TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.config import RunConfig
 
 OVERRIDES = "any setting of the config can be overridden: --section.key VALUE, for example --run.rounds 5"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return the exit code."""
     try:
-        arguments, overrides = _parse(sys.argv[1:] if argv is None else argv)
-        command: Callable[[argparse.Namespace, RunConfig], None] = arguments.command
-        command(arguments, load_config(arguments.config, overrides))
+        with signals_received(terminate):
+            arguments, overrides = _parse(sys.argv[1:] if argv is None else argv)
+            command: Callable[[argparse.Namespace, Mapping[str, str]], None] = arguments.command
+            command(arguments, overrides)
     except ConfigError as why:
         print(f"tailrace: {why}", file=sys.stderr)
         return 2
+    except Interrupted as why:
+        print(f"tailrace: {why}", file=sys.stderr)
+        return 128 + why.signal
     except TailraceError as why:
         print(f"tailrace: {type(why).__name__}: {why}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("tailrace: interrupted; what was saved can be resumed with --resume", file=sys.stderr)
-        return 130
+    except Terminated as why:
+        print("tailrace: interrupted; nothing was saved", file=sys.stderr)
+        return 128 + why.signal
     return 0
 
 
-def _train(arguments: argparse.Namespace, config: RunConfig) -> None:
-    from tailrace.commands.train import train
+def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
+    from tailrace.config import load_config
 
-    train(config, arguments.output_dir, resume=arguments.resume, dry_run=arguments.dry_run)
+    return load_config(path, overrides)
 
 
-def _compare(arguments: argparse.Namespace, config: RunConfig) -> None:
+def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.train import check, train
+
+    config = _config(arguments.config, overrides)
+    if arguments.dry_run:
+        check(config)
+        print(config.toml(), end="")
+        return
+    train(config, arguments.output_dir, resume=arguments.resume)
+
+
+def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.compare import compare
 
     names = arguments.schedules and tuple(arguments.schedules.split(","))
     given = {"schedules": names, "repeats": arguments.repeats}
+    config = _config(arguments.config, overrides)
     race = config.compare.model_copy(update={key: value for key, value in given.items() if value})
     config = config.model_copy(update={"compare": race})
     compare(config, virtual=arguments.virtual, folder=arguments.output_dir, json_path=arguments.json)
 
 
-def _simulate(arguments: argparse.Namespace, config: RunConfig) -> None:
+def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.simulate import simulate
 
+    config = _config(arguments.config, overrides)
     simulate(config, folder=arguments.output_dir, json_path=arguments.json)
 
 
-def _evaluate(arguments: argparse.Namespace, config: RunConfig) -> None:
-    from tailrace.commands.evaluate import evaluate_model
+def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.evaluate import evaluate_model, evaluated_config
 
+    config = evaluated_config(arguments.config, arguments.model, overrides)
     evaluate_model(config, json_path=arguments.json)
 
 
-def _inspect(arguments: argparse.Namespace, config: RunConfig) -> None:
+def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.folder import RunFolder
     from tailrace.commands.inspect import inspect
 
-    inspect(config, arguments.config.parent, prompt=arguments.group, as_json=arguments.json)
+    folder = RunFolder(arguments.run)
+    if not folder.config.exists():
+        remedy = "name the output directory of a run"
+        raise ConfigError("RUN", str(folder.path), "there is no run in it", remedy)
+    config = _config(folder.config, overrides)
+    inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
-        prog="tailrace", description="Post-train language models on verifiable rewards, without bubbles."
+        prog="tailrace", description="Post-train language models on verifiable rewards."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[..., None], summary: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, command: Callable[..., None], summary: str, config: str = "CONFIG.toml"
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, epilog=OVERRIDES)
-        sub.add_argument("config", type=Path, metavar="CONFIG.toml")
+        sub.add_argument("config", type=Path, metavar=config)
         sub.set_defaults(command=command)
         return sub
 
-    train = add("train", _train, "train a model; everything about the run goes into the output directory")
+    train = add("train", _train, "train a model; all files of the run go into the output directory")
     train.add_argument("--output-dir", type=Path, required=True, metavar="D")
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in D")
+    train.add_argument("--resume", action="store_true", help="continue the run in D, if one has begun there")
     train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
-    compare = add("compare", _compare, "race schedules from the same weights on the same prompts and seeds")
+    compare = add("compare", _compare, "compare schedules: the same weights, prompts and seeds for each")
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
     compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
@@ -95,10 +128,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     simulate = add("simulate", _simulate, "run the schedule in virtual time, on the [sim] section's set-up")
     simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
-    evaluate = add("eval", _evaluate, "sample held-out prompts from a model and score them")
+    evaluate = add(
+        "eval",
+        _evaluate,
+        "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
+        config="RUN or CONFIG.toml",
+    )
+    evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")
     evaluate.add_argument("--json", type=Path, metavar="F", help="the accuracy")
     inspect = commands.add_parser("inspect", help="what became of every prompt and token of a run")
-    inspect.add_argument("config", type=lambda folder: Path(folder) / "config.toml", metavar="RUN")
+    inspect.add_argument("run", type=Path, metavar="RUN", help="the output directory of a run")
     inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
     inspect.add_argument("--json", action="store_true")
     inspect.set_defaults(command=_inspect)
@@ -107,7 +146,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
 
 
 def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> Mapping[str, str]:
-    """--a.b value, --a.b=value."""
+    """Read the words `--a.b value` and `--a.b=value`."""
     overrides = {}
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:

@@ -23,6 +23,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
+from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
@@ -33,7 +34,7 @@ _KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 MAY_CHANGE = (
-    *("run.rounds", "run.eval_*", "run.checkpoint_every", "run.patience_s", "run.give_up_s"),
+    *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -78,6 +79,7 @@ class RunConfig(Settings):
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
     ledger: LedgerSettings = LedgerSettings()
+    record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()
 
     @model_validator(mode="after")
@@ -106,7 +108,11 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError("CONFIG", str(path), "there is no such file", "name a TOML file") from None
+        there = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))[:5])
+        remedy = f"choose from {there}" if there else "name a TOML file"
+        raise ConfigError("CONFIG", str(path), "there is no such file", remedy) from None
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except tomllib.TOMLDecodeError as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)
@@ -258,9 +264,18 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
         if isinstance(value, str):
             tree[section][key] = str((base / value).resolve())
     for section, key in (("reward", "function"), ("schedule", "name")):
-        value = _get(tree, section, key)
-        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
-            tree[section][key] = str((base / value).resolve())
+        if isinstance(value := _get(tree, section, key), str):
+            tree[section][key] = _absolute_function(value, base)
+    if isinstance(sinks := _get(tree, "record", "sinks"), list):
+        tree["record"]["sinks"] = [
+            _absolute_function(sink, base) if isinstance(sink, str) else sink for sink in sinks
+        ]
+
+
+def _absolute_function(name: str, base: Path) -> str:
+    """'file.py:function' with an absolute path; 'package.module:function' as it is."""
+    in_file = name.partition(":")[0].endswith(".py")
+    return str((base / name).resolve()) if in_file else name
 
 
 def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -11,6 +11,7 @@ TailraceError
 |-- WorkerDied           a worker process ended; carries its traceback
 |-- CheckpointError      a checkpoint that cannot be read or belongs to another config
 |-- DiskFull             a file of the run could not be written; names the file
+|-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
 |-- RewardBroken         the reward function always fails; carries the first traceback
@@ -71,6 +72,14 @@ class CheckpointError(TailraceError):
 
 class DiskFull(TailraceError):
     """A file of the run could not be written completely. The message names the file and the remedy."""
+
+
+class Interrupted(TailraceError):
+    """A signal ended the run in order. The message says what was saved and how to resume."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class Evicted(TailraceError):

@@ -5,13 +5,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 from typing import Any, NamedTuple, TypeVar
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import Outcome as Ended
 from tailrace.controller.execution import execute
+from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Usage
@@ -143,6 +146,7 @@ class Outcome:
     usages: list[Usage] = field(default_factory=list)
     """Of the engines, at the end."""
     killed: bool = False
+    ended: Ended = field(init=False)
 
     def on(self, event: Event) -> None:
         self.events.append(event)
@@ -268,12 +272,13 @@ def simulate(
     folder: Path | None = None,
     book: Book | None = None,
     kill_at_s: float | None = None,
+    interrupt_at_s: float | None = None,
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
     algorithm: AlgorithmSettings | None = None,
     into: Outcome | None = None,
 ) -> Outcome:
-    """Run a schedule in virtual time to its end, or to a moment at which it is killed.
+    """Run a schedule in virtual time to its end, or to a moment at which it is killed or interrupted.
 
     folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
     next to the schedule, and does what the world does to it. parts: others than the simulated ones. into:
@@ -302,9 +307,12 @@ def simulate(
                 await schedule(run)
                 task.cancel()
 
+        interruption = Interruption()
+        if interrupt_at_s is not None:
+            asyncio.get_running_loop().call_at(interrupt_at_s, interruption.request, SIGINT)
         try:
             async with asyncio.timeout(kill_at_s):
-                await execute(
+                outcome.ended = await execute(
                     watched,
                     outcome.parts,
                     settings,
@@ -313,6 +321,7 @@ def simulate(
                     folder=folder,
                     starting_point=starting_point,
                     journal=journal,
+                    interruption=interruption,
                 )
         except TimeoutError:
             outcome.killed = True

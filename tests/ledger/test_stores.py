@@ -30,7 +30,7 @@ from tailrace.ledger.base import (
     TrainingRow,
 )
 from tailrace.ledger.memory import MemoryStore
-from tailrace.ledger.open import create_store, has_begun, open_store
+from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.redis import RedisStore
@@ -319,6 +319,8 @@ def test_redis_and_its_url_belong_together(wrong: dict[str, str]) -> None:
 OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
 DRAWN = [RunRow(FORMAT, 1, 0)]
 MARKED = [MarkRow(1, 0, 0, 0, "round_000000", "[]")]
+STEPPED = [MarkRow(1, 1, 1, 4, "round_000001", "[]")]
+TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
 
 
 @pytest.fixture(params=["sqlite", "redis"])
@@ -327,9 +329,19 @@ def settings(request: pytest.FixtureRequest) -> LedgerSettings:
     return LedgerSettings(kind=request.param, url=url)
 
 
-@pytest.mark.parametrize(("rows", "begun"), [([], False), (OPENED, False), (DRAWN, True), (MARKED, True)])
-def test_a_run_has_begun_when_it_drew_a_prompt_or_wrote_a_mark(
-    settings: LedgerSettings, tmp_path: Path, rows: list[Row], begun: bool
+@pytest.mark.parametrize(
+    ("rows", "begun", "trained"),
+    [
+        ([], False, False),
+        (OPENED, False, False),
+        (DRAWN, True, False),
+        (MARKED, True, False),
+        (STEPPED, True, True),
+        ([*DRAWN, *TRAINED], True, True),
+    ],
+)
+def test_a_run_that_drew_prompts_can_be_resumed_and_one_that_trained_is_not_replaced(
+    settings: LedgerSettings, tmp_path: Path, rows: list[Row], begun: bool, trained: bool
 ) -> None:
     assert not has_begun(settings, tmp_path, tmp_path / "checkpoints")
     store = create_store(settings, tmp_path)
@@ -337,7 +349,8 @@ def test_a_run_has_begun_when_it_drew_a_prompt_or_wrote_a_mark(
     store.commit(Cut([*OPENED, *rows] if rows else []))
     store.close()
     assert has_begun(settings, tmp_path, tmp_path / "checkpoints") == begun
-    if begun:
+    assert has_trained(settings, tmp_path, tmp_path / "checkpoints") == trained
+    if trained:
         with pytest.raises(LedgerError, match="exists; add --resume"):
             create_store(settings, tmp_path)
     else:
@@ -351,6 +364,7 @@ def test_a_run_with_a_checkpoint_has_begun_whatever_its_ledger_says(tmp_path: Pa
     settings = LedgerSettings.model_validate({"kind": kind})
     (tmp_path / "checkpoints" / "round_000001").mkdir(parents=True)
     assert has_begun(settings, tmp_path, tmp_path / "checkpoints")
+    assert has_trained(settings, tmp_path, tmp_path / "checkpoints")
 
 
 def test_a_ledger_that_was_not_initialised_is_replaced(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""`tailrace eval`: held-out prompts sampled from a model and scored."""
+"""`tailrace eval`: completes held-out prompts with a model and scores them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,35 +9,70 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import check_live, open_parts
-from tailrace.config import RunConfig
+from tailrace.config import ModelSettings, RunConfig, load_config
+from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples
 from tailrace.rollout.router import Router
 from tailrace.schedules.resolve import check_parameter_names
 
 
+def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+    """Read the config of an evaluation.
+
+    Args:
+        path: a config file, or the output directory of a run: then the model is its newest checkpoint.
+        model: a Hugging Face folder to evaluate in place of that model.
+
+    Raises:
+        ConfigError: the config cannot be read, or the run has no checkpoint.
+    """
+    folder = RunFolder(path) if path.is_dir() else None
+    if folder and not folder.config.exists():
+        remedy = "name the output directory of a run, or a config file"
+        raise ConfigError("RUN", str(path), "there is no run in it", remedy)
+    config = load_config(folder.config if folder else path, overrides)
+    if not folder:
+        check_parameter_names(config)
+    elif not model and "model.path" not in overrides:
+        model = folder.newest_checkpoint()
+        if model is None:
+            raise ConfigError("RUN", str(path), "the run has no checkpoint yet", "name weights with --model")
+    return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
+
+
 def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
-    """Print the mean reward of run.eval_prompts held-out prompts, one sample each.
+    """Print which weights are evaluated, and the mean reward of run.eval_prompts held-out prompts.
 
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
-    check_parameter_names(config)
     check_live(config)
+    assert config.model
+    console = Console(soft_wrap=True)
+    console.print(f"weights   {config.model.path}")
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)
-    n = config.run.eval_prompts
-    Console().print(
-        f"accuracy {result.accuracy:.4f} over {n} held-out prompts, {result.num_tokens / n:.1f} tokens each"
-    )
+    n, how = config.run.eval_prompts, "greedy" if config.run.eval_greedy else "sampled"
+    mean = result.num_tokens / n
+    console.print(f"accuracy  {result.accuracy:.4f} over {n} held-out prompts, {how}, {mean:.1f} tokens each")
     if json_path:
-        numbers = {"accuracy": result.accuracy, "num_samples": n, "num_tokens": result.num_tokens}
+        numbers = {
+            "accuracy": result.accuracy,
+            "num_samples": n,
+            "num_tokens": result.num_tokens,
+            "model": str(config.model.path),
+            "greedy": config.run.eval_greedy,
+        }
         json_path.write_text(json.dumps(numbers) + "\n")
 
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
-    learns_nothing = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
-    async with open_parts(learns_nothing, scratch) as parts:
-        samples = held_out_samples(parts.held_out, config.run.eval_prompts, config.run.seed, 0)
+    without_learning = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
+    async with open_parts(without_learning, scratch) as parts:
+        samples = held_out_samples(
+            parts.held_out, config.run.eval_prompts, config.run.seed, 0, greedy=config.run.eval_greedy
+        )
         return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)

@@ -1,192 +1,229 @@
-"""`tailrace train`: one live run, and everything about it in its output directory.
+"""`tailrace train`: one live run. folder.py lists the files that it leaves in its output directory.
 
-A run that was killed has several lives. Nothing of an earlier one is changed before all that is needed to go
-on was read and found whole; the first change is the ledger's, in one transaction.
-
-config.toml      resolved: every default written out
-metrics.jsonl    one object an optimizer step
-summary.json     what came of it
-samples/         what was trained on, a file a round
-trace.json       for Perfetto: a lane an engine slot, a lane the trainer; of a second life trace-2.json
-timeline.png     the same at one glance
-checkpoints/     round_000010/: a Hugging Face folder and the optimizer
-ledger.sqlite    the fate of every token and prompt, and where the run stood at each checkpoint
-counts/          how many tokens each engine produced, by its own count
-logs/            what the worker processes printed
-lock             held by the process that runs here; the system frees it when that ends, however it ends
+A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
+needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
 """
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from errno import EDQUOT, ENOSPC
+from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from tailrace import clock
+from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable
-from tailrace.controller.execution import execute
-from tailrace.errors import ConfigError, DiskFull
+from tailrace.controller.execution import Outcome, execute
+from tailrace.controller.interruption import Interruption
+from tailrace.controller.watchdog import watch_controller_lag
+from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal
-from tailrace.ledger.open import create_store, open_store
+from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
+from tailrace.record.draw import draw
 from tailrace.record.events import FromRound, Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter
+from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import BoundSchedule, resolve
-from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
+from tailrace.record.user_sinks import open_sinks
+from tailrace.reward.failures import WithFailureLimit
+from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
+from tailrace.workers.counter import counted_tokens
 
-CONFIG_FILE = "config.toml"
-CHECKPOINTS_FOLDER = "checkpoints"
 
-
-def train(config: RunConfig, folder: Path, *, resume: bool = False, dry_run: bool = False) -> None:
-    """Train to the last round, from the start or from the last checkpoint.
+def check(config: RunConfig) -> BoundSchedule:
+    """Check a config for training without starting or writing anything. Returns the schedule, ready to run.
 
     Raises:
-        ConfigError: the config cannot work, the folder is used and `resume` was not asked for, or another
-            process is training in it.
-        LedgerError: the ledger is missing, damaged, of another config, or cannot be written.
-        CheckpointError: the checkpoint cannot be read.
-        TailraceError: whatever ended the run.
+        ConfigError: the config cannot work.
     """
     schedule = resolve(config)
     check_live(config)
-    if dry_run:
-        Console().print(config.toml(), highlight=False, markup=False)
-        return
-    with alone_in(folder):
-        store = open_store(config.ledger, folder) if resume else _begun(config, folder)
-        with closing(store) if store else nullcontext():
-            starting_point = (
-                _starting_point(config, folder, store) if resume and store else first_life(config.to_json())
-            )
-            with full_disk_explained(folder):
-                clock.run(_train(config, schedule, folder, store, starting_point), virtual=False)
+    return schedule
+
+
+def train(
+    config: RunConfig,
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    schedule: BoundSchedule | None = None,
+    interruption: Interruption | None = None,
+) -> RunSummary:
+    """Train to the last round, from the start or from the newest checkpoint.
+
+    SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
+
+    Args:
+        resume: continue the run in the output directory, if one has begun there.
+        schedule: in place of the schedule that the config names; checked by the caller.
+        interruption: lets another thread end the run in order.
+
+    Raises:
+        ConfigError: the config cannot work, the output directory holds a run and `resume` is false, or
+            another process trains in it.
+        LedgerError: the ledger is missing or damaged, or cannot be written.
+        CheckpointError: the checkpoint cannot be read.
+        Interrupted: a signal, or `interruption`, ended the run.
+        TailraceError: another error ended the run.
+    """
+    config = with_published_defaults(config)
+    if schedule is None:
+        schedule = check(config)
+    else:
+        check_live(config)
+    folder, interruption = RunFolder(output_dir), interruption or Interruption()
+    with folder.locked(), folder.full_disk_explained(), _opened(config, folder, resume) as (store, start):
+        timeline = Timeline()
+        with signals_received(interruption.request):
+            try:
+                run = _train(config, schedule, folder, store, start, timeline, interruption)
+                outcome, summary = clock.run(run, virtual=False)
+            except asyncio.CancelledError:
+                raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
+            if outcome.checkpoint:
+                folder.export(outcome.checkpoint)
+            picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
+            _report(summary, folder, start.life, picture)
+    if outcome.interrupted:
+        raise Interrupted(_what_was_saved(interruption, outcome, folder), interruption.signal or 0)
+    return summary
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """No other process trains in the folder meanwhile; it is made if need be.
-
-    Raises:
-        ConfigError: another one does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = FileLock(folder / "lock").acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            "--output-dir",
-            str(folder),
-            "another process is training in it",
-            "let that one end, or choose another",
-        ) from None
-    with held:
-        yield
-
-
-def _begun(config: RunConfig, folder: Path) -> Store | None:
-    if (folder / CONFIG_FILE).exists():
-        raise ConfigError(
-            "--output-dir", str(folder), "it holds a run already", "add --resume, or choose another"
-        )
-    store = create_store(config.ledger, folder)
-    if store:
-        store.commit(first_life(config.to_json()).opening)
-    (folder / CONFIG_FILE).write_text(config.toml())
-    return store
+def _opened(
+    config: RunConfig, folder: RunFolder, resume: bool
+) -> Iterator[tuple[Store | None, StartingPoint]]:
+    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
+    stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
+    if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
+        with closing(open_store(config.ledger, folder.path)) as store:
+            yield store, _starting_point(config, folder, store)
+        return
+    if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
+        problem = "it holds a run already"
+        raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
+    folder.clear()
+    start = first_life(config.to_json())
+    created = create_store(config.ledger, folder.path)
+    with closing(created) if created else nullcontext():
+        if created:
+            created.commit(start.opening)
+        folder.config.write_text(config.toml())
+        yield created, start
 
 
-def _starting_point(config: RunConfig, folder: Path, store: Store) -> StartingPoint:
+def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     books = read_books(store)
     check_resumable(books.lives[max(books.lives)].config, config)
     return next_life(
         books,
         name=store.name,
         config=config.to_json(),
-        checkpoints=folder / CHECKPOINTS_FOLDER,
-        num_generated=counted_tokens(folder / COUNTS_FOLDER),
+        checkpoints=folder.checkpoints,
+        num_generated=counted_tokens(folder.counts),
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
 
 
-@contextmanager
-def full_disk_explained(folder: Path) -> Iterator[None]:
-    """
-    Raises:
-        DiskFull: a file of the run could not be written to its end.
-    """
-    try:
-        yield
-    except OSError as why:
-        if why.errno not in (ENOSPC, EDQUOT):
-            raise
-        raise DiskFull(
-            f"{why.filename or folder}: {why.strerror}; make room on the disk, then --resume"
-        ) from why
-
-
 async def _train(
     config: RunConfig,
     schedule: BoundSchedule,
-    folder: Path,
+    folder: RunFolder,
     store: Store | None,
-    starting_point: StartingPoint,
-) -> None:
-    checkpoints = folder / CHECKPOINTS_FOLDER
-    async with open_parts(config, folder, life=starting_point.life) as parts:
-        if starting_point.checkpoint:
-            await rewind(parts, checkpoints / starting_point.checkpoint, starting_point.version)
-        if store and starting_point.life > 1:
-            store.commit(starting_point.opening)
-            (folder / CONFIG_FILE).write_text(config.toml())
-        timeline, metrics = Timeline(), folder / "metrics.jsonl"
-        trace = folder / ("trace.json" if starting_point.life == 1 else f"trace-{starting_point.life}.json")
-        summary = Summary(
-            folder / "summary.json", earlier=read_rows(metrics, before_round=starting_point.round)
-        )
-        recorder = Recorder(
-            MetricsWriter(metrics, first_round=starting_point.round),
-            SamplesWriter(folder / "samples", first_round=starting_point.round),
-            TraceWriter(trace),
-            FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
-            summary,
-            open_display(rounds=config.run.rounds, waits=clock.who_waits),
-        )
+    start: StartingPoint,
+    timeline: Timeline,
+    interruption: Interruption,
+) -> tuple[Outcome, RunSummary]:
+    interruption.begin()
+    async with open_parts(config, folder.path, life=start.life) as parts:
+        if start.checkpoint:
+            await rewind(parts, folder.checkpoints / start.checkpoint, start.version)
+        if store and start.life > 1:
+            store.commit(start.opening)
+            folder.config.write_text(config.toml())
+        rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
+        recorder, summary = _recorder(config, folder, start, timeline)
+        lag = asyncio.create_task(watch_controller_lag(recorder))
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
-            journal = (
-                Journal(writer, starting_point, flush_s=config.ledger.flush_s) if writer else NullJournal()
-            )
-            await execute(
+            limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
+            outcome = await execute(
                 schedule,
-                parts,
+                replace(parts, rewards=WithFailureLimit(parts.rewards, limit)),
                 config.run,
                 recorder,
                 compute_advantages=advantages_of(config),
-                folder=checkpoints,
-                starting_point=starting_point,
-                journal=journal,
+                folder=folder.checkpoints,
+                starting_point=start,
+                journal=Journal(writer, start, flush_s=config.ledger.flush_s) if writer else NullJournal(),
+                interruption=interruption,
             )
-    draw({str(config.schedule["name"]): timeline}, folder / "timeline.png")
-    _report(summary.summary(), folder, trace)
+        lag.cancel()
+    return outcome, summary.summary()
 
 
-def _report(summary: RunSummary, folder: Path, trace: Path) -> None:
-    console = Console()
+def _recorder(
+    config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
+) -> tuple[Recorder, Summary]:
+    next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
+    earlier = read_rows(folder.metrics, before_round=next_round)
+    summary = Summary(folder.summary, earlier=earlier)
+    display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
+    meter = StepMeter(
+        MetricsWriter(folder.metrics, first_round=next_round),
+        SamplesWriter(folder.samples, first_round=next_round),
+        TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
+        FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+        summary,
+        display,
+        *open_sinks(config.record.sinks, folder.path, display.say),
+        wall_clock=clock.wall_time,
+        earlier=earlier,
+    )
+    return Recorder(meter), summary
+
+
+def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
+    """Samples of a round, or of a step where the schedule has no other number of groups."""
+    groups = [value for name, value in schedule.keywords.items() if name.startswith("groups_")]
+    return group_size * max(groups, default=1)
+
+
+def _report(summary: RunSummary, folder: RunFolder, life: int, picture: str) -> None:
+    console = Console(soft_wrap=True)
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
-    console.print(f"timeline  {folder / 'timeline.png'}")
-    console.print(f"trace     {trace}  (open it at ui.perfetto.dev)")
-    console.print(f"model     {folder / CHECKPOINTS_FOLDER}")
+    console.print(picture, markup=False)
+    console.print(f"trace     {folder.trace(life)}  (open it at ui.perfetto.dev)")
+    if folder.model.exists():
+        console.print(f"model     {folder.model}")
+
+
+def _before_training(interruption: Interruption, start: StartingPoint) -> str:
+    """What a signal found while the workers were starting."""
+    name = Signals(interruption.signal or 0).name
+    if start.checkpoint:
+        return f"{name} before training went on; --resume continues from {start.checkpoint}, as before"
+    return f"{name} before training began: there is nothing to save; start the run again"
+
+
+def _what_was_saved(interruption: Interruption, outcome: Outcome, folder: RunFolder) -> str:
+    name = Signals(interruption.signal or 0).name
+    if outcome.checkpoint is None:
+        return f"{name} before the first optimizer step: no weights to save; start again, or --resume"
+    return f"{name}: saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

@@ -1,5 +1,6 @@
 """Checkpoints and evaluations, which stand between the rounds of a run."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.state import RunState
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples
 from tailrace.rollout.router import Router
@@ -15,11 +17,12 @@ from tailrace.types import Group
 
 
 class Checkpoints:
-    """Saves the trainer and marks the ledger, every `checkpoint_every` rounds and at the end of the run.
+    """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
+    an interruption.
 
     Args:
         folder: where checkpoints go; None: none are written.
-        newest: name of the checkpoint that the run was resumed from.
+        start: the checkpoint that the run was resumed from, and its round and optimizer steps.
     """
 
     def __init__(
@@ -31,11 +34,14 @@ class Checkpoints:
         recorder: Recorder,
         *,
         folder: Path | None,
-        newest: str | None,
+        start: StartingPoint,
     ) -> None:
         self._parts, self._settings, self._ledger = parts, settings, ledger
-        self._journal, self._recorder = journal, recorder
-        self._folder, self._newest = folder, newest
+        self._journal, self._recorder, self._folder = journal, recorder, folder
+        self.newest = folder / start.checkpoint if folder and start.checkpoint and start.step else None
+        """The newest checkpoint that has an optimizer step; None: there is none."""
+        self._saved_at = (start.round if start.checkpoint else -1, start.step)
+        """Round and optimizer steps of the newest checkpoint."""
 
     async def save_if_due(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
@@ -48,24 +54,54 @@ class Checkpoints:
             last: the run ends here: a checkpoint is always due.
         """
         every = self._settings.checkpoint_every
-        name = f"round_{state.round:06d}"
         due = last or (every > 0 and state.round % every == 0)
-        if not self._folder or not due or name == self._newest:
+        if due and (state.round, state.num_steps) != self._saved_at:
+            await self._save(f"round_{state.round:06d}", state, state.version, parked, longest)
+
+    async def save_mid_round(
+        self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int]
+    ) -> None:
+        """Save a checkpoint unless the newest one has all optimizer steps.
+
+        The resumed run publishes the saved weights as the version of the mark, and begins the round again.
+        After a step since the last publication these weights are a new version, so that tokens of the
+        published one count as older.
+        """
+        if state.num_steps == self._saved_at[1]:
+            return
+        is_published = state.steps_at[state.version] == state.num_steps
+        version = state.version if is_published else state.version + 1
+        name = f"round_{state.round:06d}_step_{state.num_steps:06d}"
+        await self._save(name, state, version, parked, longest)
+
+    async def _save(
+        self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
+    ) -> None:
+        if self._folder is None:
             return
         folder = self._folder / name
         await self._parts.trainer.save(folder)
         await self._journal.mark(
             name,
             round=state.round,
-            version=state.version,
+            version=version,
             step=state.num_steps,
             parked=parked,
             longest=longest,
-            steps_at=state.steps_at,
+            steps_at={**state.steps_at, version: state.num_steps},
         )
-        self._newest = name
+        self.newest = folder if state.num_steps else None
+        self._saved_at = (state.round, state.num_steps)
+        self._delete_old(folder)
         num_drawn = self._ledger.totals.num_drawn
-        self._recorder.emit(Saved(clock.now(), state.round, str(folder), state.version, num_drawn))
+        self._recorder.emit(Saved(clock.now(), state.round, str(folder), version, num_drawn))
+
+    def _delete_old(self, newest: Path) -> None:
+        if (keep := self._settings.keep_checkpoints) is None:
+            return
+        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
+        for old in others[: len(others) - keep + 1]:
+            shutil.rmtree(old)
 
 
 class Evaluations:
@@ -83,8 +119,14 @@ class Evaluations:
         every = settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
-        samples = held_out_samples(parts.held_out, settings.eval_prompts, settings.seed, round)
-        result = await evaluate(samples, self._router, parts.rewards)
-        self._ledger.totals.evaluated_tokens += result.num_tokens
+        samples = held_out_samples(
+            parts.held_out, settings.eval_prompts, settings.seed, round, greedy=settings.eval_greedy
+        )
+        try:
+            result = await evaluate(samples, self._router, parts.rewards)
+        finally:  # also when it is interrupted
+            self._ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         mean_tokens = result.num_tokens / len(samples)
-        self._recorder.emit(Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens))
+        self._recorder.emit(
+            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples)
+        )

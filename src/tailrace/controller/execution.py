@@ -2,17 +2,29 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
 from tailrace.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended that no error ended."""
+
+    interrupted: bool
+    """An interruption was requested before the schedule had ended."""
+    checkpoint: Path | None
+    """The newest checkpoint, which has all optimizer steps; None: there was no step, or no folder."""
 
 
 async def execute(
@@ -25,7 +37,8 @@ async def execute(
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
     journal: Journal | NullJournal | None = None,
-) -> None:
+    interruption: Interruption | None = None,
+) -> Outcome:
     """Run a schedule to its end and check the ledger. The first error of any task ends the run.
 
     Args:
@@ -33,7 +46,9 @@ async def execute(
         folder: where checkpoints go; None: none are written.
         starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
+        interruption: ends the run before its last round, with a checkpoint.
     """
+    interruption = interruption or Interruption()
     try:
         async with asyncio.TaskGroup() as tasks:
             run = Run(
@@ -45,13 +60,30 @@ async def execute(
                 folder=folder,
                 starting_point=starting_point,
                 journal=journal,
+                interruption=interruption,
             )
             try:
-                await schedule(run)
-                await run.finish()
+                interrupted = await _interrupted(schedule(run), interruption)
+                await (run.interrupt() if interrupted else run.finish())
             finally:
                 run.shut()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
         recorder.close()
+    return Outcome(interrupted, run.checkpoints.newest)
+
+
+async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interruption) -> bool:
+    """Run a schedule to its end or to an interruption. Returns whether it was interrupted."""
+    interruption.begin()
+    try:
+        await schedule
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if interruption.signal is None or task is None or task.uncancel():
+            raise  # another task of the run has failed
+        return True
+    finally:
+        interruption.end()
+    return False

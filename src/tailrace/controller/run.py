@@ -6,9 +6,8 @@
        `-- data          v  |           rewards <-- finished samples <-----'
                   partial-rollout buffer
 
-A schedule is an async function over these verbs. It keeps no state of its own at the top of a round: a
-resumed run starts there. What a schedule carries from one round to the next is in the run (`run.parked`,
-`run.pool`).
+A schedule is an async function over these verbs. It keeps no state of its own at the top of a round, where
+a resumed run starts. What it carries from one round to the next is in the run (`run.parked`, `run.pool`).
 """
 
 import asyncio
@@ -22,6 +21,7 @@ from tailrace import clock
 from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
+from tailrace.controller.interruption import Interruption
 from tailrace.controller.prompts import PromptSource
 from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
@@ -54,37 +54,37 @@ class Run:
         folder: Path | None = None,
         starting_point: StartingPoint | None = None,
         journal: Journal | NullJournal | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
-        starting_point = starting_point or StartingPoint()
+        start = starting_point or StartingPoint()
         self.group_size = settings.group_size
         """Samples of one prompt (K)."""
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
-        self._state, self._on_dead_branch = RunState(starting_point), starting_point.dead
+        self._state, self._on_dead_branch = RunState(start), start.dead
+        self._interruption = interruption or Interruption()
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
+        self._bound = inf
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
         self._update: WeightUpdate | None = None
-        self._generated_before = starting_point.num_generated - self._num_generated()
+        self._generated_before = start.num_generated - self._num_generated()
         self._journal = journal or NullJournal()
-        self._ledger = Ledger(recorder, starting_point.totals, self._journal)
+        self._ledger = Ledger(recorder, start.totals, self._journal)
         self._journal.follow(self._ledger)
-        self.history = History(starting_point.longest)
-        self.parked, self._interrupted = (
-            PartialRolloutBuffer(starting_point.partial_rollouts),
-            starting_point.interrupted,
-        )
+        self.history = History(start.longest)
+        self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
-        self._checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             parts,
             settings,
             self._ledger,
             self._journal,
             recorder,
             folder=folder,
-            newest=starting_point.checkpoint,
+            start=start,
         )
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(
@@ -110,7 +110,7 @@ class Run:
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
         """
-        self.promised = staleness
+        self.promised = self._bound = staleness
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
         """The rounds that remain. Evaluations and checkpoints stand between them.
@@ -196,10 +196,11 @@ class Run:
         """One optimizer step on all gradients accumulated since the last step."""
         lags, self._lags = self._lags, Lags()
         start_s = clock.now()
-        stats = await self._parts.trainer.step()
-        self._state.num_steps = stats.num_steps
-        samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-        self._ledger.train(samples, stats.num_steps)
+        with self._interruption.protected():
+            stats = await self._parts.trainer.step()
+            self._state.num_steps = stats.num_steps
+            samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+            self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
         self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
@@ -250,8 +251,6 @@ class Run:
         random.Random(f"shuffle {self._settings.seed} {self.round}").shuffle(samples)
         return samples
 
-    # -- called by execute ---------------------------------------------------------------------------
-
     async def finish(self) -> None:
         """Stop all requests and check the ledger.
 
@@ -264,9 +263,15 @@ class Run:
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.living.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
-        self._ledger.check(self._num_generated() + self._generated_before)
-        self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
-        await self._journal.finish()
+        await self._close_ledger()
+
+    async def interrupt(self) -> None:
+        """Stop all requests in mid-round, save the trainer and check the ledger."""
+        parked = list(self.parked.groups)  # without those that only the interruption parks
+        await self.pool.park()
+        await self._update_arrived()
+        await self.checkpoints.save_mid_round(self._state, parked, self.history.longest)
+        await self._close_ledger()
 
     def shut(self) -> None:
         """Stop everything that runs beside the schedule."""
@@ -274,21 +279,12 @@ class Run:
             task.cancel()
         self.pool.shut()
 
-    # -- inside --------------------------------------------------------------------------------------
-
     def _emit(self, event: events.Event) -> None:
         self._recorder.emit(event)
 
-    @property
-    def _bound(self) -> float:
-        return inf if self.promised is None else self.promised
-
     def _is_too_old(self, group: Group) -> bool:
-        """Whether an interrupted group must start from nothing.
-
-        A schedule with a bound counts ages along one sequence of versions. So a group with tokens of versions
-        that the resumed run has undone starts from nothing, too.
-        """
+        """Whether an interrupted group must start from nothing. A schedule with a bound counts ages along one
+        sequence of versions, so a group with tokens of versions that were undone starts from nothing, too."""
         undone = group in self._on_dead_branch and self._bound < inf
         return undone or self.staleness(group) > self._bound
 
@@ -315,8 +311,14 @@ class Run:
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
         parked, longest = self.parked.groups, self.history.longest
-        await self._checkpoints.save_if_due(self._state, parked, longest, last=last)
+        with self._interruption.protected():
+            await self.checkpoints.save_if_due(self._state, parked, longest, last=last)
         await self._evaluations.run_if_due(self.round, last=last)
+
+    async def _close_ledger(self) -> None:
+        self._ledger.check(self._num_generated() + self._generated_before)
+        self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
+        await self._journal.finish()
 
     async def _update_arrived(self) -> None:
         if self._update is not None:

@@ -85,11 +85,11 @@ class LifeRow(Row, frozen=True, array_like=True):
 
 class MarkRow(Row, frozen=True, array_like=True):
     table: ClassVar[str] = "marks"
-    num_keys: ClassVar[int] = 2
+    num_keys: ClassVar[int] = 4
 
     life: int
     round: int
-    """The round that begins with this checkpoint."""
+    """The round that begins with this checkpoint, or begins again if the checkpoint was saved within it."""
     version: int
     """Published version of the checkpoint."""
     step: int

@@ -1,17 +1,20 @@
 """Opens the store that the [ledger] section names."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store
+from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store, TrainingRow
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 
 LEDGER_FILE = "ledger.sqlite"
+UNTRAINED = "round_000000"
+"""Name of the checkpoint at the start of a run."""
 
 
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
-    """Open an empty store for a new run. A store whose run never began is replaced.
+    """Open an empty store for a new run. The store of a run that trained nothing is replaced.
 
     Args:
         folder: output directory of the run.
@@ -20,18 +23,18 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
         The store, or None when the run is not to be stored.
 
     Raises:
-        LedgerError: the store holds a run that began, or cannot be written.
+        LedgerError: the store holds a run that trained something, or cannot be written.
     """
     match settings.kind:
         case "sqlite":
             path = folder / LEDGER_FILE
-            if path.exists() and not _sqlite_has_begun(path):
+            if path.exists() and not _sqlite_holds(path, _trained):
                 for suffix in ("", "-wal", "-shm"):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
             return SqliteStore.create(path)
         case "redis":
             store = RedisStore(str(settings.url), str(folder.resolve()))
-            if not _holds_a_run(store):
+            if not _trained(store):
                 store.forget()
             store.close()
             return RedisStore.create(str(settings.url), str(folder.resolve()))
@@ -58,8 +61,7 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
 
 
 def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
-    """Return whether a run in the folder drew a prompt or wrote a checkpoint, so that a new run would lose
-    it.
+    """Return whether a run in the folder drew a prompt or wrote a checkpoint, so that it can be resumed.
 
     A run whose ledger is kept in memory has begun only when there is a checkpoint.
 
@@ -70,30 +72,45 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
     Raises:
         LedgerError: the store is damaged, or cannot be reached.
     """
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        return True
+    saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+    return saved or _holds(settings, folder, _drew)
+
+
+def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
+    """Return whether a run in the folder made an optimizer step, which a new run would lose. Arguments and
+    errors are those of `has_begun`."""
+    saved = checkpoints.is_dir() and any(path.name != UNTRAINED for path in checkpoints.iterdir())
+    return saved or _holds(settings, folder, _trained)
+
+
+def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
     match settings.kind:
         case "sqlite":
             path = folder / LEDGER_FILE
-            return path.exists() and _sqlite_has_begun(path)
+            return path.exists() and _sqlite_holds(path, holds)
         case "redis":
             store = RedisStore(str(settings.url), str(folder.resolve()))
             try:
-                return _holds_a_run(store)
+                return holds(store)
             finally:
                 store.close()
         case "memory":
             return False
 
 
-def _sqlite_has_begun(path: Path) -> bool:
+def _sqlite_holds(path: Path, holds: Callable[[Store], bool]) -> bool:
     store = SqliteStore.open(path)
     try:
-        return store.has_tables and _holds_a_run(store)
+        return store.has_tables and holds(store)
     finally:
         store.close()
 
 
-def _holds_a_run(store: Store) -> bool:
+def _drew(store: Store) -> bool:
     drawn = any(row.num_drawn for row in store.rows(RunRow) if isinstance(row, RunRow))
     return drawn or bool(store.rows(MarkRow))
+
+
+def _trained(store: Store) -> bool:
+    stepped = any(row.step for row in store.rows(MarkRow) if isinstance(row, MarkRow))
+    return stepped or bool(store.rows(TrainingRow))

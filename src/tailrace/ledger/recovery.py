@@ -112,7 +112,7 @@ def next_life(
     rows: list[Row] = [
         msgspec.structs.replace(mark, undone=life)
         for mark in books.marks
-        if mark.undone is None and mark.round > base.round
+        if mark.undone is None and _place(mark) > _place(base)
     ]
     rows += [row for row in _rolled_back(books, base, life) if _put(books, row)]
     totals = totals_of(books)
@@ -174,7 +174,12 @@ def held_tokens_of(books: Books) -> int:
 
 def _base(books: Books, checkpoints: Path) -> MarkRow:
     marks = [mark for mark in books.marks if mark.undone is None and (checkpoints / mark.checkpoint).is_dir()]
-    return max(marks, key=lambda mark: mark.round, default=MarkRow(1, 0, 0, 0, "", "[]"))
+    return max(marks, key=_place, default=MarkRow(1, 0, 0, 0, "", "[]"))
+
+
+def _place(mark: MarkRow) -> tuple[int, int]:
+    """Return the place of a mark in the run. Of two marks in a round the one with more steps is newer."""
+    return mark.round, mark.step
 
 
 def _put(books: Books, row: Row) -> bool:

@@ -55,10 +55,18 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    schedule = _find(name)
+    return bind(_find(name), parameters, config.run)
+
+
+def bind(schedule: Schedule, parameters: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
+    """A schedule with its parameters, rehearsed.
+
+    Raises:
+        ConfigError: the parameters do not fit the schedule or one another.
+    """
     _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
     bound = partial(schedule, **_checked(schedule, dict(settable), parameters))
-    _rehearse(bound, config.run)
+    _rehearse(bound, settings)
     return bound
 
 

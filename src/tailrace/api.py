@@ -1,0 +1,143 @@
+"""The Python API: what the command line does, as functions.
+
+Each function may be called where an asyncio loop runs already, for example in a notebook: it then works in a
+thread of its own.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from signal import SIGINT
+from typing import TypeVar
+
+from tailrace import config as configs
+from tailrace.config import RunConfig
+from tailrace.controller.interruption import Interruption
+from tailrace.errors import ConfigError
+from tailrace.record.events import Recorder
+from tailrace.record.summary import RunSummary, Summary
+from tailrace.schedules import Schedule
+from tailrace.schedules.resolve import BoundSchedule, bind, resolve
+
+T = TypeVar("T")
+
+
+def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
+    """Read and check a config file.
+
+    Args:
+        path: a TOML file. Paths in it are relative to it.
+        overrides: values by dotted key, for example `{"run.rounds": 5}`. They replace those of the file.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    return configs.load_config(Path(path), {key: str(value) for key, value in (overrides or {}).items()})
+
+
+def train(
+    config: RunConfig, output_dir: str | Path, *, resume: bool = False, schedule: Schedule | None = None
+) -> RunSummary:
+    """Train a model, as `tailrace train` does.
+
+    SIGINT, SIGTERM and SIGHUP end the run in order with a checkpoint; so does the interrupt of a notebook.
+
+    Args:
+        config: from `load_config`.
+        output_dir: the folder for everything about the run; commands/folder.py lists it.
+        resume: continue the run in the folder, if one has begun there.
+        schedule: an async function of a `Run`, in place of the one that the config names. Its other
+            parameters are the keys of [schedule].
+
+    Returns:
+        The totals of the run, as in its summary.json.
+
+    Raises:
+        ConfigError: the config cannot work, or the folder holds a run and `resume` is false.
+        Interrupted: the run was ended in order before its last round; it can be resumed.
+        TailraceError: another error ended the run.
+
+    Example:
+        async def one_step_off(run: tailrace.Run, groups_per_step: int) -> None:
+            run.promise(staleness=1)
+            async for _ in run.rounds():
+                run.pool.launch(run.prompts(groups_per_step - len(run.pool)))
+                groups = await run.pool.take(groups_per_step)
+                run.pool.launch(run.prompts(groups_per_step))
+                await run.train(groups)
+                await run.publish()
+
+        config = tailrace.load_config("run.toml", {"run.rounds": 5})
+        summary = tailrace.train(config, "runs/first", schedule=one_step_off)
+    """
+    from tailrace.commands import train as command
+
+    interruption = Interruption()
+
+    def work() -> RunSummary:
+        named, bound = _named(config, schedule)
+        return command.train(
+            named, Path(output_dir), resume=resume, schedule=bound, interruption=interruption
+        )
+
+    return _outside_of_loops(work, lambda: interruption.request(SIGINT))
+
+
+def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSummary:
+    """Run a schedule in virtual time, as `tailrace simulate` does. It needs no model.
+
+    Args:
+        config: from `load_config`.
+        schedule: as in `train`.
+
+    Returns:
+        The totals of the run. Times are virtual seconds.
+
+    Raises:
+        ConfigError: the schedule or its parameters cannot work.
+    """
+
+    def work() -> RunSummary:
+        from tailrace.commands.virtual import run_virtual
+
+        named, bound = _named(config, schedule)
+        summary = Summary()
+        run_virtual(named, bound or resolve(named), Recorder(summary))
+        return summary.summary()
+
+    return _outside_of_loops(work)
+
+
+def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, BoundSchedule | None]:
+    """A schedule that is given as a function, with its parameters, and the config with its name."""
+    if schedule is None:
+        return config, None
+    function = schedule.func if isinstance(schedule, partial) else schedule
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError("schedule", schedule, "it is not an async function", "write `async def`")
+    parameters = {key: value for key, value in config.schedule.items() if key != "name"}
+    bound = bind(schedule, parameters, config.run)
+    name = f"{function.__module__}:{function.__qualname__}"
+    return config.model_copy(update={"schedule": {**parameters, "name": name}, "schedules": {}}), bound
+
+
+def _outside_of_loops(work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:
+    """Call a function in a thread without a running asyncio loop.
+
+    Args:
+        interrupt: called on KeyboardInterrupt while another thread works; a second one is raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="tailrace") as thread:
+        result = thread.submit(work)
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            interrupt()
+            return result.result()

@@ -1,0 +1,142 @@
+"""The output directory of a run.
+
+config.toml      resolved: every default is written out
+metrics.jsonl    one object for each optimizer step
+summary.json     the totals of the run
+samples/         what was trained on, a file for each round
+trace.json       for Perfetto: lanes of engine slots and of the trainer; trace-2.json after a resume
+timeline.png     the last rounds as a picture
+checkpoints/     round_000010/: a Hugging Face folder and the state of the optimizer
+model/           the newest checkpoint as a plain Hugging Face folder
+ledger.sqlite    the fate of each token and prompt, and the state of the run at each checkpoint
+counts/          how many tokens each engine produced, by its own count
+logs/            what the worker processes printed
+lock             held by the process that trains here; the system releases it when that process ends
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tailrace.errors import ConfigError, DiskFull
+from tailrace.workers.counter import COUNTS_FOLDER
+
+ONLY_OF_THE_TRAINER = ("trainer.safetensors", "critic.safetensors")
+"""Files of a checkpoint that are not part of the model (trainer/checkpoint.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names the files of a run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.png"
+
+    @property
+    def counts(self) -> Path:
+        return self.path / COUNTS_FOLDER
+
+    def trace(self, life: int) -> Path:
+        """The trace of one process of the run: 1, 2, ..."""
+        return self.path / ("trace.json" if life == 1 else f"trace-{life}.json")
+
+    def newest_checkpoint(self) -> Path | None:
+        """The checkpoint of the latest round, and in it of the latest optimizer step."""
+        found = (path for path in self.checkpoints.glob("round_*") if "." not in path.name)
+        return max(found, default=None)
+
+    def clear(self) -> None:
+        """Delete what a run that trained nothing left behind, but not its ledger, logs and lock."""
+        for folder in (self.counts, self.samples, self.model, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in (self.config, self.metrics, self.summary, self.timeline, *self.path.glob("trace*.json")):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in the folder, which is made if it does not exist.
+
+        Raises:
+            ConfigError: another process trains in it, or it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = FileLock(self.path / "lock").acquire(timeout=0)
+        except Timeout:
+            problem = "another process is training in it"
+            remedy = "let that one end, or choose another"
+            raise ConfigError("--output-dir", str(self.path), problem, remedy) from None
+        except OSError as why:
+            problem = f"it cannot be written ({why.strerror})"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another") from None
+        with held:
+            yield
+
+    @contextmanager
+    def full_disk_explained(self) -> Iterator[None]:
+        """Turn an OSError of a full disk into one line.
+
+        Raises:
+            DiskFull: a file of the run could not be written to its end.
+        """
+        try:
+            yield
+        except OSError as why:
+            if why.errno not in (ENOSPC, EDQUOT):
+                raise
+            where = why.filename or self.path
+            raise DiskFull(f"{where}: {why.strerror}; make room on the disk, then --resume") from why
+
+    def export(self, checkpoint: Path) -> Path:
+        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one.
+
+        Weights are hard links where the file system has them. Small files are copies: a user may edit them.
+        """
+        partial = self.model.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for file in checkpoint.iterdir():
+            if file.name in ONLY_OF_THE_TRAINER:
+                continue
+            target = partial / file.name
+            if file.suffix == ".safetensors":
+                with suppress(OSError):
+                    os.link(file, target)
+            if not target.exists():
+                shutil.copy(file, target)
+        shutil.rmtree(self.model, ignore_errors=True)
+        partial.rename(self.model)
+        return self.model

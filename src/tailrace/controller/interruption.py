@@ -1,0 +1,52 @@
+"""Ends a run in order when a signal or another thread asks for it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Interruption:
+    """Cancels the task of a run once it is requested, but never inside an optimizer step or a checkpoint.
+
+    Such a part is `protected`: the trainer and the ledger change together. A request that comes meanwhile
+    takes effect at the end of the part.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """Number of the signal that was received; None: no interruption was requested."""
+        self._task: asyncio.Task[object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_protected = 0
+
+    def begin(self) -> None:
+        """The calling task is the one to cancel. A request that came before is carried out at once."""
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        if self.signal is not None:
+            self._cancel()
+
+    def end(self) -> None:
+        """The run is complete, or it is being interrupted: later requests change nothing."""
+        self._task = None
+
+    def request(self, signal: int) -> None:
+        """Ask for the interruption, from a signal handler or from any thread."""
+        self.signal = signal
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    @contextmanager
+    def protected(self) -> Iterator[None]:
+        """The block is carried out to its end."""
+        self._num_protected += 1
+        try:
+            yield
+        finally:
+            self._num_protected -= 1
+            if self.signal is not None:
+                self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._num_protected:
+            self._task.cancel()
+            self._task = None  # a second cancellation would interrupt the orderly end

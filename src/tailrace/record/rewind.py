@@ -1,0 +1,52 @@
+"""Takes out of the records of a run what a resumed run does again.
+
+A run goes on from a checkpoint. It repeats everything after the checkpoint: later rounds, and the later
+optimizer steps of the checkpoint's round.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
+    """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step.
+
+    Args:
+        metrics: the file metrics.jsonl; it need not exist.
+        samples: the folder of samples; it need not exist.
+        round: the round in which the run goes on.
+        step: optimizer steps that the checkpoint has.
+    """
+
+    def is_kept(row: Mapping[str, Any]) -> bool:
+        return row["round"] < round or ("loss" in row and row["step"] <= step)
+
+    if metrics.exists():
+        _filter(metrics, is_kept)
+    this = f"round_{round:06d}.jsonl"
+    for path in samples.glob("round_*.jsonl"):
+        if path.name == this:
+            _filter(path, lambda record: bool(record["step"] <= step))
+        elif path.name > this:
+            path.unlink()
+    for path in samples.glob("eval/round_*.jsonl"):
+        if path.name >= this:
+            path.unlink()
+
+
+def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drop lines. A line that a kill cut short is dropped with all that follow."""
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            break
+        if keep(row):
+            kept.append(line)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(b"".join(kept))
+    partial.replace(path)

@@ -1,0 +1,116 @@
+"""Runs that a signal ends in order, in virtual time: what is saved, and how they go on."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
+from tailrace.ledger.base import Books
+from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.record.events import BooksClosed, Saved, Stepped
+from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
+
+
+def num_steps(folder: Path) -> int:
+    return int((folder / "steps.txt").read_text())
+
+
+def surviving(books: Books) -> Counter[str]:
+    return Counter(str(training.id) for training in books.trainings.values() if training.undone is None)
+
+
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_an_interrupted_run_saves_every_step_and_goes_on_without_loss(name: str, tmp_path: Path) -> None:
+    schedule, book = SCHEDULES_BY_NAME[name], Book()
+    ended_s = simulate(schedule).ended_s
+    lives: list[Outcome] = []
+    for share in (0.4, 0.1, 0.2):
+        life = simulate(schedule, folder=tmp_path, book=book, interrupt_at_s=share * ended_s)
+        lives.append(life)
+        assert life.ended.interrupted and len(life.of(BooksClosed)) == 1
+        books = read_books(book.store)
+        assert totals_of(books).num_known_tokens + held_tokens_of(books) == book.num_generated
+        last_step = max((training.step for training in books.trainings.values()), default=0)
+        if last_step:
+            assert life.ended.checkpoint and num_steps(life.ended.checkpoint) == last_step
+        assert all(training.undone is None for training in books.trainings.values()), "no step is undone"
+    last = simulate(schedule, folder=tmp_path, book=book)
+    assert not last.ended.interrupted and last.ended.checkpoint
+    books = read_books(book.store)
+    assert set(surviving(books).values()) == {1}, "each sample is trained once"
+    assert "crash" not in totals_of(books).wasted_tokens
+    steps = [step.stats.num_steps for life in [*lives, last] for step in life.of(Stepped)]
+    assert steps == list(range(1, len(steps) + 1)), "the steps go on from one life to the next"
+
+
+def test_a_checkpoint_within_a_round_is_a_new_version_when_steps_were_made_since_the_publication(
+    tmp_path: Path,
+) -> None:
+    """Responses take 10 s. A step trains 4 groups of 4 responses of 10 tokens and a prompt token: 17.6 s."""
+    sim = change(
+        SIM,
+        engines=SimEngineSettings(
+            slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0
+        ),
+        trainer=SimTrainerSettings(tokens_per_s=10.0, step_s=0.0),
+        lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),
+    )
+    rolloutpipe, book = SCHEDULES_BY_NAME["rolloutpipe"], Book()
+    life = simulate(rolloutpipe, SETTINGS, sim, folder=tmp_path, book=book, interrupt_at_s=45.0)
+    steps = len(life.of(Stepped))
+    assert steps == 1, "the second one would end at 45.2 s"
+    (saved,) = life.of(Saved)
+    assert Path(saved.path).name == f"round_000000_step_{steps:06d}"
+    assert (saved.round, saved.version) == (0, 1), "version 0 is published; the saved weights are newer"
+    (mark,) = read_books(book.store).marks
+    assert (mark.round, mark.version, mark.step, mark.partial_rollouts) == (0, 1, steps, "[]")
+    again = simulate(rolloutpipe, SETTINGS, sim, folder=tmp_path, book=book, interrupt_at_s=0.5)
+    assert again.ended.checkpoint == Path(saved.path) and not again.of(Saved), "nothing was added to it"
+    wasted = totals_of(read_books(book.store)).wasted_tokens
+    waiting = (16 - 4 * steps) * 4 * 10
+    assert wasted == {"interrupted": waiting}, "tokens of version 0 are stale now and are generated again"
+
+
+def test_before_the_first_step_nothing_is_saved_and_the_tokens_are_kept(tmp_path: Path) -> None:
+    serial, book = SCHEDULES_BY_NAME["serial"], Book()
+    life = simulate(serial, folder=tmp_path, book=book, interrupt_at_s=1.0)
+    assert (life.ended.interrupted, life.ended.checkpoint) == (True, None)
+    assert list(tmp_path.iterdir()) == []
+    held = held_tokens_of(read_books(book.store))
+    assert held == book.num_generated > 0
+    simulate(serial, folder=tmp_path, book=book)
+    assert totals_of(read_books(book.store)).wasted_tokens == {}
+
+
+def test_an_interruption_during_a_step_takes_effect_after_it(tmp_path: Path) -> None:
+    slow = change(SIM, trainer=SimTrainerSettings(tokens_per_s=1e9, step_s=1000.0))
+    life = simulate(SCHEDULES_BY_NAME["serial"], SETTINGS, slow, folder=tmp_path, interrupt_at_s=700.0)
+    assert [step.stats.num_steps for step in life.of(Stepped)] == [1]
+    assert life.ended_s > 1000.0
+    assert life.ended.checkpoint and num_steps(life.ended.checkpoint) == 1
+
+
+def test_an_interruption_after_the_schedule_has_ended_changes_nothing(tmp_path: Path) -> None:
+    serial = SCHEDULES_BY_NAME["serial"]
+    ended_s = simulate(serial, folder=tmp_path / "one").ended_s
+    late = simulate(serial, folder=tmp_path / "other", interrupt_at_s=ended_s)
+    assert not late.ended.interrupted
+    assert late.ended.checkpoint == tmp_path / "other" / "round_000003"
+
+
+def test_an_interrupted_evaluation_is_counted(tmp_path: Path) -> None:
+    book = Book()
+    settings = change(SETTINGS, eval_every=1, eval_prompts=8)
+    simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path, book=book, interrupt_at_s=0.5)
+    totals = totals_of(read_books(book.store))
+    assert totals.num_known_tokens == totals.evaluated_tokens == book.num_generated > 0
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_only_the_newest_checkpoints_are_kept_if_asked(tmp_path: Path, keep: int) -> None:
+    settings = change(SETTINGS, checkpoint_every=1, keep_checkpoints=keep)
+    simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["round_000001", "round_000002", "round_000003"][-keep:]
