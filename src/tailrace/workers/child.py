@@ -51,19 +51,14 @@ def end_with_controller(end: socket.socket, clean_up: Callable[[], None] | None 
         signal_on_parent_death(signal.SIGCONT, os.getppid())
 
     def watch() -> None:
-        _wait_for_hang_up(end)
+        hang_up = select.poll()
+        hang_up.register(end, 0)  # the other end is closed; a shutdown for writing alone is no hang-up
+        hang_up.poll()
         if clean_up is not None:
             clean_up()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with controller", daemon=True).start()
-
-
-def _wait_for_hang_up(end: socket.socket) -> None:
-    """Return when the other end is closed. A shutdown for writing alone is not enough."""
-    poll = select.poll()
-    poll.register(end, 0)
-    poll.poll()
 
 
 @contextmanager

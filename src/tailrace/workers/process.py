@@ -21,9 +21,8 @@ import msgspec
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
 from tailrace.workers.channel import ControllerChannel
-from tailrace.workers.exits import exit_cause, kill_group
 from tailrace.workers.messages import Job, Ready, Refused
-from tailrace.workers.orphans import signal_on_parent_death
+from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 JobT = TypeVar("JobT", bound=Job)

@@ -10,8 +10,8 @@ from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Prompt, Sample
-from tailrace.workers.exits import kill_group
 from tailrace.workers.messages import Failed, FromScorer, Score, Scored, ScorerJob, Serving
+from tailrace.workers.orphans import kill_group
 from tailrace.workers.process import RemoteWorker, WorkerProcess
 
 Outcome: TypeAlias = asyncio.Future[float | Failed]
@@ -26,13 +26,12 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
 
     def __init__(self, process: WorkerProcess, job: ScorerJob) -> None:
         super().__init__(process, job)
-        self._timeout_s = job.reward.timeout_s
         self._server: int | None = None
         """Process group that makes the calls; None before there is one."""
         self._number = 0
         """Number of the last call."""
         self._outcome: Outcome | None = None
-        """Outcome of the call being made; None when there is none."""
+        """Outcome of the call that is being made."""
         self._expired = False
         """The call took too long: its server is killed, and an answer of it does not count."""
         process.on_message = self._hear
@@ -55,7 +54,7 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
         except WorkerDied:  # the promise raises it
             return outcome
         self._expired = False
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        timer = asyncio.get_running_loop().call_later(self.job.reward.timeout_s, self._expire)
         outcome.add_done_callback(lambda _: timer.cancel())
         return outcome
 
@@ -70,7 +69,7 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
             case Serving(pid=pid, ended=ended):
                 self._server = pid
                 if self._expired:
-                    self._finish(Failed("timeout", f"no reward within {self._timeout_s:g} s"))
+                    self._finish(Failed("timeout", f"no reward within {self.job.reward.timeout_s:g} s"))
                 elif ended:
                     self._finish(Failed("died", f"the call ended its process: {ended}"))
             case Scored(number=number, outcome=outcome):

@@ -23,9 +23,14 @@ from tailrace.reward.base import Call
 from tailrace.reward.functions import Scorer
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.exits import exit_cause
 from tailrace.workers.messages import Failed, Ready, Score, Scored, ScorerJob, Serving
-from tailrace.workers.orphans import adopt_orphans, children_of, kill_descendants, signal_on_parent_death
+from tailrace.workers.orphans import (
+    adopt_orphans,
+    children_of,
+    exit_cause,
+    kill_descendants,
+    signal_on_parent_death,
+)
 
 MAX_LOG_BYTES = 10 * 2**20
 """Output of the reward function that is kept in the log; the rest is discarded."""
