@@ -79,7 +79,7 @@ def test_eval_scores_held_out_prompts_and_starts_no_reference(
     config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = tmp_path / "eval.json"
-    monkeypatch.delattr(local.RemoteReference, "spawn")
+    monkeypatch.setattr(local.RemoteReference, "spawn", None)
     assert main(["eval", str(config_path), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     assert numbers["num_samples"] == 8
