@@ -1,8 +1,10 @@
 """The quickstart's model on a run small enough for a test."""
 
+import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -96,3 +98,13 @@ def wait_for_steps(folder: Path, n: int, process: "subprocess.Popen[str]") -> No
     while num_steps(folder) < n:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
+
+
+def trained_prompts(folder: Path) -> Counter[int]:
+    """How many samples of each prompt were trained, by the run's own records."""
+    records = [
+        json.loads(line)
+        for path in sorted((folder / "samples").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return Counter(int(record["id"].split(".")[0]) for record in records)

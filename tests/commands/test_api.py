@@ -1,12 +1,14 @@
 """The Python API, in a script and where a loop runs already, as in a notebook."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-from small_run import write_small_run
+from small_run import trained_prompts, write_small_run
 
 import tailrace
 
@@ -51,20 +53,39 @@ def test_a_schedule_is_written_and_simulated_in_a_notebook(config: tailrace.RunC
     assert tailrace.simulate(config, schedule=one_step_off) == summary
 
 
-def test_a_schedule_is_written_and_trained_with_in_a_notebook(tmp_path: Path) -> None:
-    path, folder = write_small_run(tmp_path), tmp_path / "out"
-    overrides = {"run.rounds": 2, "run.eval_every": 0, "run.checkpoint_every": 0}
-    path.write_text(path.read_text().replace("groups_per_round = 4\n", ""))
-    config = tailrace.load_config(path, overrides)
+def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = tailrace.load_config(write_small_run(tmp_path)), tmp_path / "out"
+
+    async def mine(run: tailrace.Run, groups_per_round: int, groups_per_step: int) -> None:
+        run.promise(staleness=0)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(groups_per_round))
+            for _ in range(groups_per_round // groups_per_step):
+                await run.train(await run.pool.take(groups_per_step))
+            await run.publish()
 
     async def cell() -> tailrace.RunSummary:
-        return tailrace.train(config, folder, schedule=one_step_off)
+        return tailrace.train(config, folder, schedule=mine)
 
     summary = asyncio.run(cell())
-    assert (summary.steps, summary.groups.trained, summary.groups.parked) == (2, 4, 2)
-    assert (folder / "model" / "model.safetensors").exists()
-    recorded = tailrace.load_config(folder / "config.toml")
-    assert recorded.schedule == {"name": "test_api:one_step_off", "groups_per_step": 2}
+    assert json.loads((folder / "summary.json").read_text()) == msgspec.to_builtins(summary)
+    assert msgspec.to_builtins(summary.groups) == {
+        "trained": 12, "filtered": 0, "dropped": 0, "reasons": {}, "parked": 0
+    }  # fmt: skip
+    assert summary.steps == 6
+    assert trained_prompts(folder) == {prompt: 2 for prompt in range(12)}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((folder / "trace.json").read_text())
+    assert (folder / "timeline.png").stat().st_size > 1000
+    logs = {"engine-0.log", "trainer.log", "scorer-0.log"}
+    assert {path.name for path in (folder / "logs").iterdir()} == logs
+    schedule = tailrace.load_config(folder / "config.toml").schedule
+    assert schedule["name"].startswith("test_api:") and schedule["groups_per_round"] == 4
+    named = [line.split()[1] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert named == [str(folder / name) for name in ("timeline.png", "trace.json", "model")]
 
 
 def test_parameters_that_the_function_lacks_are_refused(config: tailrace.RunConfig) -> None:

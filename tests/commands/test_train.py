@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
-from small_run import write_small_run
+from small_run import trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.cli import main
@@ -29,42 +26,6 @@ from tailrace.trainer.checkpoint import CRITIC_FILE, TRAINER_FILE
 from tailrace.workers.counter import counted_tokens
 
 
-def trained_prompts(folder: Path) -> Counter[int]:
-    """How many samples of each prompt were trained, by the run's own records."""
-    records = [
-        json.loads(line)
-        for path in sorted((folder / "samples").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return Counter(int(record["id"].split(".")[0]) for record in records)
-
-
-def test_a_run_leaves_everything_about_itself_in_its_output_directory(
-    config_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = config_path.parent / "out"
-    config = load_config(config_path)
-    summary = train(config, folder)
-    assert json.loads((folder / "summary.json").read_text()) == msgspec.to_builtins(summary)
-    assert msgspec.to_builtins(summary.groups) == {
-        "trained": 12, "filtered": 0, "dropped": 0, "reasons": {}, "parked": 0
-    }  # fmt: skip
-    assert summary.steps == 6
-    assert trained_prompts(folder) == {prompt: 2 for prompt in range(12)}
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
-    assert tomllib.loads((folder / "config.toml").read_text())["schedule"]["groups_per_round"] == 4
-    assert json.loads((folder / "trace.json").read_text())
-    assert (folder / "timeline.png").stat().st_size > 1000
-    assert {path.name for path in (folder / "logs").iterdir()} == {
-        "engine-0.log",
-        "trainer.log",
-        "scorer-0.log",
-    }
-    named = [line.split()[1] for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert named == [str(folder / name) for name in ("timeline.png", "trace.json", "model")]
-
-
 def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) -> None:
     checkpoint = RunFolder(interrupted).newest_checkpoint()
     assert checkpoint
@@ -77,15 +38,14 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) ->
     assert tokenizer.decode(tokenizer.encode("7 + 8")) == "7 + 8"
 
 
-def test_ppo_with_a_kl_trains_saves_its_critic_and_resumes(config_path: Path) -> None:
+def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
     folder = config_path.parent / "out"
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coef": "0.05", "run.group_size": "1"}
     train(load_config(config_path, ppo | {"run.rounds": "2"}), folder)
     assert (folder / "checkpoints" / "round_000002" / "critic.safetensors").exists()
-    train(load_config(config_path, ppo | {"run.rounds": "3"}), folder, resume=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["value_loss"] > 0 and row["skipped"] == 0 for row in steps)
     assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["reference_kl"] != 0
     assert (folder / "logs" / "reference.log").exists()
