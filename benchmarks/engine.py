@@ -4,9 +4,9 @@
 
 Same model folders (random weights of a Qwen3 shape), same requests, same lengths, float32, one core and one
 thread for each engine. Lengths are lognormal (sigma 1.1) and fixed for each request; eight requests share a
-prompt. Each engine has a process of its own (engine_peers.py) and is warmed up by an unmeasured round of fewer
-requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest, highest) by
-the wall clock and by the CPU time of the process, and the ratios of the medians by the wall clock.
+prompt. Each engine has a process of its own (engine_peers.py) and is warmed up by an unmeasured round of
+fewer requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest,
+highest) by the wall clock and by the CPU time of the process, and the ratios of the medians by wall clock.
 
 The peers are not dependencies of the project. vLLM needs an environment of its own:
 

@@ -211,17 +211,17 @@ def main() -> None:
         config.data, load_tokenizer(config.model.path), seed=config.run.seed, split="eval"
     )
     prompts = [held_out[index] for index in range(NUM_PROMPTS)]
-    size = (config.model.path / "model.safetensors").stat().st_size / 4e6
-    print(
-        f"model of {size:.2f}M parameters, float32, CPU, 1 thread; {NUM_PROMPTS} prompts, "
-        f"at most {LENGTH} tokens"
-    )
     results: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.checkpoints or Path(scratch) / "run"
         if not (folder / "checkpoints").exists():
             train(config, folder)
         folders = [folder / "checkpoints" / f"round_{step:06d}" for step in range(config.run.rounds + 1)]
+        model = AutoModelForCausalLM.from_pretrained(folders[0])
+        print(
+            f"model of {model.num_parameters() / 1e6:.2f}M parameters, float32, CPU, 1 thread; "
+            f"{NUM_PROMPTS} prompts, at most {LENGTH} tokens"
+        )
         for start in starts:
             results[start] = study(folders[start : start + MAX_LAG + 1], prompts)
             report(start, results[start])

@@ -9,10 +9,13 @@ control must not rise.
 
 import argparse
 import json
+import math
 import random
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors import safe_open
 
 from tailrace.commands.evaluate import evaluate_model
 from tailrace.commands.train import train
@@ -63,6 +66,12 @@ def accuracy(model: Path, scratch: Path) -> float:
     return float(json.loads(result.read_text())["accuracy"])
 
 
+def num_parameters(model: Path) -> int:
+    """Parameters of the model in a Hugging Face folder."""
+    with safe_open(model / "model.safetensors", framework="numpy") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     config = load_config(QUICKSTART)
-    size = (QUICKSTART.parent / "model" / "model.safetensors").stat().st_size / 4e6
+    size = num_parameters(QUICKSTART.parent / "model") / 1e6
     threads = f"{config.engine.threads} + {config.trainer.threads} threads"
     print(f"model of {size:.2f}M parameters, float32, {config.engine.device}, {threads} (engine + trainer)")
     results: dict[str, list[dict[str, float]]] = {"reward": [], "control": []}

@@ -21,6 +21,7 @@ from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import FromRound, Recorder
 from tailrace.record.pictures import draw_timelines
+from tailrace.record.steps import StepMeter
 from tailrace.record.timeline import Timeline
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -78,9 +79,8 @@ def simulated(name: str) -> Timeline:
 
     async def run() -> None:
         settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-        await execute(
-            schedule, simulated_parts(SIM, 0), settings, Recorder(FromRound(rounds - pictured, timeline))
-        )
+        meter = StepMeter(FromRound(rounds - pictured, timeline), wall_clock=clock.wall_time)
+        await execute(schedule, simulated_parts(SIM, 0), settings, Recorder(meter))
 
     clock.run(run(), virtual=True)
     return timeline

@@ -20,6 +20,7 @@ from statistics import fmean, stdev
 
 from probe import LapLog, length_bias, probe, time_to
 from racers import CONFIG, ENTRIES, Entry
+from safetensors import safe_open
 
 from tailrace import clock
 from tailrace.commands.laps import Lap, LapMeter
@@ -65,13 +66,14 @@ COLUMNS = (
 """Title, figure of a lap, form. The table shows in brackets how many seeds have a figure, if not all do."""
 
 
-async def race(entries: Mapping[str, Entry], seed: int, folder: Path) -> dict[str, Lap]:
+async def race(
+    entries: Mapping[str, Entry], racers: Mapping[str, Racer], seed: int, folder: Path
+) -> dict[str, Lap]:
     """One lap of each schedule.
 
     Args:
         folder: for the initial weights, the checkpoints and the logs of the workers.
     """
-    racers = {name: entry.racer(seed) for name, entry in entries.items()}
     laps: dict[str, Lap] = {}
     arena = Arena(folder)
     try:
@@ -131,11 +133,17 @@ def print_ratios(laps: Mapping[str, Laps]) -> None:
             print(f"{f'{name} over {other}, {figure}':64} {ratio}")
 
 
+def num_parameters(model: Path) -> int:
+    """Parameters of the model in a Hugging Face folder."""
+    with safe_open(model / "model.safetensors", framework="numpy") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+
+
 def set_up() -> str:
     """The model, the machine and the processes of the race, in one line."""
     config = load_config(CONFIG)
     assert config.model and config.sampling
-    size = (config.model.path / "model.safetensors").stat().st_size / 4e6
+    size = num_parameters(config.model.path) / 1e6
     engine, trainer = config.engine, config.trainer
     return (
         f"model of {size:.2f}M parameters (float32), at most {config.sampling.max_completion_tokens} tokens "
@@ -159,8 +167,9 @@ def main() -> None:
     for seed in range(arguments.seeds):
         result = arguments.results / f"seed-{seed}.json"
         if not result.exists():
+            racers = {name: entry.racer(seed) for name, entry in entries.items()}
             with tempfile.TemporaryDirectory() as scratch:
-                measured = clock.run(race(entries, seed, Path(scratch)), virtual=False)
+                measured = clock.run(race(entries, racers, seed, Path(scratch)), virtual=False)
             figures = {name: asdict(lap) for name, lap in measured.items()}
             result.write_text(json.dumps({"set_up": set_up(), "laps": figures}, indent=2) + "\n")
         for name, lap in json.loads(result.read_text())["laps"].items():

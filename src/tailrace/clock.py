@@ -13,6 +13,7 @@ import asyncio
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,6 +26,12 @@ T = TypeVar("T")
 def now() -> float:
     """Seconds on the running loop's clock: virtual or monotonic."""
     return asyncio.get_running_loop().time()
+
+
+def wall_time() -> float:
+    """Unix seconds; in virtual time, virtual seconds."""
+    loop = asyncio.get_running_loop()
+    return loop.time() if isinstance(loop, VirtualTimeLoop) else time.time()  # noqa: TID251
 
 
 def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:

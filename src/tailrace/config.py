@@ -23,6 +23,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
+from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
@@ -78,6 +79,7 @@ class RunConfig(Settings):
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
     ledger: LedgerSettings = LedgerSettings()
+    record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()
 
     @model_validator(mode="after")
@@ -262,9 +264,18 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
         if isinstance(value, str):
             tree[section][key] = str((base / value).resolve())
     for section, key in (("reward", "function"), ("schedule", "name")):
-        value = _get(tree, section, key)
-        if isinstance(value, str) and value.partition(":")[0].endswith(".py"):
-            tree[section][key] = str((base / value).resolve())
+        if isinstance(value := _get(tree, section, key), str):
+            tree[section][key] = _absolute_function(value, base)
+    if isinstance(sinks := _get(tree, "record", "sinks"), list):
+        tree["record"]["sinks"] = [
+            _absolute_function(sink, base) if isinstance(sink, str) else sink for sink in sinks
+        ]
+
+
+def _absolute_function(name: str, base: Path) -> str:
+    """'file.py:function' with an absolute path; 'package.module:function' as it is."""
+    in_file = name.partition(":")[0].endswith(".py")
+    return str((base / name).resolve()) if in_file else name
 
 
 def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -18,7 +18,7 @@ def test_replicas_slots_and_length_limit_are_taken_from_the_run() -> None:
     engine = {"replicas": 3}
     config = RunConfig.model_validate(RUN | {"engine": engine, "sampling": {"max_completion_tokens": 4096}})
     sim = sim_settings(config)
-    assert (sim.engines.count, sim.engines.slots) == (3, config.engine.max_running)
+    assert (sim.engines.count, sim.engines.slots) == (3, config.engine.max_num_seqs)
     assert (sim.lengths.max_tokens, sim.lengths.median_tokens) == (4096, 1230 / 4)
 
 
@@ -55,7 +55,7 @@ def test_the_cluster_runs_every_schedule(
     assert steps == list(range(1, len(steps) + 1)) and steps
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace
-    assert json.loads((tmp_path / "summary.json").read_text())["groups"]["trained"] >= 64
+    assert json.loads((tmp_path / "summary.json").read_text())["groups"]["trained"] >= 32
     out = capsys.readouterr().out
     for figure in ("staleness, max (publications)", "lag, mean (optimizer steps)", "carried tokens"):
         assert figure in out

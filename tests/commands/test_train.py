@@ -47,7 +47,7 @@ def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["value_loss"] > 0 and row["skipped"] == 0 for row in steps)
-    assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["reference_kl"] != 0
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["kl"] != 0
     assert (folder / "logs" / "reference.log").exists()
 
 

@@ -1,4 +1,4 @@
-"""Events of a run told by hand, with figures that can be worked out in the head.
+"""Events of a run made by hand, with figures that can be computed in the head.
 
 `pipelined_round()`: K = 2, two groups, two steps, one engine of two slots; times in seconds.
 
@@ -8,6 +8,7 @@
              10      12                14  15   16  17          20      22       24  25
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tailrace.record.events import (
@@ -26,13 +27,17 @@ from tailrace.record.events import (
     time_of,
 )
 from tailrace.record.lags import Lags
+from tailrace.record.rows import Row
+from tailrace.record.steps import StepMeter
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId
 
 
 def make_group(prompt: int, lengths: list[int], rewards: list[float], *, version: int = 0) -> Group:
     """A complete group; responses of 20 tokens and more hit the length limit."""
-    group = Group(Prompt(prompt, ids=[1, 2], text=f"question {prompt}"), need=len(lengths), samples=[])
+    group = Group(
+        Prompt(prompt, ids=[1, 2], text=f"question {prompt}"), num_required=len(lengths), samples=[]
+    )
     for number, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
         finish: FinishReason = "length" if length >= 20 else "stop"
         sample = Sample(SampleId(prompt, 0, number), group, finish_reason=finish, reward=reward)
@@ -86,6 +91,7 @@ class Story:
             entropy=1.5,
             clip_ratio=0.125,
             kl=0.01,
+            engine_mismatch_kl=0.005,
         )
         self.tell(
             GroupReady(start_s, group.prompt.index, group.num_tokens),
@@ -112,10 +118,31 @@ def pipelined_round(story: Story | None = None, *, round: int = 0, start_s: floa
     return story
 
 
-def play(events: list[Event], *sinks: Sink, close: bool = True) -> None:
+WALL_TIME = 1_700_000_000.0
+
+
+def play(events: list[Event], *sinks: Sink, earlier: Sequence[Row] = (), close: bool = True) -> None:
+    """Play events through a step meter to the sinks."""
+    meter = StepMeter(*sinks, wall_clock=lambda: WALL_TIME, earlier=earlier)
     for event in events:
-        for sink in sinks:
-            sink.on(event)
+        meter.on(event)
     if close:
-        for sink in sinks:
-            sink.close()
+        meter.close()
+
+
+class Collector:
+    """Sink: keeps the rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Row):
+            self.rows.append(event)
+
+    def close(self) -> None: ...
+
+
+def rows_of(events: list[Event]) -> list[Row]:
+    play(events, collector := Collector())
+    return collector.rows

@@ -1,11 +1,12 @@
 import io
+import math
 
 from record_story import Story, pipelined_round, play
 from rich.console import Console
 
-from tailrace.record.display import LiveDisplay, PlainDisplay, Progress, open_display, sparkline
-from tailrace.record.events import Evaluated, SampleScored, Waiting
-from tailrace.types import SampleId
+from tailrace.record.display import LiveDisplay, PlainDisplay, open_display
+from tailrace.record.events import Evaluated, Event, Waiting
+from tailrace.record.progress import Progress, number, sparkline
 
 
 def told() -> Story:
@@ -24,10 +25,12 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
     play(told().events, display)
     assert out.getvalue().splitlines() == [
         "Evaluation | Round 0 | Accuracy 0.5000 | 8 samples",
-        "Step 1 | Round 0 | 7.0s | Reward 0.5000 | Length 5 (max 6) | 2 tokens/s | Staleness 0 | "
+        "Step 1 | Round 1/1 | 7.0s | Loss 0.2500 | Reward 0.5000 | KL 0.0000 | Mismatch KL 0.0100 | "
+        "Entropy 1.5000 | Length 5 (max 6, 0% truncated) | 2 tokens/s | Staleness 0 | Lag 0 | "
         "Wait 4.00s of 6.00s",
         "No step for 300 s | 2 complete groups (1 ready)",
-        "Step 2 | Round 0 | 15.0s | Reward 1.0000 | Length 15 (max 20) | 3 tokens/s | Staleness 0 | "
+        "Step 2 | Round 1/1 | 15.0s | Loss 0.2500 | Reward 1.0000 | KL 0.0000 | Mismatch KL 0.0100 | "
+        "Entropy 1.5000 | Length 15 (max 20, 50% truncated) | 3 tokens/s | Staleness 0 | Lag 0 | "
         "Wait 4.00s of 8.00s",
     ]
 
@@ -45,22 +48,56 @@ def test_on_a_terminal_there_is_a_panel() -> None:
     plain.print(display.panel())
     panel = plain.export_text()
     assert "round 1/3  step 2" in panel
-    assert "1.000  ▁█" in panel
+    assert "1.0000  ▁█" in panel
+    assert "ends in about 0:00:30" in panel  # two more rounds of 15 s
+    assert "0.2500  KL 0.0000  mismatch KL 0.0100  entropy 1.5000" in panel
+    assert "15 (max 20, 50% truncated)" in panel
     assert "computes 43%, waits 57%" in panel
     assert "2 complete groups (1 ready)" in panel
 
 
+class Watched:
+    """Sink: the progress of a run."""
+
+    def __init__(self, rounds: int) -> None:
+        self.progress = Progress(rounds)
+
+    def on(self, event: Event) -> None:
+        self.progress.on(event)
+
+    def close(self) -> None: ...
+
+
+def watch(events: list[Event], rounds: int) -> Progress:
+    play(events, watched := Watched(rounds), close=False)
+    return watched.progress
+
+
 def test_the_wait_share_is_of_the_round() -> None:
-    progress = Progress(rounds=2)
-    for event in pipelined_round().events:
-        progress.on(event)
-    assert progress.wait_share == 8 / 14
-    second = pipelined_round(Story(num_steps=2), round=1, start_s=110.0)
-    for event in second.events[:10]:
-        progress.on(event)
-    assert progress.row["step"] == 2
+    story = pipelined_round()
+    assert watch(story.events, 2).wait_share == 8 / 14
+    num_events = len(story.events)
+    pipelined_round(story, round=1, start_s=110.0)
+    progress = watch(story.events[: num_events + 10], 2)
+    assert (progress.round, progress.row and progress.row.step) == (1, 2)
     assert progress.wait_share == 8 / 14  # until the new round's first step
-    assert progress.round == 1
+
+
+def test_the_expected_end_follows_from_the_rounds_done() -> None:
+    """Rounds of 15 s, 35 s of evaluation between them."""
+    story = pipelined_round()
+    assert watch(story.events[:-1], 4).remaining_s is None
+    assert watch(story.events, 4).remaining_s == 3 * 15
+    pipelined_round(story, round=1, start_s=60.0)
+    assert watch(story.events, 4).remaining_s == 2 * (75 - 10) / 2
+    story.tell(Evaluated(85.0, 2, 8, accuracy=0.5, mean_tokens=3.0))
+    assert watch(story.events, 4).remaining_s == 65 - 10
+    assert watch(story.events, 1).remaining_s == 0.0  # rounds beyond the last
+
+
+def test_a_resumed_run_counts_its_own_rounds_only() -> None:
+    story = pipelined_round(Story(num_steps=2), round=7, start_s=10.0)
+    assert watch(story.events, 10).remaining_s == 2 * 15
 
 
 def test_rewards_are_drawn_between_their_extremes() -> None:
@@ -68,15 +105,7 @@ def test_rewards_are_drawn_between_their_extremes() -> None:
     assert sparkline([0.3, 0.3]) == "▁▁"
 
 
-def test_the_first_failure_of_each_kind_is_shown_at_once() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    display = open_display(rounds=1, waits=str, console=console)
-    for number, (failure, detail) in enumerate(
-        [("reward raised", "no"), ("reward raised", "?"), ("reward nan", "")]
-    ):
-        display.on(SampleScored(1.0, SampleId(0, 0, number), None, failure, 5, detail))
-    display.on(SampleScored(1.0, SampleId(0, 0, 4), 1.0, None, 5))
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        "First sample without a reward | reward raised | 0.0/0 | no",
-        "First sample without a reward | reward nan | 0.0/2 | ",
-    ]
+def test_huge_and_missing_rewards_can_be_drawn() -> None:
+    assert sparkline([-1.7e308, 1.7e308, math.nan]) == "▁█"
+    assert sparkline([math.nan]) == ""
+    assert number(1e308) == "1e+308"

@@ -3,29 +3,33 @@ import math
 from pathlib import Path
 
 import pytest
-from record_story import Story, make_group, pipelined_round, play
+from record_story import WALL_TIME, Story, make_group, pipelined_round, play, rows_of
 
 from tailrace.record.events import (
     BooksClosed,
+    ControllerLag,
     EssTaken,
     Evaluated,
     GroupEnded,
+    RoundEnded,
+    RoundStarted,
     RowSkipped,
     SampleScored,
     Stepped,
     TokensWasted,
 )
 from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.rows import ClosingRow, EvaluationRow, RoundRow, StepRow
 from tailrace.types import SampleId
 
 
-def rows_of(path: Path) -> list[dict[str, float]]:
+def lines_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(story: Story, path: Path, *, first_round: int = 0) -> list[dict[str, float]]:
     play(story.events, MetricsWriter(path, first_round=first_round))
-    return rows_of(path)
+    return lines_of(path)
 
 
 def test_a_step_becomes_a_row(tmp_path: Path) -> None:
@@ -34,29 +38,35 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "step": 1,
         "round": 0,
         "time": 16.0,
+        "wall_time": WALL_TIME,
+        "num_tokens": 14,
+        "tokens/trained": 10,
         "reward": 0.5,
         "reward_std": math.sqrt(0.5),
         "frac_reward_zero_std": 0.0,
-        "completions/length/mean": 5.0,
-        "completions/length/p50": 4,
-        "completions/length/p90": 6,
-        "completions/length/p99": 6,
-        "completions/length/max": 6,
+        "completions/mean_length": 5.0,
+        "completions/min_length": 4,
+        "completions/p50_length": 4,
+        "completions/p90_length": 6,
+        "completions/p99_length": 6,
+        "completions/max_length": 6,
         "completions/clipped_ratio": 0.0,
         "loss": 0.25,
         "grad_norm": 0.5,
         "learning_rate": 1e-3,
         "entropy": 1.5,
-        "clip_ratio": 0.125,
+        "clip_ratio/region_mean": 0.125,
+        "kl": 0.0,
         "mismatch_kl": 0.01,
+        "engine_mismatch_kl": 0.005,
         "ess": 1.0,
-        "reference_kl": 0.0,
         "value_loss": 0.0,
-        "skipped": 0.0,
+        "skipped": 0,
         "staleness/mean": 0.0,
         "staleness/max": 0,
-        "staleness/publications": 0,
-        **{f"staleness/tenth_{tenth}": 0.0 for tenth in range(10)},
+        "lag/mean": 0.0,
+        "lag/max": 0,
+        **{f"lag/tenth/{tenth}": 0.0 for tenth in range(10)},
         "carried/tokens": 0.0,
         "carried/samples": 0.0,
         "versions/mean": 1.0,
@@ -65,7 +75,6 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "deferrals/max": 0,
         "age/mean": 0.0,
         "age/max": 0,
-        "num_tokens": 10,
         "time/step": 6.0,
         "time/wait": 4.0,
         "time/train": 2.0,
@@ -79,6 +88,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
     _, last = write(pipelined_round(), tmp_path / "metrics.jsonl")
     figures = {key: value for key, value in last.items() if key.startswith("round/")}
     assert figures == {
+        "round/end_s": 25.0,
         "round/time_s": 15.0,
         "round/main_time_s": 14.0,
         "round/rollout_time_s": 10.0,
@@ -95,11 +105,12 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
         "round/num_generated": 40,
         "round/generated_tokens_per_s": 4.0,
         "round/reward": 0.75,
-        "round/length/mean": 10.0,
-        "round/length/p50": 6,
-        "round/length/p90": 20,
-        "round/length/p99": 20,
-        "round/length/max": 20,
+        "round/completions/mean_length": 10.0,
+        "round/completions/min_length": 4,
+        "round/completions/p50_length": 6,
+        "round/completions/p90_length": 20,
+        "round/completions/p99_length": 20,
+        "round/completions/max_length": 20,
         "round/first_step_length": 5.0,
         "round/last_step_length": 15.0,
     }
@@ -145,7 +156,13 @@ def test_what_comes_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
     )
     _, last, after = write(story, tmp_path / "metrics.jsonl")
     assert last["tail/wasted_tokens/surplus"] == 5
-    assert after == {"step": 2, "round": 0, "time": 25.0, "tail/wasted_tokens/end": 2}
+    assert after == {
+        "step": 2,
+        "round": 0,
+        "time": 25.0,
+        "wall_time": WALL_TIME,
+        "tail/wasted_tokens/end": 2,
+    }
 
 
 def test_the_least_that_a_guard_found_is_in_the_row_of_the_next_step(tmp_path: Path) -> None:
@@ -155,7 +172,13 @@ def test_the_least_that_a_guard_found_is_in_the_row_of_the_next_step(tmp_path: P
     assert first["ess/guard"] == 0.4 and "ess/guard" not in second
 
 
-def test_staleness_is_averaged_over_tokens(tmp_path: Path) -> None:
+def test_tokens_are_counted_over_all_steps_and_with_their_prompts(tmp_path: Path) -> None:
+    first, second = write(pipelined_round(), tmp_path / "metrics.jsonl")
+    assert (first["num_tokens"], first["tokens/trained"]) == (10 + 2 * 2, 10)
+    assert (second["num_tokens"], second["tokens/trained"]) == (14 + 30 + 2 * 2, 30)
+
+
+def test_staleness_counts_publications_and_lag_optimizer_steps(tmp_path: Path) -> None:
     story = pipelined_round()
     story.train(make_group(5, [3, 5], [0.0, 1.0]), 30, 31, 32, lag=2)
     stepped = story.told[-1]
@@ -163,9 +186,38 @@ def test_staleness_is_averaged_over_tokens(tmp_path: Path) -> None:
     stepped.lags.steps[0] += 24
     stepped.lags.publications[0] += 24
     row = write(story, tmp_path / "metrics.jsonl")[-1]
-    assert row["staleness/mean"] == 6 * 8 / 32
-    assert (row["staleness/max"], row["staleness/publications"]) == (6, 2)
+    assert (row["staleness/mean"], row["staleness/max"]) == (2 * 8 / 32, 2)
+    assert (row["lag/mean"], row["lag/max"], row["lag/tenth/9"]) == (6 * 8 / 32, 6, 6)
     assert row["carried/tokens"] == 8 / 32
+
+
+def test_the_largest_lag_of_the_controller_is_in_the_row_of_the_next_step(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(ControllerLag(11.0, 0.25), ControllerLag(12.0, 0.5))
+    first, second = write(story, tmp_path / "metrics.jsonl")
+    assert first["time/controller_lag"] == 0.5 and "time/controller_lag" not in second
+
+
+def test_a_failed_reward_that_counts_as_zero_is_counted_too(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(SampleScored(11.0, SampleId(7, 0, 0), 0.0, "reward timeout", 5))
+    first, _ = write(story, tmp_path / "metrics.jsonl")
+    assert first["completions/failed/reward_timeout"] == 1
+
+
+def test_huge_rewards_have_finite_means_or_null(tmp_path: Path) -> None:
+    story = Story()
+    story.tell(RoundStarted(0.0, 0, 0))
+    story.train(make_group(0, [4, 6], [1e308, 1e308]), 1, 2, 3)
+    story.train(make_group(1, [4, 6], [1e308, 0.0]), 3, 4, 5)
+    story.train(make_group(2, [4, 6], [1.7e308, -1.7e308]), 5, 6, 7)
+    story.tell(RoundEnded(8.0, 0))
+    rows = write(story, tmp_path / "metrics.jsonl")
+    assert [row["reward"] for row in rows] == [1e308, 5e307, 0.0]
+    assert rows[0]["reward_std"] == 0.0
+    assert rows[1]["reward_std"] == pytest.approx(1e308 / math.sqrt(2))
+    assert rows[2]["reward_std"] is None
+    assert math.isfinite(rows[2]["round/reward"])
 
 
 def test_what_is_parked_at_the_end_is_in_the_last_row(tmp_path: Path) -> None:
@@ -186,6 +238,7 @@ def test_an_evaluation_is_a_row_of_its_own(tmp_path: Path) -> None:
         "step": 0,
         "round": 0,
         "time": 9.0,
+        "wall_time": WALL_TIME,
         "eval/accuracy": 0.5,
         "eval/mean_tokens": 12.0,
         "eval/num_samples": 128,
@@ -197,8 +250,9 @@ def test_a_row_is_on_disk_when_the_next_step_or_the_round_ends(tmp_path: Path) -
     path = tmp_path / "metrics.jsonl"
     events = pipelined_round().events
     play(events, writer := MetricsWriter(path), close=False)
-    assert len(rows_of(path)) == 2
+    assert len(lines_of(path)) == 2
     writer.close()
+    assert len(lines_of(path)) == 2
 
 
 def test_a_resume_removes_the_rows_that_will_be_written_again(tmp_path: Path) -> None:
@@ -208,20 +262,36 @@ def test_a_resume_removes_the_rows_that_will_be_written_again(tmp_path: Path) ->
     whole = write(story, path)
     with path.open("a") as file:
         file.write('{"step": 5, "rou')  # torn by a kill
+    earlier = read_rows(path, before_round=1)
     resumed = MetricsWriter(path, first_round=1)
-    assert rows_of(path) == whole[:2]
-    play([Evaluated(99.0, 1, 8, 0.5, 1.0)], resumed)
-    assert rows_of(path)[2]["step"] == 2
-    write_again = Story(num_steps=2)
-    pipelined_round(write_again, round=1, start_s=100.0)
-    assert write(write_again, path, first_round=1) == whole
+    assert lines_of(path) == whole[:2]
+    again = Story(num_steps=2)
+    again.tell(Evaluated(99.0, 1, 8, 0.5, 1.0))
+    pipelined_round(again, round=1, start_s=100.0)
+    play(again.events, resumed, earlier=earlier)
+    assert lines_of(path)[2]["step"] == 2
+    assert lines_of(path)[:2] + lines_of(path)[3:] == whole
 
 
-def test_a_number_that_is_not_finite_is_valid_json(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    play([Evaluated(1.0, 0, 8, accuracy=math.nan, mean_tokens=1.0)], MetricsWriter(path))
-    assert rows_of(path)[0]["eval/accuracy"] is None
-    assert math.isnan(next(read_rows(path))["eval/accuracy"])
+    play([Evaluated(1.0, 0, 8, accuracy=math.inf, mean_tokens=1.0)], MetricsWriter(path))
+    assert lines_of(path)[0]["eval/accuracy"] is None
+    (row,) = read_rows(path)
+    assert isinstance(row, EvaluationRow) and math.isnan(row.accuracy)
+
+
+def test_the_rows_that_are_read_are_those_that_were_written(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(
+        Evaluated(9.0, 0, 8, 0.5, 3.0),
+        TokensWasted(12.0, SampleId(7, 0, 0), 5, "no reward"),
+        BooksClosed(31.0, 3, 70),
+    )
+    rows = rows_of(story.events)
+    play(story.events, MetricsWriter(path := tmp_path / "metrics.jsonl"))
+    assert read_rows(path) == rows
+    assert [type(row) for row in rows] == [EvaluationRow, StepRow, StepRow, RoundRow, ClosingRow]
 
 
 @pytest.mark.parametrize("before, count", [(0, 0), (1, 2), (2, 4), (None, 4)])
@@ -230,8 +300,9 @@ def test_rows_are_read_up_to_a_round(tmp_path: Path, before: int | None, count: 
     story = pipelined_round()
     pipelined_round(story, round=1, start_s=100.0)
     write(story, path)
-    assert len(list(read_rows(path, before_round=before))) == count
+    steps = [row for row in read_rows(path, before_round=before) if isinstance(row, StepRow)]
+    assert len(steps) == count
 
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
-    assert list(read_rows(tmp_path / "none.jsonl")) == []
+    assert read_rows(tmp_path / "none.jsonl") == []

@@ -1,23 +1,26 @@
-import pytest
 from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.events import RequestEnded, RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.lengths import LengthStats
-from tailrace.record.rounds import RoundMeter, RoundReport
+from tailrace.record.rounds import RoundMeter
+from tailrace.record.rows import RoundRow
 
 
 def test_a_round_is_measured_as_in_the_paper() -> None:
     meter = RoundMeter()
     play(pipelined_round().events, meter)
     assert meter.reports == [
-        RoundReport(
+        RoundRow(
             round=0,
-            time_s=15.0,
+            end_s=25.0,
+            duration_s=15.0,
             main_time_s=14.0,
             rollout_time_s=10.0,
             first_dispatch_s=4.0,
             trainer_compute_s=6.0,
             wait_s=8.0,
+            waiting_ratio=8 / 14,
+            start_ratio=4 / 14,
             publish_s=1.0,
             num_steps=2,
             num_groups=2,
@@ -26,13 +29,11 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             num_generated=40,
             generated_tokens_per_s=4.0,
             reward=0.75,
-            length=LengthStats(mean=10.0, p50=6, p90=20, p99=20, max=20),
+            lengths=LengthStats(mean=10.0, min=4, p50=6, p90=20, p99=20, max=20),
             first_step_length=5.0,
             last_step_length=15.0,
         )
     ]
-    assert meter.reports[0].waiting_ratio == pytest.approx(8 / 14)
-    assert meter.reports[0].start_ratio == pytest.approx(4 / 14)
 
 
 def test_waits_between_two_dispatches_count_in_the_headline_and_not_in_equation_4() -> None:
@@ -82,11 +83,11 @@ def test_a_round_that_trained_nothing_is_not_reported() -> None:
 
 def test_percentiles_are_lengths_that_occurred() -> None:
     lengths = list(range(100, 0, -1))
-    assert LengthStats.of(lengths) == LengthStats(mean=50.5, p50=50, p90=90, p99=99, max=100)
-    assert LengthStats.of([7]) == LengthStats(mean=7.0, p50=7, p90=7, p99=7, max=7)
+    assert LengthStats.of(lengths) == LengthStats(mean=50.5, min=1, p50=50, p90=90, p99=99, max=100)
+    assert LengthStats.of([7]) == LengthStats(mean=7.0, min=7, p50=7, p90=7, p99=7, max=7)
 
 
-def _only_report(story: Story) -> RoundReport:
+def _only_report(story: Story) -> RoundRow:
     meter = RoundMeter()
     play(story.events, meter)
     (report,) = meter.reports

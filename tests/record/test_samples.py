@@ -1,9 +1,16 @@
 import json
 from pathlib import Path
 
-from record_story import pipelined_round, play
+from record_story import make_group, pipelined_round, play
 
+from tailrace.record.events import Evaluated, EvaluatedSample
 from tailrace.record.samples import SamplesWriter
+
+
+def evaluation(round: int) -> Evaluated:
+    sample = make_group(-1, [9], [1.0]).samples[0]
+    scored = EvaluatedSample.of(sample, 1.0), EvaluatedSample.of(sample, 0.0, "reward timeout")
+    return Evaluated(9.0, round, 2, accuracy=0.5, mean_tokens=9.0, samples=scored)
 
 
 def test_every_trained_sample_stands_in_its_rounds_file(tmp_path: Path) -> None:
@@ -29,7 +36,31 @@ def test_a_resume_removes_the_files_of_rounds_to_come(tmp_path: Path) -> None:
     story = pipelined_round()
     for round in (1, 2):
         pipelined_round(story, round=round, start_s=100.0 * round)
+    story.tell(evaluation(0), evaluation(1))
     play(story.events, SamplesWriter(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
     SamplesWriter(tmp_path, first_round=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "round_000000.jsonl"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert names == ["eval/round_000000.jsonl", "notes.txt", "round_000000.jsonl"]
+
+
+def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -> None:
+    play([evaluation(4)], SamplesWriter(tmp_path))
+    lines = (tmp_path / "eval" / "round_000004.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "id": "-1.0/0",
+            "prompt": "question -1",
+            "text": "answer 0",
+            "reward": reward,
+            "failure": failure,
+            "finish_reason": "stop",
+            "num_tokens": 9,
+        }
+        for reward, failure in ((1.0, None), (0.0, "reward timeout"))
+    ]
+
+
+def test_an_evaluation_without_samples_leaves_no_file(tmp_path: Path) -> None:
+    play([Evaluated(1.0, 4, 8, 0.5, 3.0)], SamplesWriter(tmp_path))
+    assert list(tmp_path.rglob("*.jsonl")) == []

@@ -51,6 +51,8 @@ EXPECTED = RunSummary(
         staleness_mean=0.0,
         staleness_max=0.0,
         publications_max=0.0,
+        lag_mean=0.0,
+        lag_max=0.0,
         carried_tokens=0.0,
         versions_max=1.0,
         deferrals_max=0.0,
@@ -96,7 +98,8 @@ def test_a_resumed_run_counts_its_earlier_life(tmp_path: Path) -> None:
     again = Story(num_steps=2)
     again.tell(Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0))
     pipelined_round(again, round=1, start_s=100.0)
-    play(again.events, resumed := Summary(earlier=read_rows(path, before_round=1)))
+    earlier = read_rows(path, before_round=1)
+    play(again.events, resumed := Summary(earlier=earlier), earlier=earlier)
     assert resumed.summary() == expected.summary()
 
 

@@ -1,10 +1,12 @@
+import sys
 from pathlib import Path
 
 import pytest
 from record_story import make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated, FromRound, RequestEnded
-from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar, draw
+from tailrace.record.draw import draw
+from tailrace.record.events import FromRound, RequestEnded
+from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar
 
 
 def test_bars_are_counted_from_the_first_rounds_start() -> None:
@@ -40,7 +42,8 @@ def test_a_picture_of_two_runs_is_drawn(tmp_path: Path) -> None:
     timelines = {"two rounds": Timeline(), "one round": Timeline(), "nothing": Timeline()}
     play(story.events, timelines["two rounds"])
     play(pipelined_round().events, timelines["one round"])
-    draw(timelines, tmp_path / "timeline.png")
+    path = tmp_path / "timeline.png"
+    assert draw(timelines, path) == f"timeline  {path}"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -53,7 +56,19 @@ def test_a_round_in_which_no_request_both_began_and_ended_is_drawn(tmp_path: Pat
 
 
 def test_without_a_finished_round_there_is_no_picture(tmp_path: Path) -> None:
-    draw({"nothing": Timeline()}, tmp_path / "timeline.png")
+    pytest.importorskip("matplotlib")
+    line = draw({"nothing": Timeline()}, tmp_path / "timeline.png")
+    assert line == "timeline.png not drawn: no round was finished"
+    assert not (tmp_path / "timeline.png").exists()
+
+
+def test_without_matplotlib_one_line_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    play(pipelined_round().events, timeline := Timeline())
+    line = draw({"serial": timeline}, tmp_path / "timeline.png")
+    assert line == "timeline.png not drawn: pip install 'tailrace[pictures]'"
     assert not (tmp_path / "timeline.png").exists()
 
 
@@ -65,15 +80,6 @@ def test_the_waits_in_the_picture_are_those_of_the_round() -> None:
     pipelined_round(story, round=1, start_s=40.0)
     play(story.events, timeline := Timeline())
     assert [wait for wait in _waits(timeline) if wait[1] > wait[0]] == [(0, 4), (6, 10), (30, 34), (36, 40)]
-
-
-def test_a_learning_curve_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from tailrace.record.pictures import draw_learning
-
-    points = [Evaluated(100.0 + 10 * n, n, 8, accuracy=0.2 * n, mean_tokens=3.0) for n in range(4)]
-    draw_learning({"serial": points}, tmp_path / "learning.png")
-    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sink_can_begin_with_a_later_round() -> None:

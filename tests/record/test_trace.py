@@ -4,9 +4,20 @@ from typing import Any
 
 from record_story import make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated, RequestStarted
+from tailrace.record.events import (
+    ControllerLag,
+    Evaluated,
+    Event,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    SampleScored,
+    TokensWasted,
+    time_of,
+)
 from tailrace.record.lanes import Lanes
 from tailrace.record.trace import TraceWriter
+from tailrace.types import SampleId
 
 REQUIRED = {
     "X": {"name", "pid", "tid", "ts", "dur"},
@@ -54,11 +65,13 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (1, 1): "rounds",
         (1, 2): "trainer",
         (1, 3): "weights",
+        (1, 4): "controller",
         (2, 1): "slot 1",
         (2, 2): "slot 2",
+        (10_000, 1): "sample 1",
     }
     processes = {r["pid"]: r["args"]["name"] for r in trace if r["name"] == "process_name"}
-    assert processes == {1: "run", 2: "engine0"}
+    assert processes == {1: "run", 2: "engine0", 10_000: "scoring"}
     slices = [
         (names[1, r["tid"]], r["name"], r["ts"], r["dur"]) for r in trace if r["ph"] == "X" and r["pid"] == 1
     ]
@@ -95,7 +108,9 @@ def test_two_engines_have_lanes_of_their_own(tmp_path: Path) -> None:
     story = pipelined_round()
     story.request(make_group(5, [1], [0.0]).samples[0], 11, 12, engine="engine1")
     trace = trace_of(story.events, tmp_path / "trace.json")
-    assert [(r["pid"], r["tid"]) for r in trace if r["ph"] == "X" and r["name"] == "group 5"] == [(3, 1)]
+    assert [
+        (r["pid"], r["tid"]) for r in trace if r["ph"] == "X" and r["name"] == "group 5" and r["pid"] < 10_000
+    ] == [(3, 1)]
 
 
 def test_what_still_runs_at_the_end_is_in_the_trace(tmp_path: Path) -> None:
@@ -124,3 +139,50 @@ def test_the_lowest_free_lane_is_taken() -> None:
     lanes.give_back(0)
     assert [lanes.take() for _ in range(3)] == [0, 2, 3]
     assert lanes.num_lanes == 4
+
+
+def test_a_sample_has_a_lane_from_its_last_token_to_its_reward(tmp_path: Path) -> None:
+    """Two rewards are awaited at the same time; the third takes the lane that is free again."""
+    ids = [SampleId(0, 0, number) for number in range(3)]
+    events: list[Event] = [RequestStarted(0.0, id, "engine0", 0) for id in ids]
+    for id, end_s, scored_s in zip(ids, (1.0, 2.0, 5.0), (4.0, 6.0, 7.0), strict=True):
+        events.append(RequestEnded(end_s, id, "engine0", 9, 9, "stop"))
+        events.append(SampleScored(scored_s, id, 1.0, None, 9))
+    events.sort(key=time_of)
+    trace = trace_of(events, tmp_path / "trace.json")
+    slices = [r for r in trace if r["ph"] == "X" and r["pid"] == 10_000]
+    assert [(r["args"]["sample"], r["tid"], r["ts"] / 1e6, r["dur"] / 1e6) for r in slices] == [
+        ("0.0/0", 1, 1.0, 3.0),
+        ("0.0/1", 2, 2.0, 4.0),
+        ("0.0/2", 1, 5.0, 2.0),
+    ]
+    assert {r["args"]["outcome"] for r in slices} == {"reward 1.0"}
+
+
+def test_a_sample_that_is_never_scored_gives_its_lane_back(tmp_path: Path) -> None:
+    ids = [SampleId(0, 0, number) for number in range(2)]
+    events: list[Event] = []
+    for start_s, id in enumerate(ids):
+        events.append(RequestStarted(start_s, id, "engine0", 0))
+        events.append(RequestEnded(start_s + 0.25, id, "engine0", 9, 9, "stop"))
+        events.append(TokensWasted(start_s + 0.5, id, 9, "raced"))
+    trace = trace_of(events, tmp_path / "trace.json")
+    slices = [r for r in trace if r["ph"] == "X" and r["pid"] == 10_000]
+    assert [(r["tid"], r["args"]["outcome"]) for r in slices] == [(1, "raced")] * 2
+
+
+def test_a_late_controller_has_a_lane(tmp_path: Path) -> None:
+    events = [RoundStarted(0.0, 0, 0), ControllerLag(3.0, 0.5)]
+    late = next(r for r in trace_of(events, tmp_path / "trace.json") if r["name"] == "late")
+    assert (late["pid"], late["tid"], late["ts"], late["dur"]) == (1, 4, 2_500_000, 500_000)
+
+
+def test_there_are_no_more_lanes_than_requests_at_once(tmp_path: Path) -> None:
+    ids = [SampleId(0, 0, number) for number in range(40)]
+    events: list[Event] = []
+    for start_s, id in enumerate(ids):
+        if start_s >= 3:
+            events.append(RequestEnded(start_s, ids[start_s - 3], "engine0", 9, 9, "cancelled"))
+        events.append(RequestStarted(start_s, id, "engine0", 0))
+    trace = trace_of(events, tmp_path / "trace.json")
+    assert {r["tid"] for r in trace if r["ph"] == "X" and r["pid"] == 2} == {1, 2, 3}

@@ -17,7 +17,7 @@ from tailrace.commands.comparison import FIRST_GROUPS, Comparison
 from tailrace.commands.race import Measured, Racer, race_live, race_virtual
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.run import Run
-from tailrace.record.timeline import draw
+from tailrace.record.draw import draw
 from tailrace.schedules.resolve import (
     check_parameter_names,
     resolve,
@@ -63,10 +63,10 @@ def compare(
     comparison = Comparison(measured.laps)
     if folder:
         typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.schedules}
-        draw(typical, folder / "timeline.png")
+        picture = draw(typical, folder / "timeline.png")
     console.print(comparison.table(VIRTUAL if virtual else LIVE))
     if folder:
-        console.print(f"pictures  {folder}/timeline.png", f"traces    {folder}/trace-*.json", sep="\n")
+        console.print(picture, f"traces    {folder}/trace-*.json", sep="\n", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(comparison.numbers(), indent=2) + "\n")

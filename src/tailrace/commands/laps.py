@@ -6,7 +6,8 @@ from statistics import fmean
 
 from tailrace.record.events import Event, RequestEnded, RoundEnded, RoundStarted, Stepped, TokensWasted
 from tailrace.record.lags import mean_of
-from tailrace.record.rounds import RoundMeter, RoundReport
+from tailrace.record.rounds import RoundMeter
+from tailrace.record.rows import RoundRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class LapMeter:
         self._ess.append(event.stats.ess)
 
     @property
-    def rounds(self) -> list[RoundReport]:
+    def rounds(self) -> list[RoundRow]:
         """The counted rounds."""
         return [report for report in self._rounds.reports if report.round >= self._warm_up]
 

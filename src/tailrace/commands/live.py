@@ -17,6 +17,7 @@ from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.errors import BadRow
 from tailrace.model_folder import context_length
+from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
@@ -50,6 +51,7 @@ def check_live(config: RunConfig) -> None:
     scorer = Scorer.load(config.reward, config.data)
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
+    import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.replicas)
 
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace import clock
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.live import advantages_of, open_parts, rewind
 from tailrace.commands.virtual import run_virtual, sim_max_tokens
@@ -17,6 +18,7 @@ from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
 from tailrace.record.events import FromRound, Recorder, Sink
+from tailrace.record.steps import StepMeter
 from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule
@@ -107,7 +109,7 @@ async def race_live(
                     racer.schedule,
                     await arena.parts(racer),
                     settings,
-                    Recorder(meter, *_pictures(name, racer, timeline, folder if pictured else None)),
+                    _recorder(meter, *_pictures(name, racer, timeline, folder if pictured else None)),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
@@ -129,7 +131,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
             meter, timeline = LapMeter(sim_max_tokens(racer.config)), Timeline()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, Recorder(meter, *_pictures(name, racer, timeline, folder)))
+            run_virtual(config, racer.schedule, _recorder(meter, *_pictures(name, racer, timeline, folder)))
             measured.add(name, meter, timeline)
     return measured
 
@@ -146,3 +148,7 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
 def _pictures(name: str, racer: Racer, timeline: Timeline, folder: Path | None) -> list[Sink]:
     last_rounds = FromRound(racer.config.run.rounds - PICTURED_ROUNDS, timeline)
     return [last_rounds, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")] if folder else []
+
+
+def _recorder(*sinks: Sink) -> Recorder:
+    return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))

@@ -13,13 +13,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
+from tailrace import clock
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.virtual import run_virtual, sim_max_tokens, sim_settings
 from tailrace.config import RunConfig
+from tailrace.record.draw import draw
 from tailrace.record.events import FromRound, Recorder, Sink
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 
@@ -43,14 +46,14 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         folder.mkdir(parents=True, exist_ok=True)
         sinks += [
             MetricsWriter(folder / "metrics.jsonl"),
-            TraceWriter(folder / "trace.json"),
+            TraceWriter(folder / "trace.json", max_bytes=config.record.trace_max_bytes),
             FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
         ]
-    seconds = run_virtual(config, schedule, Recorder(*sinks))
+    seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     console = Console()
     console.print(_table(name, _set_up(config), seconds, summary.summary(), meter.lap()))
     if folder:
-        draw({name: timeline}, folder / "timeline.png")
+        console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
     if json_path:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(summary.summary()), indent=2) + b"\n")

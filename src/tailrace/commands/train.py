@@ -7,6 +7,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -19,6 +20,7 @@ from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
+from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal
@@ -27,14 +29,18 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
+from tailrace.record.draw import draw
 from tailrace.record.events import FromRound, Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter
+from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline, draw
+from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import BoundSchedule, resolve
+from tailrace.record.user_sinks import open_sinks
+from tailrace.reward.failures import WithFailureLimit
+from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.workers.counter import counted_tokens
 
 
@@ -74,6 +80,7 @@ def train(
         Interrupted: a signal, or `interruption`, ended the run.
         TailraceError: another error ended the run.
     """
+    config = with_published_defaults(config)
     if schedule is None:
         schedule = check(config)
     else:
@@ -89,8 +96,8 @@ def train(
                 raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
             if outcome.checkpoint:
                 folder.export(outcome.checkpoint)
-            draw({str(config.schedule["name"]): timeline}, folder.timeline)
-            _report(summary, folder, start.life)
+            picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
+            _report(summary, folder, start.life, picture)
     if outcome.interrupted:
         raise Interrupted(_what_was_saved(interruption, outcome, folder), interruption.signal or 0)
     return summary
@@ -150,20 +157,13 @@ async def _train(
             store.commit(start.opening)
             folder.config.write_text(config.toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
-        next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
-        summary = Summary(folder.summary, earlier=read_rows(folder.metrics, before_round=next_round))
-        recorder = Recorder(
-            MetricsWriter(folder.metrics, first_round=next_round),
-            SamplesWriter(folder.samples, first_round=next_round),
-            TraceWriter(folder.trace(start.life)),
-            FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
-            summary,
-            open_display(rounds=config.run.rounds, waits=clock.who_waits),
-        )
+        recorder, summary = _recorder(config, folder, start, timeline)
+        lag = asyncio.create_task(watch_controller_lag(recorder))
         with closing(ThreadWriter(store)) if store else nullcontext() as writer:
+            limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
                 schedule,
-                parts,
+                replace(parts, rewards=WithFailureLimit(parts.rewards, limit)),
                 config.run,
                 recorder,
                 compute_advantages=advantages_of(config),
@@ -172,21 +172,46 @@ async def _train(
                 journal=Journal(writer, start, flush_s=config.ledger.flush_s) if writer else NullJournal(),
                 interruption=interruption,
             )
+        lag.cancel()
     return outcome, summary.summary()
 
 
-def _report(summary: RunSummary, folder: RunFolder, life: int) -> None:
+def _recorder(
+    config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
+) -> tuple[Recorder, Summary]:
+    next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
+    earlier = read_rows(folder.metrics, before_round=next_round)
+    summary = Summary(folder.summary, earlier=earlier)
+    display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
+    meter = StepMeter(
+        MetricsWriter(folder.metrics, first_round=next_round),
+        SamplesWriter(folder.samples, first_round=next_round),
+        TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
+        FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+        summary,
+        display,
+        *open_sinks(config.record.sinks, folder.path, display.say),
+        wall_clock=clock.wall_time,
+        earlier=earlier,
+    )
+    return Recorder(meter), summary
+
+
+def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
+    """Samples of a round, or of a step where the schedule has no other number of groups."""
+    groups = [value for name, value in schedule.keywords.items() if name.startswith("groups_")]
+    return group_size * max(groups, default=1)
+
+
+def _report(summary: RunSummary, folder: RunFolder, life: int, picture: str) -> None:
     console = Console(soft_wrap=True)
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
-    for name, path, hint in (
-        ("timeline", folder.timeline, ""),
-        ("trace", folder.trace(life), "  (open it at ui.perfetto.dev)"),
-        ("model", folder.model, ""),
-    ):
-        if path.exists():
-            console.print(f"{name:9} {path}{hint}")
+    console.print(picture, markup=False)
+    console.print(f"trace     {folder.trace(life)}  (open it at ui.perfetto.dev)")
+    if folder.model.exists():
+        console.print(f"model     {folder.model}")
 
 
 def _before_training(interruption: Interruption, start: StartingPoint) -> str:

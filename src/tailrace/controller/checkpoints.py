@@ -127,4 +127,6 @@ class Evaluations:
         finally:  # also when it is interrupted
             self._ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         mean_tokens = result.num_tokens / len(samples)
-        self._recorder.emit(Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens))
+        self._recorder.emit(
+            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples)
+        )

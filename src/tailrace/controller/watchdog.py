@@ -4,7 +4,7 @@ import asyncio
 
 from tailrace import clock
 from tailrace.errors import Stuck
-from tailrace.record.events import Recorder, Waiting
+from tailrace.record.events import ControllerLag, Recorder, Waiting
 
 
 class Watchdog:
@@ -36,3 +36,11 @@ class Watchdog:
                 self._recorder.emit(Waiting(clock.now(), quiet_s, clock.who_waits()))
                 if quiet_s >= self._give_up_s:
                     raise Stuck(f"no optimizer step for {quiet_s:.0f} s: {clock.who_waits()}") from None
+
+
+async def watch_controller_lag(recorder: Recorder, every_s: float = 0.5) -> None:
+    """Record how late the controller's loop runs, until cancelled. For live runs: virtual time has no lag."""
+    while True:
+        due_s = clock.now() + every_s
+        await asyncio.sleep(every_s)
+        recorder.emit(ControllerLag(clock.now(), clock.now() - due_s))

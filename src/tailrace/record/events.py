@@ -1,8 +1,9 @@
-"""What happens in a run, as values: the same live and simulated.
+"""The events of a run, live or simulated, and the sinks that read them.
 
-`run` and the pool emit events in order; sinks (trace, metrics, display, samples) read them. No sink is
-asked anything back, so recording cannot change a run. Times are seconds on the run's clock. Structs of
-msgspec, because there are a few for each sample, and a frozen dataclass takes nine times as long to make.
+The controller emits events in the order in which they happen; sinks (trace, metrics, display, samples, your
+own) read them. A sink returns nothing, so recording cannot change a run. Times are seconds on the run's
+clock. Most events are msgspec structs: there are several a sample, and a frozen dataclass takes nine times
+as long to make.
 """
 
 from dataclasses import dataclass, field
@@ -11,24 +12,26 @@ from typing import Protocol
 import msgspec
 
 from tailrace.record.lags import Lags
+from tailrace.record.rows import ClosingRow, EvaluationRow, RoundRow, StepRow
 from tailrace.trainer.base import StepStats
-from tailrace.types import Sample, SampleId
+from tailrace.types import FinishReason, Sample, SampleId
 
 
 class RoundStarted(msgspec.Struct, frozen=True):
     time_s: float
     round: int
     version: int
+    """The published version of the weights."""
 
 
 class RequestStarted(msgspec.Struct, frozen=True):
-    """A sample went to an engine, for the first time or again."""
+    """A sample was sent to an engine, for the first time or again."""
 
     time_s: float
     sample: SampleId
     engine: str
     num_tokens: int
-    """What it already had."""
+    """Completion tokens that the sample had already."""
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
@@ -39,23 +42,26 @@ class RequestEnded(msgspec.Struct, frozen=True):
     engine: str
     num_tokens: int
     num_gained: int
-    """Of these, what the engine added since the request started."""
+    """Tokens that this request added."""
     outcome: str
     """'stop', 'length', 'cancelled' or 'evicted'."""
 
 
 class SampleScored(msgspec.Struct, frozen=True):
+    """The reward of a sample is known, or is known to have failed."""
+
     time_s: float
     sample: SampleId
     reward: float | None
     failure: str | None
+    """The reason why the reward failed or timed out."""
     num_tokens: int
     detail: str = ""
-    """Of the failure: what the reward function said."""
+    """What the reward function said about the failure."""
 
 
 class GroupReady(msgspec.Struct, frozen=True):
-    """A group is materialised: generated, judged, not filtered, advantages set."""
+    """A group is complete and not filtered, and its advantages are set: it can be trained."""
 
     time_s: float
     prompt: int
@@ -72,6 +78,8 @@ class GroupEnded(msgspec.Struct, frozen=True):
 
 
 class TokensWasted(msgspec.Struct, frozen=True):
+    """Tokens of a sample will never be trained."""
+
     time_s: float
     sample: SampleId
     num_tokens: int
@@ -87,6 +95,8 @@ class RowSkipped(msgspec.Struct, frozen=True):
 
 
 class Accumulated(msgspec.Struct, frozen=True):
+    """The trainer computed gradients of samples."""
+
     start_s: float
     end_s: float
     samples: tuple[SampleId, ...]
@@ -95,7 +105,7 @@ class Accumulated(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One a step, so it may take its time: what is not compared or printed, a struct cannot say."""
+    """The trainer made an optimizer step. A dataclass: a struct cannot leave fields out of comparison."""
 
     start_s: float
     end_s: float
@@ -105,31 +115,58 @@ class Stepped:
 
 
 class EssTaken(msgspec.Struct, frozen=True):
-    """A guard asked for the effective sample size of what may be trained next."""
+    """A schedule asked for the effective sample size of groups that it may train next."""
 
     time_s: float
     ess: float
 
 
 class Published(msgspec.Struct, frozen=True):
+    """A new version of the weights was published."""
+
     start_s: float
     end_s: float
     version: int
 
 
 class RoundEnded(msgspec.Struct, frozen=True):
-    """All steps of a round are done and its weights published."""
+    """All steps of a round are done and its weights are published."""
 
     time_s: float
     round: int
 
 
 class BooksClosed(msgspec.Struct, frozen=True):
-    """The run is over: what it drew and generated, and neither trained nor threw away."""
+    """The run is over. The counts are what it drew and generated and neither trained nor gave up."""
 
     time_s: float
     num_parked_groups: int
     num_parked_tokens: int
+
+
+class EvaluatedSample(msgspec.Struct, frozen=True):
+    """One held-out sample of an evaluation, with its reward."""
+
+    id: SampleId
+    prompt: str
+    text: str
+    reward: float
+    """0 where the reward failed."""
+    failure: str | None
+    finish_reason: FinishReason | None
+    num_tokens: int
+
+    @classmethod
+    def of(cls, sample: Sample, reward: float, failure: str | None = None) -> "EvaluatedSample":
+        return cls(
+            id=sample.id,
+            prompt=sample.prompt.text,
+            text=sample.text,
+            reward=reward,
+            failure=failure or ("reward timeout" if sample.timed_out else None),
+            finish_reason=sample.finish_reason,
+            num_tokens=sample.num_tokens,
+        )
 
 
 class Evaluated(msgspec.Struct, frozen=True):
@@ -137,29 +174,41 @@ class Evaluated(msgspec.Struct, frozen=True):
 
     time_s: float
     round: int
+    """The round that is about to start."""
     num_samples: int
     accuracy: float
     """Mean reward."""
     mean_tokens: float
+    samples: tuple[EvaluatedSample, ...] = ()
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A checkpoint, at the top of a round."""
+    """A checkpoint was written before a round."""
 
     time_s: float
     round: int
     path: str
     version: int
     num_drawn: int
-    """Prompts drawn so far: the number of the next."""
+    """Prompts drawn so far, which is also the index of the next one."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """No optimizer step for so long; who waits for what."""
+    """There was no optimizer step for a long time."""
 
     time_s: float
     quiet_s: float
     what: str
+    """What each waiting task waits for."""
+
+
+class ControllerLag(msgspec.Struct, frozen=True):
+    """The controller's event loop ran a timer late."""
+
+    time_s: float
+    """When the timer ran."""
+    lag_s: float
+    """How much later than it was due."""
 
 
 Event = (
@@ -180,12 +229,18 @@ Event = (
     | Evaluated
     | Saved
     | Waiting
+    | ControllerLag
+    | StepRow
+    | RoundRow
+    | EvaluationRow
+    | ClosingRow
 )
+"""What a sink receives. The four rows are measured from the other events by `steps.StepMeter`."""
 
 
 def time_of(event: Event) -> float:
-    """When it happened; the end of what took time."""
-    return event.end_s if isinstance(event, Accumulated | Stepped | Published) else event.time_s
+    """When the event happened; for an interval, its end."""
+    return event.end_s if isinstance(event, Accumulated | Stepped | Published | RoundRow) else event.time_s
 
 
 class Sink(Protocol):
@@ -194,11 +249,11 @@ class Sink(Protocol):
     def on(self, event: Event) -> None: ...
 
     def close(self) -> None:
-        """The run is over, well or not."""
+        """The run ended, with or without an error."""
 
 
 class FromRound:
-    """Sink: passes on what happens from a round on; for pictures of a run too long for one."""
+    """Sink: passes events on from the start of a round on; for pictures, which cannot show a long run."""
 
     def __init__(self, first_round: int, sink: Sink) -> None:
         self._first_round, self._sink = first_round, sink

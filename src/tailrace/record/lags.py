@@ -1,4 +1,4 @@
-"""How old the tokens of an optimizer step are: in publications, in optimizer steps, along the response."""
+"""The age of the tokens of an optimizer step: in publications, in optimizer steps, and along the response."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,25 +14,25 @@ TENTHS = 10
 
 @dataclass(slots=True)
 class Lags:
-    """Counts of tokens, added up while a step is accumulated."""
+    """Counts of tokens by their age, added up while a step is accumulated."""
 
     publications: Counter[int] = field(default_factory=Counter)
-    """Tokens by the publications between the weights that produced them and the published ones."""
+    """Tokens by staleness: publications between the weights that produced them and the published ones."""
     steps: Counter[int] = field(default_factory=Counter)
-    """Tokens by the optimizer steps between the weights that produced them and those that were trained:
-    PipelineRL's lag (2.2)."""
+    """Tokens by lag: optimizer steps between the weights that produced them and those that are trained
+    (PipelineRL 2.2)."""
     carried: int = 0
-    """Samples with a token that is older than the published weights."""
+    """Samples that have a token older than the published weights."""
     _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Of each span: tokens in a tenth of its response, its first token, the one behind its last, its lag in
-    optimizer steps."""
+    """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
 
     def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
-        """Count a sample that is trained now.
+        """Count the tokens of a sample that is about to be trained.
 
         Args:
-            version: the published one, when the sample is trained.
-            steps_since: optimizer steps since a version was published.
+            sample: the sample.
+            version: the version that is published when the sample is trained.
+            steps_since: the number of optimizer steps since a version was published.
         """
         self.carried += any(span.version < version for span in sample.spans)
         start, size = 0, sample.num_tokens / TENTHS
@@ -52,7 +52,7 @@ class Lags:
 
     @property
     def tokens_by_tenth(self) -> NDArray[np.float64]:
-        """[spans, TENTHS]: of each span that was counted, its tokens in each tenth of its response."""
+        """[spans, TENTHS]: tokens of each counted span in each tenth of its response."""
         size, start, end, _ = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
         tenth = np.arange(TENTHS)
         num_tokens: NDArray[np.float64] = np.minimum(end, (tenth + 1) * size) - np.maximum(
@@ -62,6 +62,6 @@ class Lags:
 
 
 def mean_of(counts: Counter[int]) -> float:
-    """Of numbers by how often they occur; 0 of none."""
+    """Mean of integers that are counted by how often they occur; 0 if there is none."""
     total = counts.total()
     return sum(number * count for number, count in counts.items()) / total if total else 0.0

@@ -1,10 +1,10 @@
-"""Lanes: which row of a picture a request is drawn in."""
+"""Lanes: the row of a picture in which a request is drawn."""
 
 import heapq
 
 
 class Lanes:
-    """The lanes of one engine: the lowest free one is taken, so there are as many as ran at once.
+    """Hands out the lowest free lane, so there are as many lanes as requests that ran at once.
 
     Example:
         >>> lanes = Lanes()

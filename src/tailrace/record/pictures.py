@@ -1,8 +1,9 @@
-"""timeline.png and learning.png, drawn with matplotlib, which only this file imports.
+"""Draws timeline.png with matplotlib. Only this file imports matplotlib, and only
+`draw.py` imports this file.
 
-A run is a panel. Above, a thin bar for each request, in the slot that served it; below, the trainer. Both
-are coloured by the optimizer step that trains them, so that a group can be followed from the engine to the
-trainer; the white gaps in the trainer's lane are its waits.
+A run is a panel. Above, a thin bar for each request, in the lane that served it; below, the trainer. Both
+have the colour of the optimizer step that trains them, so a group can be followed from the engine to the
+trainer. The white gaps in the trainer's lane are its waits.
 """
 
 import itertools
@@ -15,12 +16,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from tailrace.record.events import Evaluated
 from tailrace.record.timeline import Timeline
 
 WIDTH_IN, DPI = 12.0, 160
 HEAD_IN, ENGINE_IN, TRAINER_IN, FOOT_IN = 0.66, 2.4, 0.52, 0.62
-"""Heights of a panel's title, engines and trainer, and of the time axis under the last panel."""
+"""Heights of a panel's title, engines and trainer, and of the time axis below the last panel."""
 LEFT, RIGHT = 0.09, 0.985
 INK, MUTED, FRAME, SAVED = "#1f2933", "#66727f", "#cbd2d9", "#14804a"
 UNTRAINED, BETWEEN = "#c3cad1", "#e9ecef"
@@ -29,14 +29,14 @@ FIRST_TO_LAST = LinearSegmentedColormap.from_list(
 )
 CAPTION = "colour: the optimizer step that trains the group, from first to last; grey: none"
 LABELLED = 0.09
-"""Share of the time axis from which a wait has room for its label."""
+"""Smallest share of the time axis in which the label of a wait has room."""
 
 Bar = tuple[float, float, float, float]
 """left, right, top, bottom"""
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """One panel a run, on one time axis from the start of each run's first round."""
+    """Draw a panel for each run, on one time axis that begins with the first round of each."""
     panel_in = HEAD_IN + ENGINE_IN + TRAINER_IN
     height_in = panel_in * len(timelines) + FOOT_IN
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
@@ -56,19 +56,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
     trainer.tick_params(axis="x", bottom=True, labelbottom=True, color=FRAME, labelcolor=MUTED)
     figure.text(LEFT, 0.14 / height_in, "seconds", color=MUTED)
     figure.text(RIGHT, 0.14 / height_in, CAPTION, ha="right", color=MUTED)
-    figure.savefig(path)
-
-
-def draw_learning(evaluations: Mapping[str, Sequence[Evaluated]], path: Path) -> None:
-    """Held-out accuracy over the seconds since the first evaluation, a line a run."""
-    figure = Figure(figsize=(7, 4), dpi=DPI, facecolor="white", layout="constrained")
-    axes = figure.add_subplot(ylim=(0, 1), xlabel="seconds", ylabel="held-out accuracy")
-    for name, points in evaluations.items():
-        times = [point.time_s - points[0].time_s for point in points]
-        axes.plot(times, [point.accuracy for point in points], marker="o", markersize=3.5, label=name)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=FRAME, linewidth=0.6)
-    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
 
@@ -93,7 +80,7 @@ def _draw_engines(axes: Axes, timeline: Timeline) -> None:
         row = rows[request.engine, request.lane]
         bars.append((request.start_s, request.end_s, row, row + 1))
     _draw_bars(axes, bars, [_colour(timeline, timeline.steps.get(bar.prompt)) for bar in timeline.requests])
-    axes.set_ylim(max(1, len(rows)), 0)  # no request may have begun and ended in the pictured rounds
+    axes.set_ylim(max(1, len(rows)), 0)  # there may be no request that both started and ended
     num_engines = len({engine for engine, _ in lanes})
     engines = "engine" if num_engines == 1 else f"{num_engines} engines"
     _label(axes, f"{engines}\n{len(rows)} slots")
@@ -111,7 +98,8 @@ def _draw_trainer(axes: Axes, timeline: Timeline, until_s: float) -> None:
 
 
 def _waits(timeline: Timeline) -> Iterator[tuple[float, float]]:
-    """The gaps before each piece of work, from its round's start on. Publishing follows a round's last."""
+    """The gap before each piece of work, at most back to its round's start. Publishing comes after a
+    round's last work."""
     starts = [round.start_s for round in timeline.rounds]
     free_s = 0.0
     for work in timeline.trainer:
@@ -139,13 +127,14 @@ def _label(axes: Axes, label: str) -> None:
 def _draw_title(axes: Axes, name: str, timeline: Timeline) -> None:
     wait_s = sum(report.wait_s for report in timeline.reports)
     main_s = sum(report.main_time_s for report in timeline.reports)
-    figures = f"{_trained_s(timeline):.3g} s to the last step,  trainer waits {wait_s / main_s:.0%}"
+    waiting = wait_s / main_s if main_s else 0.0
+    figures = f"{_trained_s(timeline):.3g} s to the last step,  trainer waits {waiting:.0%}"
     axes.set_title(name, loc="left", fontsize=15, fontweight="bold", color=INK)
     axes.set_title(figures, loc="right", fontsize=12, color=INK)
 
 
 def _draw_ends(engine: Axes, trainer: Axes, timeline: Timeline) -> None:
-    """What lies between rounds (evaluations, checkpoints), and the end of the training."""
+    """Mark the time between rounds (evaluations, checkpoints) and the end of the training."""
     for axes in (engine, trainer):
         for round, following in itertools.pairwise(timeline.rounds):
             axes.axvspan(round.end_s, following.start_s, color=BETWEEN, linewidth=0.8, zorder=0)
@@ -153,7 +142,7 @@ def _draw_ends(engine: Axes, trainer: Axes, timeline: Timeline) -> None:
 
 
 def _draw_saving(axes: Axes, timeline: Timeline, baseline: Timeline, until_s: float) -> None:
-    """How much sooner than the first panel's the training ends, if it trained as many groups."""
+    """Mark how much sooner the training ends than in the first panel, if both trained as many groups."""
     end_s, baseline_s = _trained_s(timeline), _trained_s(baseline)
     if _num_groups(timeline) != _num_groups(baseline) or baseline_s - end_s < 2 * LABELLED * until_s:
         return

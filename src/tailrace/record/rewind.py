@@ -27,11 +27,13 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
     if metrics.exists():
         _filter(metrics, is_kept)
     this = f"round_{round:06d}.jsonl"
-    for path in [*samples.glob("round_*.jsonl"), *samples.glob("eval_round_*.jsonl")]:
-        name = path.name.removeprefix("eval_")
-        if name == this and path.name == name:
+    for path in samples.glob("round_*.jsonl"):
+        if path.name == this:
             _filter(path, lambda record: bool(record["step"] <= step))
-        elif name >= this:
+        elif path.name > this:
+            path.unlink()
+    for path in samples.glob("eval/round_*.jsonl"):
+        if path.name >= this:
             path.unlink()
 
 

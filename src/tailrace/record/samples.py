@@ -1,43 +1,52 @@
-"""samples/round_000003.jsonl: every sample that was trained in the round, in the order it was."""
+"""The samples of a run: samples/round_000003.jsonl has those trained in a round, in the order of training;
+samples/eval/round_000003.jsonl has those of the evaluation before that round."""
 
 from pathlib import Path
 
 import msgspec
 
-from tailrace.record.events import Event, RoundStarted, Stepped
+from tailrace.record.events import Evaluated, EvaluatedSample, Event, RoundStarted, Stepped
 from tailrace.types import Sample
 
 
 class SamplesWriter:
-    """Sink: appends a step's samples to its round's file."""
+    """Sink: appends a step's samples to its round's file, and writes a file for each evaluation."""
 
     def __init__(self, folder: Path, *, first_round: int = 0) -> None:
-        """first_round: the round that comes first; files of it and of later ones are removed."""
-        self._folder = folder
-        self._path = _path(folder, first_round)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("round_*.jsonl"):
-            if path.name >= self._path.name:
-                path.unlink()
+        """
+        Args:
+            folder: where the files go.
+            first_round: the round that comes first; files of it and of later ones are removed.
+        """
+        self._folder, self._evaluations = folder, folder / "eval"
+        self._path = folder / _name(first_round)
+        for each in (self._folder, self._evaluations):
+            each.mkdir(parents=True, exist_ok=True)
+            for path in each.glob("round_*.jsonl"):
+                if path.name >= _name(first_round):
+                    path.unlink()
 
     def on(self, event: Event) -> None:
         match event:
             case RoundStarted():
-                self._path = _path(self._folder, event.round)
+                self._path = self._folder / _name(event.round)
             case Stepped():
-                lines = [_line(sample, event.stats.num_steps) for sample in event.samples]
+                lines = [_trained_line(sample, event.stats.num_steps) for sample in event.samples]
                 with self._path.open("ab") as file:
                     file.writelines(lines)
+            case Evaluated(samples=(_, *_)):
+                lines = [_evaluated_line(sample) for sample in event.samples]
+                (self._evaluations / _name(event.round)).write_bytes(b"".join(lines))
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing to do: the files are complete after each event."""
 
 
-def _path(folder: Path, round: int) -> Path:
-    return folder / f"round_{round:06d}.jsonl"
+def _name(round: int) -> str:
+    return f"round_{round:06d}.jsonl"
 
 
-def _line(sample: Sample, step: int) -> bytes:
+def _trained_line(sample: Sample, step: int) -> bytes:
     record = {
         "id": str(sample.id),
         "step": step,
@@ -50,3 +59,7 @@ def _line(sample: Sample, step: int) -> bytes:
         "spans": sample.spans,
     }
     return msgspec.json.encode(record) + b"\n"
+
+
+def _evaluated_line(sample: EvaluatedSample) -> bytes:
+    return msgspec.json.encode(msgspec.structs.asdict(sample) | {"id": str(sample.id)}) + b"\n"

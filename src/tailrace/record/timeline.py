@@ -1,11 +1,7 @@
-"""Timeline: who was busy when, in compact bars. `pictures.py` draws them.
+"""Timeline: when engines and trainer were busy, as bars. `pictures.py` draws them. All times are seconds
+since the start of the first round."""
 
-All times are seconds since the start of the first round.
-"""
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from tailrace.record.events import (
     Accumulated,
@@ -17,16 +13,16 @@ from tailrace.record.events import (
     Stepped,
 )
 from tailrace.record.lanes import Lanes
-from tailrace.record.rounds import RoundMeter, RoundReport
+from tailrace.record.rows import RoundRow
 from tailrace.types import SampleId
 
 PICTURED_ROUNDS = 3
-"""A picture of a long run has its last rounds; the trace has them all."""
+"""A picture of a long run shows its last rounds; the trace has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBar:
-    """A request in a slot of its engine."""
+    """A request, in a lane of its engine."""
 
     engine: str
     lane: int
@@ -37,7 +33,7 @@ class RequestBar:
 
 @dataclass(frozen=True, slots=True)
 class TrainerBar:
-    """The trainer at work for an optimizer step: forward and backward, or the step itself."""
+    """Work of the trainer for an optimizer step: forward and backward, or the step itself."""
 
     step: int
     start_s: float
@@ -51,7 +47,7 @@ class RoundSpan:
 
 
 class Timeline:
-    """Sink: collects the bars of a run. Evaluations are left out."""
+    """Sink behind a `StepMeter`: collects the bars of a run. Evaluations are left out."""
 
     def __init__(self) -> None:
         self.requests: list[RequestBar] = []
@@ -59,20 +55,15 @@ class Timeline:
         self.rounds: list[RoundSpan] = []
         self.steps: dict[int, int] = {}
         """The optimizer step that first trained a prompt's group, by prompt."""
-        self._meter = RoundMeter()
+        self.reports: list[RoundRow] = []
         self._origin_s: float | None = None
         self._round_start_s = 0.0
         self._lanes: dict[str, Lanes] = {}
         self._running: dict[SampleId, tuple[RequestStarted, int]] = {}
         self._pending: list[Accumulated | Stepped] = []
-        """What the trainer did since the last step."""
-
-    @property
-    def reports(self) -> list[RoundReport]:
-        return self._meter.reports
+        """The trainer's work since the last step."""
 
     def on(self, event: Event) -> None:
-        self._meter.on(event)
         match event:
             case RequestStarted() if event.sample.prompt >= 0:
                 lane = self._lanes.setdefault(event.engine, Lanes()).take()
@@ -83,6 +74,8 @@ class Timeline:
                 self._pending.append(event)
             case Stepped():
                 self._step(event)
+            case RoundRow():
+                self.reports.append(event)
             case RoundStarted():
                 if self._origin_s is None:
                     self._origin_s = event.time_s
@@ -91,7 +84,7 @@ class Timeline:
                 self.rounds.append(RoundSpan(self._since(self._round_start_s), self._since(event.time_s)))
 
     def close(self) -> None:
-        """Requests that did not end are left out."""
+        """Requests that have not ended are left out."""
 
     def _since(self, time_s: float) -> float:
         assert self._origin_s is not None
@@ -112,16 +105,3 @@ class Timeline:
         self._pending.clear()
         for sample in event.stats.samples:
             self.steps.setdefault(sample.prompt, step)
-
-
-def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Draw runs under one another on one time axis, each under its name. One that never finished a round is
-    left out; with none left there is no picture.
-
-    Raises:
-        ImportError: matplotlib is not installed; the extra `quickstart` brings it.
-    """
-    from tailrace.record.pictures import draw_timelines
-
-    if finished := {name: timeline for name, timeline in timelines.items() if timeline.reports}:
-        draw_timelines(finished, path)

@@ -1,11 +1,9 @@
 """trace.json: the run as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
-One process for the run, with a lane each for rounds, trainer and weights; one an engine, with a lane a
-slot. An arrow goes from the last request of a group to each step that trains it. Times are microseconds
-since the first event.
-
-The file is a JSON array that is streamed. The viewers also load it without its end, so the trace of a
-killed run is good. Equal events make equal bytes.
+One process is the run, with lanes for rounds, trainer, weights and the controller's lag. One is the scoring
+stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
+a lane for each request that it has at the same time. An arrow goes from the last request of a group to each
+step that trains it. Times are microseconds since the first event. Equal events make equal bytes.
 """
 
 from collections.abc import Mapping
@@ -13,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from tailrace.record.events import (
     Accumulated,
+    ControllerLag,
     Evaluated,
     Event,
     GroupEnded,
@@ -25,10 +22,13 @@ from tailrace.record.events import (
     RequestStarted,
     RoundEnded,
     RoundStarted,
+    SampleScored,
     Stepped,
+    TokensWasted,
     time_of,
 )
 from tailrace.record.lanes import Lanes
+from tailrace.record.trace_file import TraceFile
 from tailrace.types import SampleId
 
 
@@ -38,36 +38,49 @@ class _Lane(NamedTuple):
 
 
 RUN_PID = 1
-ROUNDS, TRAINER, WEIGHTS = _Lane(RUN_PID, 1), _Lane(RUN_PID, 2), _Lane(RUN_PID, 3)
+ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 5))
+SCORING, SCORING_PID = "scoring", 10_000
+DEFAULT_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    event: RequestStarted
+class _Open:
+    """Something that has begun and not ended."""
+
     lane: _Lane
+    process: str
+    start_s: float
+    num_tokens: int
 
 
 class TraceWriter:
-    """Sink: streams the trace to a file, and ends it at close."""
+    """Sink: writes the trace, which is complete after every optimizer step, round and evaluation."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb")
-        self._separator = b"[\n"
+    def __init__(self, path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """
+        Args:
+            path: the first file; a longer trace goes on in files beside it (`trace_file.TraceFile`).
+            max_bytes: the largest size of one file.
+        """
+        self._file = TraceFile(path, max_bytes)
         self._origin_s: float | None = None
         self._now_s = 0.0
         self._round: RoundStarted | None = None
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, Lanes] = {}
-        self._running: dict[SampleId, _Request] = {}
+        self._requests: dict[SampleId, _Open] = {}
+        self._unscored: dict[SampleId, _Open] = {}
+        """Samples that are generated and wait for their reward."""
         self._finished: dict[int, tuple[_Lane, float]] = {}
-        """By prompt, where and when the last request of its group ended."""
+        """Lane and end of the last request of each group, by prompt."""
         self._ended: list[int] = []
         """Prompts whose groups ended in this round."""
         self._num_flows = 0
         self._name_process(RUN_PID, "run")
-        for lane, name in ((ROUNDS, "rounds"), (TRAINER, "trainer"), (WEIGHTS, "weights")):
+        names = ((ROUNDS, "rounds"), (TRAINER, "trainer"), (WEIGHTS, "weights"), (CONTROLLER, "controller"))
+        for lane, name in names:
             self._name_lane(lane, name)
+        self._file.flush()
 
     def on(self, event: Event) -> None:
         self._now_s = time_of(event)
@@ -75,9 +88,13 @@ class TraceWriter:
             self._origin_s = self._now_s
         match event:
             case RequestStarted():
-                self._running[event.sample] = _Request(event, self._take_lane(event.engine))
+                self._requests[event.sample] = self._open(event.engine, event.num_tokens)
             case RequestEnded():
-                self._end_request(event.sample, event.num_tokens, event.outcome)
+                self._end_request(event)
+            case SampleScored():
+                self._end_scoring(event.sample, event.failure or f"reward {event.reward}")
+            case TokensWasted():
+                self._end_scoring(event.sample, event.reason)
             case GroupEnded():
                 self._ended.append(event.prompt)
             case Accumulated():
@@ -85,44 +102,70 @@ class TraceWriter:
                 self._slice(TRAINER, "accumulate", event.start_s, event.end_s, args)
             case Stepped():
                 self._step(event)
+                self._file.flush()
             case Published():
                 self._slice(WEIGHTS, f"publish {event.version}", event.start_s, event.end_s, {})
+            case ControllerLag():
+                self._slice(CONTROLLER, "late", event.time_s - event.lag_s, event.time_s, {})
             case RoundStarted():
                 self._round = event
             case RoundEnded():
                 self._end_round()
+                self._file.flush()
             case Evaluated():
                 name = f"accuracy {event.accuracy:.3f}"
-                self._put({"name": name, "ph": "i", "s": "t", **self._at(ROUNDS, event.time_s)})
+                self._file.put({"name": name, "ph": "i", "s": "t", **self._at(ROUNDS, event.time_s)})
+                self._file.flush()
 
     def close(self) -> None:
-        """What still runs ends at the last moment seen."""
-        for sample, request in list(self._running.items()):
-            self._end_request(sample, request.event.num_tokens, "unfinished")
+        """What has not ended is given the time of the last event as its end."""
+        for sample in list(self._requests):
+            self._end_slice(self._requests, sample, "unfinished")
+        for sample in list(self._unscored):
+            self._end_scoring(sample, "unfinished")
         self._end_round()
-        self._file.write(b"\n]\n")
         self._file.close()
 
-    def _take_lane(self, engine: str) -> _Lane:
-        if engine not in self._pids:
-            self._pids[engine] = RUN_PID + 1 + len(self._pids)
-            self._lanes[engine] = Lanes()
-            self._name_process(self._pids[engine], engine)
-        lanes, known = self._lanes[engine], self._lanes[engine].num_lanes
-        lane = _Lane(self._pids[engine], lanes.take() + 1)
+    def _open(self, process: str, num_tokens: int) -> _Open:
+        """Take the lowest free lane of an engine or of the scoring stage."""
+        if process not in self._pids:
+            self._lanes[process] = Lanes()
+            self._pids[process] = SCORING_PID if process == SCORING else self._next_pid()
+            self._name_process(self._pids[process], process)
+        lanes, known = self._lanes[process], self._lanes[process].num_lanes
+        lane = _Lane(self._pids[process], lanes.take() + 1)
         if lanes.num_lanes > known:
-            self._name_lane(lane, f"slot {lane.tid}")
-        return lane
+            self._name_lane(lane, f"{'sample' if process == SCORING else 'slot'} {lane.tid}")
+        return _Open(lane, process, self._now_s, num_tokens)
 
-    def _end_request(self, sample: SampleId, num_tokens: int, outcome: str) -> None:
-        request = self._running.pop(sample)
-        started = request.event
-        self._lanes[started.engine].give_back(request.lane.tid - 1)
-        args = {"sample": str(sample), "tokens": num_tokens, "had": started.num_tokens, "outcome": outcome}
+    def _next_pid(self) -> int:
+        return RUN_PID + 1 + sum(process != SCORING for process in self._pids)
+
+    def _end_request(self, event: RequestEnded) -> None:
+        lane = self._end_slice(self._requests, event.sample, event.outcome, event.num_tokens)
+        if event.sample.prompt >= 0 and event.outcome in ("stop", "length"):
+            self._finished[event.sample.prompt] = (lane, self._now_s)
+            self._unscored[event.sample] = self._open(SCORING, event.num_tokens)
+
+    def _end_scoring(self, sample: SampleId, outcome: str) -> None:
+        """A sample that finished in an earlier life of the run has no lane."""
+        if sample in self._unscored:
+            self._end_slice(self._unscored, sample, outcome)
+
+    def _end_slice(
+        self, of: dict[SampleId, _Open], sample: SampleId, outcome: str, num_tokens: int | None = None
+    ) -> _Lane:
+        opened = of.pop(sample)
+        self._lanes[opened.process].give_back(opened.lane.tid - 1)
+        args = {
+            "sample": str(sample),
+            "tokens": opened.num_tokens if num_tokens is None else num_tokens,
+            "had": opened.num_tokens,
+            "outcome": outcome,
+        }
         name = f"group {sample.prompt}" if sample.prompt >= 0 else "evaluation"
-        self._slice(request.lane, name, started.time_s, self._now_s, args)
-        if sample.prompt >= 0 and outcome in ("stop", "length"):
-            self._finished[sample.prompt] = (request.lane, self._now_s)
+        self._slice(opened.lane, name, opened.start_s, self._now_s, args)
+        return opened.lane
 
     def _step(self, event: Stepped) -> None:
         stats = event.stats
@@ -133,13 +176,14 @@ class TraceWriter:
                 self._flow(*self._finished[prompt], event.start_s)
 
     def _flow(self, lane: _Lane, end_s: float, step_s: float) -> None:
-        """An arrow binds to the slice around its time, and a slice's end is already outside of it."""
+        """Draw an arrow. It binds to the slice around its time; the end of a slice is already outside of
+        it."""
         self._num_flows += 1
-        common = {"name": "trained", "cat": "group", "id": self._num_flows}
+        common: dict[str, object] = {"name": "trained", "cat": "group", "id": self._num_flows}
         start = self._at(lane, end_s)
         start["ts"] -= 1
-        self._put({**common, "ph": "s", **start})
-        self._put({**common, "ph": "f", "bp": "e", **self._at(TRAINER, step_s)})
+        self._file.put({**common, "ph": "s", **start})
+        self._file.put({**common, "ph": "f", "bp": "e", **self._at(TRAINER, step_s)})
 
     def _end_round(self) -> None:
         if self._round:
@@ -154,24 +198,21 @@ class TraceWriter:
         self, lane: _Lane, name: str, start_s: float, end_s: float, args: Mapping[str, object]
     ) -> None:
         start, end = self._at(lane, start_s), self._at(lane, end_s)
-        self._put({"name": name, "ph": "X", **start, "dur": end["ts"] - start["ts"], "args": args})
+        self._file.put({"name": name, "ph": "X", **start, "dur": end["ts"] - start["ts"], "args": args})
 
     def _at(self, lane: _Lane, time_s: float) -> dict[str, int]:
         assert self._origin_s is not None
-        return {"pid": lane.pid, "tid": lane.tid, "ts": round((time_s - self._origin_s) * 1e6)}
+        return {"pid": lane.pid, "tid": lane.tid, "ts": max(0, round((time_s - self._origin_s) * 1e6))}
 
     def _name_process(self, pid: int, name: str) -> None:
-        self._put({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
-        self._put(
+        self._file.put_header(
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+        )
+        self._file.put_header(
             {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         )
 
     def _name_lane(self, lane: _Lane, name: str) -> None:
-        self._put(
+        self._file.put_header(
             {"name": "thread_name", "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": {"name": name}}
         )
-
-    def _put(self, record: Mapping[str, object]) -> None:
-        self._file.write(self._separator)
-        self._file.write(msgspec.json.encode(record))
-        self._separator = b",\n"

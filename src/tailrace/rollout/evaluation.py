@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tailrace.clock import waiting
 from tailrace.data.base import Prompts
 from tailrace.errors import BadRow, RewardFailed
+from tailrace.record.events import EvaluatedSample
 from tailrace.reward.base import Rewards
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
@@ -19,12 +20,14 @@ class Evaluation:
     accuracy: float
     """Mean reward; a sample that could not be rewarded counts 0."""
     num_tokens: int
+    samples: tuple[EvaluatedSample, ...]
 
 
 def held_out_samples(
     prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False
 ) -> list[Sample]:
-    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the others.
+    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the
+    others.
 
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
@@ -50,14 +53,15 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
     # Of all engines: those that are away now may come back while it runs.
     slots = asyncio.Semaphore(sum(engine.slots for engine in router.engines))
 
-    async def reward_of(sample: Sample) -> float:
+    async def score(sample: Sample) -> EvaluatedSample:
         async with slots:
             await router.serve(sample)
         try:
-            return await rewards.score(sample)
-        except RewardFailed:
-            return 0.0
+            return EvaluatedSample.of(sample, await rewards.score(sample))
+        except RewardFailed as failed:
+            return EvaluatedSample.of(sample, 0.0, f"reward {failed.reason}")
 
     with waiting(f"{len(samples)} held-out samples"):
-        scores = await asyncio.gather(*(reward_of(sample) for sample in samples))
-    return Evaluation(sum(scores) / len(scores), sum(sample.num_tokens for sample in samples))
+        scored = await asyncio.gather(*(score(sample) for sample in samples))
+    accuracy = sum(sample.reward for sample in scored) / len(scored)
+    return Evaluation(accuracy, sum(sample.num_tokens for sample in samples), tuple(scored))

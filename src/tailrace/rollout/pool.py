@@ -279,9 +279,8 @@ class Pool:
             sample.reward = await self._rewards.score(sample)
         except RewardFailed as failed:
             sample.failure, detail = f"reward {failed.reason}", failed.detail
-        self._recorder.emit(
-            SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
-        )
+        failure = "reward timeout" if sample.timed_out else sample.failure
+        self._recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
         self._look(sample.group)
 
     def _discard(self, sample: Sample, reason: str) -> None:

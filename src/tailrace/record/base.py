@@ -1,0 +1,23 @@
+"""The settings of what a run records."""
+
+from pydantic import Field
+
+from tailrace.settings import Settings
+
+
+class RecordSettings(Settings):
+    """What a run records beside its metrics, and when it warns."""
+
+    sinks: tuple[str, ...] = ()
+    """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output
+    directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
+    the events."""
+    trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)
+    """Largest size of one trace file. The trace goes on in trace.1.json, trace.2.json, ...; the first file
+    and the two newest are kept. At least 65536."""
+    alarm_kl: float = Field(default=0.1, gt=0)
+    """KL in nats a token between engine and trainer, on samples of the very weights that are trained, above
+    which the terminal shows an alarm. Above 0."""
+    alarm_ess: float = Field(default=0.3, ge=0, le=1)
+    """Effective sample size of a step without older tokens, as a share, below which the terminal shows an
+    alarm. Range: [0, 1]."""

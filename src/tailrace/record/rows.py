@@ -1,0 +1,262 @@
+"""The rows that are measured from a run's events, and their keys in metrics.jsonl.
+
+`steps.StepMeter` makes the rows; every sink receives the same ones. The JSON key of a field is its `name=`,
+or else the field's own name. Names are those of TRL where TRL has the figure, then those of prime-rl and
+verl.
+
+Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
+schedules promise. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several
+steps, too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import nan
+from typing import Any, TypeVar, get_origin
+
+import msgspec
+from msgspec import field
+
+from tailrace.record.lengths import LengthStats
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is counted as it happens. Values of consecutive rows add up to those of the run."""
+
+    generated: int = field(name="tokens/generated", default=0)
+    """Tokens of training samples, counted when their request leaves an engine."""
+    wasted: dict[str, int] = field(name="tail/wasted_tokens", default_factory=Counter)
+    """Tokens that will never be trained, by reason."""
+    failed: dict[str, int] = field(name="completions/failed", default_factory=Counter)
+    """Samples whose reward failed or timed out, by reason."""
+    groups_trained: int = field(name="groups/trained", default=0)
+    groups_filtered: dict[str, int] = field(name="groups/filtered", default_factory=Counter)
+    groups_dropped: dict[str, int] = field(name="groups/dropped", default_factory=Counter)
+    rows_skipped: dict[str, int] = field(name="rows/skipped", default_factory=Counter)
+    """Rows of the data that could not become a prompt, by reason."""
+    groups_parked: int | None = field(name="groups/parked", default=None)
+    """Groups neither trained nor given up at the end of the run; only in the last row."""
+    tokens_parked: int | None = field(name="tokens/parked", default=None)
+    """Tokens of these groups."""
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sum of both."""
+        sums: dict[str, Any] = {}
+        for name in self.__struct_fields__:
+            one, two = getattr(self, name), getattr(other, name)
+            if isinstance(one, dict):
+                sums[name] = Counter(one) + Counter(two)
+            else:
+                sums[name] = (one or 0) + (two or 0) if (one, two) != (None, None) else None
+        return Counts(**sums)
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. Means are over the step's trained samples or tokens."""
+
+    step: int
+    """Optimizer steps so far, this one included."""
+    round: int
+    """Rounds before this one."""
+    time_s: float = field(name="time")
+    """End of the step, in seconds on the run's clock."""
+    wall_time: float
+    """Unix seconds; in virtual time, virtual seconds."""
+    num_tokens: int
+    """Tokens trained so far, prompts and completions, as TRL counts them: cumulative."""
+    trained_tokens: int = field(name="tokens/trained")
+    """Completion tokens of this step."""
+
+    reward: float
+    """Mean over samples."""
+    reward_std: float
+    """Mean over groups of the standard deviation within the group."""
+    frac_reward_zero_std: float
+    """Share of groups whose rewards are all equal: they have no gradient."""
+    lengths: LengthStats = field(name="completions")
+    clipped_ratio: float = field(name="completions/clipped_ratio")
+    """Share of samples that ended at the length limit."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    entropy: float
+    """Nats a token."""
+    clip_ratio: float = field(name="clip_ratio/region_mean")
+    """Share of tokens whose gradient the clip removed."""
+    kl: float
+    """KL of the current policy to the reference model, in nats a token; 0 without a reference."""
+    mismatch_kl: float
+    """KL of the behaviour policy (engine) to the current one (trainer), in nats a token. The age of the
+    tokens is in it."""
+    engine_mismatch_kl: float | None = None
+    """The same over samples generated entirely by the weights that are trained: only the numerical difference
+    between engine and trainer is in it. None if the step has no such samples."""
+    ess: float
+    """Effective sample size of the trained tokens, as a share."""
+    ess_guard: float | None = field(name="ess/guard", default=None)
+    """The smallest effective sample size that the schedule asked for before this step."""
+    value_loss: float
+    skipped: int
+    """1 if the gradient was not finite and the weights stayed as they were."""
+
+    staleness_mean: float = field(name="staleness/mean")
+    """Publications between the weights that produced a token and the published ones; mean over tokens."""
+    staleness_max: int = field(name="staleness/max")
+    lag_mean: float = field(name="lag/mean")
+    """Optimizer steps between the weights that produced a token and those that were trained; mean over
+    tokens."""
+    lag_max: int = field(name="lag/max")
+    lag_by_tenth: dict[int, float] = field(name="lag/tenth")
+    """Mean lag of each tenth of the response, 0 to 9 (PipelineRL, Fig. 3a)."""
+    carried_tokens: float = field(name="carried/tokens")
+    """Share of tokens older than the published weights."""
+    carried_samples: float = field(name="carried/samples")
+    """Share of samples that have such a token."""
+    versions_mean: float = field(name="versions/mean")
+    """Versions of the weights that produced a sample; mean over samples."""
+    versions_max: int = field(name="versions/max")
+    deferrals_mean: float = field(name="deferrals/mean")
+    """How often a group was parked or deferred; mean over groups."""
+    deferrals_max: int = field(name="deferrals/max")
+    age_mean: float = field(name="age/mean")
+    """Rounds since a group was drawn; mean over groups."""
+    age_max: int = field(name="age/max")
+
+    step_s: float = field(name="time/step")
+    """Since the last step's end or the round's start: time/train + time/wait. Publishing and evaluation are
+    not in it."""
+    wait_s: float = field(name="time/wait")
+    """Seconds of time/step in which the trainer did not compute."""
+    train_s: float = field(name="time/train")
+    controller_lag_s: float | None = field(name="time/controller_lag", default=None)
+    """The latest that the controller's event loop ran since the last step."""
+    tokens_per_s: float = field(name="perf/tokens_per_s")
+    """tokens/trained over time/step."""
+    counts: Counts
+    """Counted since the last row."""
+
+
+class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One round that trained: the measures of RolloutPipe 5.1. Its keys begin with "round/".
+
+    Main time runs from the round's start to the end of its last optimizer step. Publishing is not in it.
+    All of it in which the trainer does not compute is wait: wait_s + trainer_compute_s = main_time_s.
+    """
+
+    round: int
+    end_s: float
+    """On the run's clock."""
+    duration_s: float = field(name="time_s")
+    """From its start to its end, publishing included."""
+    main_time_s: float
+    rollout_time_s: float | None = None
+    """From the round's start to the end of the last request that started in it; None where requests outlive
+    their round, as in schedules that never stop generating."""
+    first_dispatch_s: float
+    """From the round's start to the start of the first accumulation."""
+    trainer_compute_s: float
+    wait_s: float
+    waiting_ratio: float
+    """wait / (wait + compute): the headline of RolloutPipe 5.1."""
+    start_ratio: float
+    """(t_start - t_rollout_start) / (t_train_end - t_rollout_start): RolloutPipe eq. 4. It leaves out the
+    waits between two dispatches."""
+    publish_s: float
+    num_steps: int
+    num_groups: int
+    """Trained, like num_samples and num_tokens."""
+    num_samples: int
+    num_tokens: int
+    """Completion tokens."""
+    num_generated: int
+    """Tokens that requests gained which left an engine in this round."""
+    generated_tokens_per_s: float
+    """Over rollout_time_s; over the whole round where that is None."""
+    reward: float
+    lengths: LengthStats = field(name="completions")
+    first_step_length: float
+    """Mean length of the first step's samples. Training in order of completion takes the short ones first."""
+    last_step_length: float
+    counts: Counts = field(default_factory=Counts)
+    """Counted since the round's last step."""
+
+
+class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation on held-out prompts."""
+
+    step: int
+    """Optimizer steps so far."""
+    round: int
+    """The round that is about to start."""
+    time_s: float = field(name="time")
+    wall_time: float
+    accuracy: float = field(name="eval/accuracy")
+    """Mean reward."""
+    mean_tokens: float = field(name="eval/mean_tokens")
+    num_samples: int = field(name="eval/num_samples")
+
+
+class ClosingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What was counted after the last step or round."""
+
+    step: int
+    round: int
+    time_s: float = field(name="time")
+    wall_time: float
+    counts: Counts
+
+
+Row = StepRow | RoundRow | EvaluationRow | ClosingRow
+
+
+def to_json(row: Row) -> dict[str, float | None]:
+    """The row as one flat object. What is None is left out; what is not finite stays (msgspec writes
+    null)."""
+    tree = msgspec.to_builtins(row, str_keys=True)
+    counts = tree.pop("counts", {})
+    if isinstance(row, RoundRow):
+        del tree["round"]
+        tree = {"round": tree}
+    return dict(_leaves(tree, "")) | dict(_leaves(counts, ""))
+
+
+def from_json(flat: Mapping[str, float | None]) -> list[Row]:
+    """The rows that were written as one object: a step and its round's end share one."""
+    counts = _parse(flat, Counts)
+    if "eval/accuracy" in flat:
+        return [_parse(flat, EvaluationRow)]
+    if "loss" not in flat:
+        return [_parse(flat, ClosingRow, counts=counts)]
+    rows: list[Row] = [_parse(flat, StepRow, counts=counts)]
+    end = {key.removeprefix("round/"): value for key, value in flat.items() if key.startswith("round/")}
+    if end:
+        rows.append(_parse(end, RoundRow, round=flat["round"]))
+    return rows
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}/")
+        elif value is not None:
+            yield prefix + key, value
+
+
+def _parse(flat: Mapping[str, float | None], kind: type[S], **more: object) -> S:
+    """A struct from those keys of a flat object that are its own."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    nested = [key for key, of in fields.items() if get_origin(of) is dict or of is LengthStats]
+    tree: dict[str, Any] = dict(more)
+    for key, value in flat.items():
+        value = nan if value is None and fields.get(key) is float else value
+        if key in fields:
+            tree[key] = value
+            continue
+        for name in nested:
+            if key.startswith(f"{name}/"):
+                tree.setdefault(name, {})[key.removeprefix(f"{name}/")] = value
+    return msgspec.convert(tree, kind, strict=False, str_keys=True)

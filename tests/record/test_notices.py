@@ -1,0 +1,57 @@
+import math
+
+from msgspec.structs import replace
+from record_story import pipelined_round, rows_of
+
+from tailrace.record.base import RecordSettings
+from tailrace.record.events import SampleScored
+from tailrace.record.notices import Notices
+from tailrace.record.rows import StepRow
+from tailrace.types import SampleId
+
+
+def step_row(**changes: object) -> StepRow:
+    row = rows_of(pipelined_round().events)[0]
+    assert isinstance(row, StepRow)
+    return replace(row, **changes)
+
+
+def test_the_first_failure_of_each_kind_is_shown_at_once() -> None:
+    notices, lines = Notices(), []
+    failures = [("reward raised", "no"), ("reward raised", "?"), ("reward nan", "")]
+    for number, (failure, detail) in enumerate(failures):
+        lines += notices.of(SampleScored(1.0, SampleId(0, 0, number), None, failure, 5, detail))
+    lines += notices.of(SampleScored(1.0, SampleId(0, 0, 4), 1.0, None, 5))
+    assert lines == [
+        "First failed reward | reward raised | 0.0/0 | no",
+        "First failed reward | reward nan | 0.0/2 | ",
+    ]
+
+
+def test_a_mismatch_alarms_once_until_it_recovers() -> None:
+    notices = Notices(RecordSettings(alarm_kl=0.1, alarm_ess=0.3))
+    assert notices.of(step_row(engine_mismatch_kl=0.1, ess=0.3)) == []
+    first = notices.of(step_row(step=2, engine_mismatch_kl=0.25))
+    assert first == [
+        "ALARM | Step 2 | engine and trainer disagree on tokens of the same weights: "
+        "KL 0.2500 nats a token, limit 0.1 | compare their dtype, temperature and weights"
+    ]
+    (second,) = notices.of(step_row(step=3, engine_mismatch_kl=0.3, ess=0.2))
+    assert "effective sample size 0.2000, limit 0.3" in second
+    assert notices.of(step_row(engine_mismatch_kl=0.3, ess=0.2)) == []
+    assert notices.of(step_row()) == []
+    assert len(notices.of(step_row(engine_mismatch_kl=0.3, ess=0.2))) == 2
+
+
+def test_a_mismatch_that_is_not_a_number_alarms() -> None:
+    assert len(Notices().of(step_row(engine_mismatch_kl=math.nan, ess=math.nan))) == 2
+
+
+def test_a_step_on_tokens_of_older_weights_is_no_mismatch() -> None:
+    old = step_row(lag_max=1, engine_mismatch_kl=None, mismatch_kl=5.0, ess=0.01)
+    assert Notices().of(old) == []
+
+
+def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
+    mixed = step_row(lag_max=1, engine_mismatch_kl=0.5, ess=0.01)
+    assert len(Notices().of(mixed)) == 1
