@@ -31,10 +31,14 @@ Job = TypeVar("Job", bound=Settings)
 def begin(job: type[Job]) -> tuple[socket.socket, Job]:
     """Read the command line that `WorkerProcess.spawn` made.
 
+    Signals are the controller's to handle: what sends them to every process must not take the trainer away
+    before its weights are saved.
+
     Returns:
         The socket to the controller, and the job.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     return end, job.model_validate_json(sys.argv[2])

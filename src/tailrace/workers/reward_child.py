@@ -118,6 +118,8 @@ def _serve(scorer: Scorer, channel: WorkerChannel[Score], ended: str, loader: in
     try:
         os.setpgid(0, 0)
         signal_on_parent_death(signal.SIGKILL, loader)
+        for each in (signal.SIGTERM, signal.SIGHUP):  # processes that a call starts can be terminated
+            signal.signal(each, signal.SIG_DFL)
         channel.send(Serving(os.getpid(), ended))
         for asked in channel:
             channel.send(Scored(asked.number, _outcome(scorer, asked.call)))
