@@ -252,22 +252,6 @@ class Sink(Protocol):
         """The run ended, with or without an error."""
 
 
-class FromRound:
-    """Sink: passes events on from the start of a round on; for pictures, which cannot show a long run."""
-
-    def __init__(self, first_round: int, sink: Sink) -> None:
-        self._first_round, self._sink = first_round, sink
-        self._open = False
-
-    def on(self, event: Event) -> None:
-        self._open = self._open or (isinstance(event, RoundStarted) and event.round >= self._first_round)
-        if self._open:
-            self._sink.on(event)
-
-    def close(self) -> None:
-        self._sink.close()
-
-
 class Recorder:
     """Passes each event to every sink, in order."""
 
