@@ -44,6 +44,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     sinks: list[Sink] = [meter, summary]
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
         sinks += [
             MetricsWriter(folder / "metrics.jsonl"),
             TraceWriter(folder / "trace.json", max_bytes=config.record.trace_max_bytes),

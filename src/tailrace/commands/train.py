@@ -179,13 +179,12 @@ async def _train(
 def _recorder(
     config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
 ) -> tuple[Recorder, Summary]:
-    next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
-    earlier = read_rows(folder.metrics, before_round=next_round)
+    earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
     display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
     meter = StepMeter(
-        MetricsWriter(folder.metrics, first_round=next_round),
-        SamplesWriter(folder.samples, first_round=next_round),
+        MetricsWriter(folder.metrics),
+        SamplesWriter(folder.samples),
         TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
         timeline,
         summary,

@@ -14,8 +14,7 @@ from tailrace.record.events import (
     RoundStarted,
     Stepped,
 )
-from tailrace.record.lengths import LengthStats
-from tailrace.record.moments import mean
+from tailrace.record.moments import LengthStats, mean
 from tailrace.record.rows import RoundRow
 from tailrace.types import SampleId
 

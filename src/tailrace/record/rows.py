@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_origin
 import msgspec
 from msgspec import field
 
-from tailrace.record.lengths import LengthStats
+from tailrace.record.moments import LengthStats
 
 S = TypeVar("S", bound=msgspec.Struct)
 
