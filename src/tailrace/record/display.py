@@ -92,7 +92,6 @@ def open_display(
     `StepMeter`.
 
     Args:
-        rounds: the number of rounds of the run.
         waits: says in one line what each task waits for now; the display calls it from a thread of its own.
         settings: the limits of the alarms.
         console: where to show it; the standard output if None.

@@ -113,21 +113,12 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
-    Example:
-        >>> duration(3725.4)
-        '1:02:05'
-    """
+    """Hours, minutes and seconds: '1:02:05'."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Blocks between the lowest and the highest finite value.
-
-    Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▄█'
-    """
+    """Blocks between the lowest and the highest finite value: '▁▄█'."""
     halves = [value / 2 for value in values if math.isfinite(value)]  # the range of halves cannot overflow
     low, high = min(halves, default=0.0), max(halves, default=0.0)
     share = [(value - low) / (high - low) if high > low else 0.0 for value in halves]

@@ -64,15 +64,14 @@ class StepMeter:
 
     def close(self) -> None:
         if self._counts != Counts():
-            self._sinks.emit(
-                ClosingRow(
-                    step=self._step,
-                    round=self._round,
-                    time_s=self._last_end_s,
-                    wall_time=self._wall_clock(),
-                    counts=self._take_counts(),
-                )
+            row = ClosingRow(
+                step=self._step,
+                round=self._round,
+                time_s=self._last_end_s,
+                wall_time=self._wall_clock(),
+                counts=self._take_counts(),
             )
+            self._sinks.emit(row)
         self._sinks.close()
 
     def _measure(self, event: Event) -> Iterator[Row]:
@@ -86,7 +85,15 @@ class StepMeter:
                 if self._rounds.reports:  # none if the round did not train
                     yield replace(self._rounds.reports.pop(), counts=self._take_counts())
             case Evaluated():
-                yield self._evaluation_row(event)
+                yield EvaluationRow(
+                    step=self._step,
+                    round=event.round,
+                    time_s=event.time_s,
+                    wall_time=self._wall_clock(),
+                    accuracy=event.accuracy,
+                    mean_tokens=event.mean_tokens,
+                    num_samples=event.num_samples,
+                )
             case EssTaken():
                 self._guards.append(event.ess)
             case ControllerLag():
@@ -155,17 +162,6 @@ class StepMeter:
         self._guards.clear()
         self._controller_lags.clear()
         return row
-
-    def _evaluation_row(self, event: Evaluated) -> EvaluationRow:
-        return EvaluationRow(
-            step=self._step,
-            round=event.round,
-            time_s=event.time_s,
-            wall_time=self._wall_clock(),
-            accuracy=event.accuracy,
-            mean_tokens=event.mean_tokens,
-            num_samples=event.num_samples,
-        )
 
     def _take_counts(self) -> Counts:
         counts, self._counts = self._counts, Counts()

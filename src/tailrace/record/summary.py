@@ -41,11 +41,6 @@ class TokenCounts:
     wasted: dict[str, int]
     """By reason."""
 
-    @property
-    def waste_share(self) -> float:
-        """Wasted tokens as a share of the generated ones."""
-        return sum(self.wasted.values()) / self.generated if self.generated else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Ages:

@@ -40,7 +40,6 @@ class _Lane(NamedTuple):
 RUN_PID = 1
 ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 5))
 SCORING, SCORING_PID = "scoring", 10_000
-DEFAULT_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class _Open:
 class TraceWriter:
     """Sink: writes the trace, which is complete after every optimizer step, round and evaluation."""
 
-    def __init__(self, path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
         """
         Args:
             path: the first file; a longer trace goes on in files beside it (`trace_file.TraceFile`).
