@@ -182,7 +182,7 @@ class SimEngine:
             sample = heapq.heappop(self._ends)[2]
             request = self._running.get(sample)
             if request and request.base + self._steps >= request.length:
-                future = self._leave(sample, "length" if self._length[sample] >= self._max_tokens else "stop")
+                future = self._leave(sample, "length" if request.length >= self._max_tokens else "stop")
                 if not future.done():
                     future.set_result(None)
         while self._kv_tokens > self._cost.kv_tokens and len(self._running) > 1:
