@@ -48,8 +48,8 @@ from tailrace.workers.counter import counted_tokens
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCHEDULES = {
-    "april": {"schedule.N": "8", "schedule.N_launched": "16"},
-    "rolloutpipe": {"schedule.R": "8", "schedule.U": "4"},
+    "april": {"groups_per_round": 8, "groups_launched": 16},
+    "rolloutpipe": {"groups_per_round": 8, "groups_per_step": 4},
 }
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
 ENDLESS = 100_000
@@ -80,7 +80,7 @@ class Victim:
         self._config = folder / f"{name}.toml"
         head, _, rest = text.partition("[schedule]")
         rest = rest[rest.index("[model]") :].replace('"model"', f'"{EXAMPLES / "quickstart" / "model"}"')
-        parameters = "\n".join(f"{key.split('.')[1]} = {value}" for key, value in SCHEDULES[name].items())
+        parameters = "\n".join(f"{key} = {value}" for key, value in SCHEDULES[name].items())
         self._config.write_text(f'{head}[schedule]\nname = "{name}"\n{parameters}\n\n{rest}')
 
     def live_and_die(self) -> None:
@@ -129,11 +129,9 @@ class Victim:
         )
 
     def _start(self, rounds: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "tailrace.cli", "train", str(self._config)]
-        words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds)]
+        words = [sys.executable, "-m", "tailrace", "train", str(self._config)]
+        words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds), "--resume"]
         words += [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
-        if (self.folder / "config.toml").exists():
-            words.append("--resume")
         self._log = self.folder.with_suffix(".log")
         with self._log.open("wb") as output:
             return subprocess.Popen(words, start_new_session=True, stdout=output, stderr=output)

@@ -1,11 +1,36 @@
-"""A small run on disk."""
+"""Small runs on disk."""
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from small_run import write_small_run
+from small_run import start_training, wait_for_steps, write_small_run
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     return write_small_run(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def terminated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run in `out`, beside its config, that SIGTERM ended in its first round. The signal went to its
+    process group and to its workers."""
+    config = write_small_run(tmp_path_factory.mktemp("terminated"))
+    folder = config.parent / "out"
+    process = start_training(config, folder)
+    wait_for_steps(folder, 3, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in map(int, children):
+        os.kill(pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([str(folder)], process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def interrupted(terminated: subprocess.CompletedProcess[str]) -> Path:
+    """The output directory of that run. Tests only read it."""
+    return Path(terminated.args[0])

@@ -1,5 +1,10 @@
 """The quickstart's model on a run small enough for a test."""
 
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,3 +72,39 @@ def write_small_run(folder: Path) -> Path:
         SMALL_RUN.format(model=EXAMPLES / "quickstart" / "model", data="rows.jsonl", rewards="rewards.py")
     )
     return path
+
+
+def start_training(config: Path, folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """A process that trains, in a process group of its own. A round has 64 optimizer steps."""
+    command = [sys.executable, "-m", "tailrace", "train", str(config), "--output-dir", str(folder)]
+    long = ["--run.eval_every", "0", "--run.checkpoint_every", "0", "--schedule.groups_per_round", "128"]
+    return subprocess.Popen(
+        [*command, *long, *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def num_steps(folder: Path) -> int:
+    """Optimizer steps that the metrics have."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count('"loss"') if metrics.exists() else 0
+
+
+def wait_for_steps(folder: Path, n: int, process: "subprocess.Popen[str]") -> None:
+    """Wait until a run has made so many optimizer steps."""
+    while num_steps(folder) < n:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def trained_prompts(folder: Path) -> Counter[int]:
+    """How many samples of each prompt were trained, by the run's own records."""
+    records = [
+        json.loads(line)
+        for path in sorted((folder / "samples").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return Counter(int(record["id"].split(".")[0]) for record in records)

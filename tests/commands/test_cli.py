@@ -1,11 +1,18 @@
 """The command line: words in, an exit code out."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import tailrace
 from tailrace.cli import main
+from tailrace.commands.evaluate import evaluated_config
+from tailrace.commands.folder import RunFolder
+from tailrace.config import load_config
+from tailrace.errors import ConfigError
 from tailrace.workers import local
 
 
@@ -24,8 +31,8 @@ def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
         (["--run.rund", "3"], "run.rund = 3: there is no such key; did you mean 'rounds'?"),
         (["--run.rounds", "0"], "run.rounds = 0: input should be greater than or equal to 1; change it"),
         (
-            ["--schedule.U", "3"],
-            "schedule.U = 3: R = 4 groups do not divide into steps of 3; choose from 1, 2, 4",
+            ["--schedule.groups_per_step", "3"],
+            "schedule.groups_per_step = 3: groups_per_round = 4 is not divisible by it; choose from 1, 2, 4",
         ),
         (
             ["--schedule.name", "serie"],
@@ -33,6 +40,12 @@ def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
         ),
         (["--model.path", "/nowhere"], "model.path = '/nowhere'"),
         (["--reward.function", "nowhere:f"], "reward.function = 'nowhere:f': it cannot be imported"),
+        (["--engine.device", "tpu"], "engine.device = 'tpu': "),
+        (["--trainer.device", "cuda:99"], "trainer.device = 'cuda:99': "),
+        (
+            ["--sampling.max_completion_tokens", "100000"],
+            "sampling.max_completion_tokens = 100000: the model's context is",
+        ),
     ],
 )
 def test_a_wrong_setting_ends_with_code_2_and_names_key_value_and_remedy(
@@ -43,14 +56,47 @@ def test_a_wrong_setting_ends_with_code_2_and_names_key_value_and_remedy(
     assert not (config_path.parent / "out").exists()
 
 
-def test_a_missing_config_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "nowhere.toml"]) == 2
-    assert "nowhere.toml" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["train", "compare", "simulate", "eval"])
+def test_every_command_refuses_a_key_that_the_schedule_lacks(
+    command: str, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ["--output-dir", str(config_path.parent / "out")] if command == "train" else []
+    assert main([command, str(config_path), *folder, "--schedule.groups_per_raund", "4"]) == 2
+    assert "schedule.groups_per_raund = 4: " in capsys.readouterr().err
+
+
+def test_a_missing_config_file_is_named_with_those_beside_it(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = config_path.with_name("rum.toml")
+    assert main(["simulate", str(missing)]) == 2
+    message = f"tailrace: CONFIG = '{missing}': there is no such file; choose from {config_path}\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_directory_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(tmp_path)]) == 2
+    assert f"CONFIG = '{tmp_path}': it cannot be read (" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
+    words = [sys.executable, "-m", "tailrace", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == f"{tailrace.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect"])
+def test_a_directory_without_a_run_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    remedy = "name the output directory of a run"
+    assert f"RUN = '{tmp_path}': there is no run in it; {remedy}" in capsys.readouterr().err
 
 
 def test_simulate_needs_no_model_and_writes_trace_and_summary(tmp_path: Path) -> None:
     path = tmp_path / "sim.toml"
-    path.write_text('[run]\nrounds = 2\ngroup_size = 8\n[schedule]\nname = "rolloutpipe"\nR = 8\nB = 16\n')
+    schedule = '[schedule]\nname = "rolloutpipe"\ngroups_per_round = 8\ngroups_per_step = 2\n'
+    path.write_text(f"[run]\nrounds = 2\ngroup_size = 8\n{schedule}")
     words = ["simulate", str(path), "--output-dir", str(tmp_path / "out"), "--json", str(tmp_path / "s.json")]
     assert main(words) == 0
     summary = json.loads((tmp_path / "s.json").read_text())
@@ -75,12 +121,38 @@ def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tm
     assert (tmp_path / "race" / "timeline.png").exists()
 
 
-def test_eval_scores_held_out_prompts_and_starts_no_reference(
-    config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "eval.json"
-    monkeypatch.delattr(local.RemoteReference, "spawn")
-    assert main(["eval", str(config_path), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
+    monkeypatch.setattr(local.RemoteReference, "spawn", None)
+    assert main(["eval", str(interrupted), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
-    assert numbers["num_samples"] == 8
+    checkpoint = RunFolder(interrupted).newest_checkpoint()
+    assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (8, str(checkpoint), True)
     assert 0.0 <= numbers["accuracy"] <= 12.0
+    weights, accuracy = capsys.readouterr().out.splitlines()
+    assert weights == f"weights   {checkpoint}"
+    assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 8 held-out prompts, greedy, ")
+
+
+def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(
+    config_path: Path, interrupted: Path
+) -> None:
+    def weights(path: Path, model: Path | None = None) -> Path:
+        config = evaluated_config(path, model, {})
+        assert config.model
+        return config.model.path
+
+    quickstart = load_config(config_path).model
+    assert quickstart and weights(config_path) == quickstart.path
+    assert weights(config_path, interrupted / "model") == interrupted / "model"
+    assert weights(interrupted, quickstart.path) == quickstart.path
+
+
+def test_a_run_without_a_checkpoint_cannot_be_evaluated(config_path: Path) -> None:
+    folder = RunFolder(config_path.parent / "out")
+    folder.path.mkdir()
+    folder.config.write_text(load_config(config_path).toml())
+    with pytest.raises(ConfigError, match="the run has no checkpoint yet; name weights with --model"):
+        evaluated_config(folder.path, None, {})

@@ -7,78 +7,48 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from small_run import write_small_run
+from small_run import trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.cli import main
-from tailrace.commands.train import alone_in, full_disk_explained, train
+from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
+from tailrace.trainer.checkpoint import CRITIC_FILE, TRAINER_FILE
 from tailrace.workers.counter import counted_tokens
 
 
-def trained_prompts(folder: Path) -> Counter[int]:
-    """How many samples of each prompt were trained, by the run's own records."""
-    records = [
-        json.loads(line)
-        for path in sorted((folder / "samples").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return Counter(int(record["id"].split(".")[0]) for record in records)
+def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) -> None:
+    checkpoint = RunFolder(interrupted).newest_checkpoint()
+    assert checkpoint
+    names = {path.name for path in (interrupted / "model").iterdir()}
+    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer.safetensors"}
+    assert ONLY_OF_THE_TRAINER == (TRAINER_FILE, CRITIC_FILE)
+    model = AutoModelForCausalLM.from_pretrained(interrupted / "model")
+    assert model.config.model_type == "qwen3"
+    tokenizer = AutoTokenizer.from_pretrained(interrupted / "model")
+    assert tokenizer.decode(tokenizer.encode("7 + 8")) == "7 + 8"
 
 
-def test_a_run_leaves_everything_about_itself_in_its_output_directory(config_path: Path) -> None:
-    folder = config_path.parent / "out"
-    config = load_config(config_path)
-    train(config, folder)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["groups"] == {"trained": 12, "filtered": 0, "dropped": 0, "reasons": {}, "parked": 0}
-    assert summary["steps"] == 6
-    assert trained_prompts(folder) == {prompt: 2 for prompt in range(12)}
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
-    assert tomllib.loads((folder / "config.toml").read_text())["schedule"]["R"] == 4
-    assert json.loads((folder / "trace.json").read_text())
-    assert (folder / "timeline.png").stat().st_size > 1000
-    assert {path.name for path in (folder / "logs").iterdir()} == {
-        "engine-0.log",
-        "trainer.log",
-        "scorer-0.log",
-    }
-
-
-def test_ppo_with_a_kl_trains_saves_its_critic_and_resumes(config_path: Path) -> None:
+def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
     folder = config_path.parent / "out"
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coef": "0.05", "run.group_size": "1"}
     train(load_config(config_path, ppo | {"run.rounds": "2"}), folder)
     assert (folder / "checkpoints" / "round_000002" / "critic.safetensors").exists()
-    train(load_config(config_path, ppo | {"run.rounds": "3"}), folder, resume=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["value_loss"] > 0 and row["skipped"] == 0 for row in steps)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["kl"] != 0
     assert (folder / "logs" / "reference.log").exists()
-
-
-def test_a_checkpoint_is_a_hugging_face_folder(config_path: Path) -> None:
-    folder = config_path.parent / "out"
-    train(load_config(config_path, {"run.rounds": "1"}), folder)
-    checkpoint = folder / "checkpoints" / "round_000001"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert model.config.model_type == "qwen3"
-    assert AutoTokenizer.from_pretrained(checkpoint).encode("7") == AutoTokenizer.from_pretrained(
-        load_config(config_path).model.path  # type: ignore[union-attr]
-    ).encode("7")
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +136,14 @@ def test_counts_that_are_gone_are_an_error(killed: Path, killed_copy: Path) -> N
 
 
 def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Path) -> None:
-    """The last test on this run: it ends it."""
+    """With a changed learning rate, which is allowed. The last test on this run: it ends it."""
     folder = killed.parent / "out"
-    assert subprocess.run([*command(killed), "--resume"], stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run(
+            [*command(killed), "--resume", "--trainer.learning_rate", "2e-4"], stdout=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
     assert json.loads((folder / "trace-2.json").read_text())
@@ -210,12 +185,29 @@ def test_inspect_says_what_it_cannot_find(killed: Path, capsys: pytest.CaptureFi
     assert "--group = 9999: the ledger has no such group; choose from 0 to" in capsys.readouterr().err
 
 
-def test_a_used_output_directory_is_refused_without_resume(config_path: Path) -> None:
+def test_the_directory_of_a_run_that_trained_is_refused_without_resume(config_path: Path) -> None:
     folder = config_path.parent / "out"
     folder.mkdir()
-    (folder / "config.toml").write_text("")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "round": 0, "loss": 0.5}\n')
     with pytest.raises(ConfigError, match="it holds a run already; add --resume, or choose another"):
         train(load_config(config_path), folder)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_run_left_that_never_began_blocks_no_other(config_path: Path, resume: bool) -> None:
+    """A run that fails in its start leaves a config, a ledger and an evaluation of the model as it was."""
+    config, folder = load_config(config_path), RunFolder(config_path.parent / "out")
+    with folder.locked(), opened(config, folder, resume=False):
+        (folder.counts).mkdir()
+        folder.metrics.write_text('{"step": 0, "round": 0, "eval/accuracy": 0.5}\n')
+        (folder.checkpoints / "round_000000").mkdir(parents=True)
+        before = folder.config.read_text()
+    other = load_config(config_path, {"run.seed": "7"})
+    (folder.checkpoints / "round_000000").rmdir()
+    with opened(other, folder, resume=resume) as (store, start):
+        assert start.life == 1 and store is not None
+        assert folder.config.read_text() != before
+        assert not folder.metrics.exists() and not folder.counts.exists()
 
 
 @pytest.mark.parametrize("words", [[], ["--resume"]])
@@ -233,16 +225,16 @@ def test_a_directory_in_which_another_process_trains_is_refused(
         assert refusal in capsys.readouterr().err
         assert files_of(folder) == before and before.keys() == {"lock"}
         other.kill()
-    with alone_in(folder):
+    with RunFolder(folder).locked():
         assert files_of(folder).keys() == {"lock"}
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from tailrace.commands.train import alone_in
+from tailrace.commands.folder import RunFolder
 
-with alone_in(Path(sys.argv[1])):
+with RunFolder(Path(sys.argv[1])).locked():
     print("holds it", flush=True)
     sys.stdin.read()
 """
@@ -252,14 +244,9 @@ with alone_in(Path(sys.argv[1])):
 def test_a_full_disk_is_one_line_with_its_remedy(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFull, match=r"No space left on device; make room on the disk, then --resume"),
-        full_disk_explained(tmp_path),
+        RunFolder(tmp_path).full_disk_explained(),
     ):
         Path("/dev/full").write_bytes(b"metrics")
-
-
-def test_resuming_what_never_began_says_so(config_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; start without --resume"):
-        train(load_config(config_path), config_path.parent / "out", resume=True)
 
 
 def test_rewards_that_raise_hang_or_return_nonsense_are_counted_and_the_run_goes_on(

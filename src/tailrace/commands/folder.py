@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
@@ -31,43 +30,19 @@ ONLY_OF_THE_TRAINER = ("trainer.safetensors", "critic.safetensors")
 """Files of a checkpoint that are not part of the model (trainer/checkpoint.py)."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Names the files of a run."""
+    """The files of a run by name, and what the command does with them."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.png"
-
-    @property
-    def counts(self) -> Path:
-        return self.path / COUNTS_FOLDER
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples"
+        self.summary = path / "summary.json"
+        self.timeline = path / "timeline.png"
+        self.counts = path / COUNTS_FOLDER
 
     def trace(self, life: int) -> Path:
         """The trace of one process of the run: 1, 2, ..."""

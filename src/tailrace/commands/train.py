@@ -86,7 +86,7 @@ def train(
     else:
         check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    with folder.locked(), folder.full_disk_explained(), _opened(config, folder, resume) as (store, start):
+    with folder.locked(), folder.full_disk_explained(), opened(config, folder, resume) as (store, start):
         timeline = Timeline()
         with signals_received(interruption.request):
             try:
@@ -104,7 +104,7 @@ def train(
 
 
 @contextmanager
-def _opened(
+def opened(
     config: RunConfig, folder: RunFolder, resume: bool
 ) -> Iterator[tuple[Store | None, StartingPoint]]:
     """Open the ledger, of an earlier life if there is one that `resume` asks for."""

@@ -1,0 +1,116 @@
+"""The Python API, in a script and where a loop runs already, as in a notebook."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from small_run import trained_prompts, write_small_run
+
+import tailrace
+
+SIMULATED = """
+[run]
+rounds = 3
+group_size = 4
+
+[schedule]
+name = "serial"
+groups_per_step = 2
+"""
+
+
+async def one_step_off(run: tailrace.Run, groups_per_step: int) -> None:
+    run.promise(staleness=1)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(groups_per_step - len(run.pool)))
+        groups = await run.pool.take(groups_per_step)
+        run.pool.launch(run.prompts(groups_per_step))
+        await run.train(groups)
+        await run.publish()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> tailrace.RunConfig:
+    path = tmp_path / "sim.toml"
+    path.write_text(SIMULATED)
+    return tailrace.load_config(str(path), {"run.seed": 3})
+
+
+def test_a_config_is_loaded_with_values_in_place_of_its_own(config: tailrace.RunConfig) -> None:
+    assert (config.run.rounds, config.run.seed) == (3, 3)
+
+
+def test_a_schedule_is_written_and_simulated_in_a_notebook(config: tailrace.RunConfig) -> None:
+    async def cell() -> tailrace.RunSummary:
+        return tailrace.simulate(config, schedule=one_step_off)
+
+    summary = asyncio.run(cell())
+    assert (summary.rounds, summary.steps, summary.groups.trained) == (3, 3, 6)
+    assert tailrace.simulate(config, schedule=one_step_off) == summary
+
+
+def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = tailrace.load_config(write_small_run(tmp_path)), tmp_path / "out"
+
+    async def mine(run: tailrace.Run, groups_per_round: int, groups_per_step: int) -> None:
+        run.promise(staleness=0)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(groups_per_round))
+            for _ in range(groups_per_round // groups_per_step):
+                await run.train(await run.pool.take(groups_per_step))
+            await run.publish()
+
+    async def cell() -> tailrace.RunSummary:
+        return tailrace.train(config, folder, schedule=mine)
+
+    summary = asyncio.run(cell())
+    assert json.loads((folder / "summary.json").read_text()) == msgspec.to_builtins(summary)
+    assert msgspec.to_builtins(summary.groups) == {
+        "trained": 12, "filtered": 0, "dropped": 0, "reasons": {}, "parked": 0
+    }  # fmt: skip
+    assert summary.steps == 6
+    assert trained_prompts(folder) == {prompt: 2 for prompt in range(12)}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((folder / "trace.json").read_text())
+    assert (folder / "timeline.png").stat().st_size > 1000
+    logs = {"engine-0.log", "trainer.log", "scorer-0.log"}
+    assert {path.name for path in (folder / "logs").iterdir()} == logs
+    schedule = tailrace.load_config(folder / "config.toml").schedule
+    assert schedule["name"].startswith("test_api:") and schedule["groups_per_round"] == 4
+    named = [line.split()[1] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert named == [str(folder / name) for name in ("timeline.png", "trace.json", "model")]
+
+
+def test_parameters_that_the_function_lacks_are_refused(config: tailrace.RunConfig) -> None:
+    async def without_parameters(run: tailrace.Run) -> None:
+        run.promise(staleness=0)
+
+    with pytest.raises(
+        tailrace.ConfigError, match=r"schedule\.groups_per_step = 2: the schedule has no such"
+    ):
+        tailrace.simulate(config, schedule=without_parameters)
+
+
+def test_a_function_that_is_not_async_is_refused(config: tailrace.RunConfig) -> None:
+    with pytest.raises(tailrace.ConfigError, match="it is not an async function; write `async def`"):
+        tailrace.simulate(config, schedule=lambda run: None)  # type: ignore[arg-type, return-value]
+
+
+def test_the_package_exports_its_names_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, tailrace\n"
+        "loaded = [m for m in ('torch', 'transformers', 'pydantic', 'numpy', 'rich') if m in sys.modules]\n"
+        "from tailrace import *\n"
+        "print(loaded, [n for n in tailrace.__all__ if n not in globals()], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] [] False\n"
+    with pytest.raises(AttributeError, match="module 'tailrace' has no attribute 'nonsense'"):
+        _ = tailrace.nonsense

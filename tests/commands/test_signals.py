@@ -1,0 +1,104 @@
+"""Signals to real processes: the first one ends a run in order, the second one at once."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+from small_run import num_steps, start_training, wait_for_steps
+
+from tailrace.commands.folder import RunFolder
+from tailrace.commands.train import opened
+from tailrace.config import load_config
+from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.sqlite import SqliteStore
+from tailrace.workers.counter import counted_tokens
+
+
+def test_sigterm_saves_the_weights_and_says_where(
+    terminated: "subprocess.CompletedProcess[str]", interrupted: Path
+) -> None:
+    """It came to the process group and to every worker."""
+    assert terminated.returncode == 143
+    steps = num_steps(interrupted)
+    checkpoint = interrupted / "checkpoints" / f"round_000000_step_{steps:06d}"
+    assert RunFolder(interrupted).newest_checkpoint() == checkpoint
+    saved = f"saved {checkpoint}, its model in {interrupted / 'model'}"
+    assert terminated.stderr == f"tailrace: SIGTERM: {saved}; --resume continues from there\n"
+    assert json.loads((interrupted / "summary.json").read_text())["steps"] == steps
+    assert json.loads((interrupted / "trace.json").read_text())
+
+
+def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -> None:
+    with closing(SqliteStore.open(interrupted / "ledger.sqlite", only_read=True)) as store:
+        books = read_books(store)
+    totals = totals_of(books)
+    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(interrupted / "counts")
+    assert len(books.groups) == 128 and set(totals.wasted_tokens) == set()
+    steps = num_steps(interrupted)
+    assert totals.groups == {"trained": 2 * steps}
+    (mark,) = books.marks
+    assert (mark.round, mark.version, mark.step) == (0, 1, steps)
+
+
+def test_a_second_signal_ends_a_resumed_run_at_once(
+    terminated: "subprocess.CompletedProcess[str]", interrupted: Path, tmp_path: Path
+) -> None:
+    """The trainer is stopped, so that the orderly end cannot come first."""
+    folder = tmp_path / "out"
+    subprocess.run(["cp", "-r", interrupted, folder], check=True)
+    before = num_steps(folder)
+    process = start_training(interrupted.parent / "run.toml", folder, "--resume")
+    wait_for_steps(folder, before + 2, process)
+    trainer = worker(process, "trainer_child")
+    os.kill(trainer, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGHUP)
+    process.communicate(timeout=10)
+    assert process.returncode == 129
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1)), "the steps before the interruption are still there"
+    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
+        assert len(read_books(store).lives) == 2
+
+
+def worker(process: "subprocess.Popen[str]", module: str) -> int:
+    """The pid of a worker of a run."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (found,) = (pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text())
+    return int(found)
+
+
+def test_sigint_while_workers_start_ends_well_and_leaves_nothing_in_the_way(config_path: Path) -> None:
+    folder = RunFolder(config_path.parent / "out")
+    process = start_training(config_path, folder.path)
+    while not (folder.path / "logs" / "trainer.log").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "tailrace: SIGINT before training began: there is nothing to save; start the run again\n"
+    with opened(load_config(config_path), folder, resume=False) as (_, start):
+        assert start.life == 1
+
+
+def test_sighup_before_the_start_leaves_no_folder(config_path: Path) -> None:
+    """It comes while the file with the reward function is imported."""
+    rewards, imported = config_path.parent / "rewards.py", config_path.parent / "imported"
+    rewards.write_text(f"import pathlib, time\npathlib.Path({str(imported)!r}).touch()\ntime.sleep(60)\n")
+    process = start_training(config_path, config_path.parent / "out")
+    while not imported.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGHUP)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (129, "tailrace: interrupted; nothing was saved\n")
+    assert not (config_path.parent / "out").exists()
