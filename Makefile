@@ -38,7 +38,7 @@ install-check:
 	"$$folder/bin/python" -m pytest tests/docs/test_your_own_run.py
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python -m tailrace.commands.config_reference docs/configuration.md
+	$(BIN)/python docs/make_configuration.py docs/configuration.md
 	$(BIN)/python docs/make_pictures.py
 
 bench: $(VENV)/dev.stamp

@@ -70,12 +70,12 @@ def test_stuck_names_who_waits_for_what_in_the_order_they_came() -> None:
         clock.run(main(), virtual=True)
 
 
-def test_stuck_says_so_when_nobody_said_for_what() -> None:
+def test_stuck_says_so_when_no_wait_is_named() -> None:
     async def main() -> None:
         await asyncio.sleep(2.5)
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(Stuck, match=r"t = 2\.500 s: every task waits: nobody said for what"):
+    with pytest.raises(Stuck, match=r"t = 2\.500 s: every task waits: no wait is named"):
         clock.run(main(), virtual=True)
 
 
@@ -92,7 +92,7 @@ def test_a_wait_is_forgotten_when_it_ends_or_is_cancelled() -> None:
         signal.fire()
         return clock.who_waits()
 
-    assert clock.run(main(), virtual=True) == "nobody said for what"
+    assert clock.run(main(), virtual=True) == "no wait is named"
 
 
 def test_a_signal_wakes_everyone_in_the_order_they_came_and_once() -> None:

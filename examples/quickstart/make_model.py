@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.config import load_config
 from tailrace.data.base import ProceduralSettings
-from tailrace.data.procedural import ProceduralPrompts, Task, is_held_out
+from tailrace.data.open import open_prompts
+from tailrace.data.procedural import Task, is_held_out
 from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
 from tailrace.engine.native.engine import NativeEngine
@@ -219,7 +220,7 @@ def check(name: str, batches: int = 24, batch: int = 64) -> None:
     settings = load_config(FOLDER.parents[1] / "benchmarks" / "race" / "race.toml").data
     assert isinstance(settings, ProceduralSettings)
     task, tokenizer = Task(settings), load_tokenizer(FOLDER / name)
-    prompts = ProceduralPrompts(task, settings, tokenizer, seed=0, split="eval")
+    prompts = open_prompts(settings, tokenizer, seed=0, split="eval")
     engine = NativeEngine.from_pretrained(
         FOLDER / name, EngineSettings(), SamplingSettings(max_completion_tokens=ROOM)
     )

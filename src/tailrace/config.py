@@ -7,7 +7,7 @@ overrides from the command line, checks them against one another, and explains w
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,9 +38,8 @@ MAY_CHANGE = (
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
-"""Keys that a resumed run may have changed: how long it is, how it is watched, how fast it learns and on
-which devices. The other keys decide which prompts are drawn, what a token or a reward means, or what is
-learnt."""
+"""Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
+reward means, or what is learnt."""
 
 
 class ModelSettings(Settings):
@@ -97,7 +96,7 @@ class RunConfig(Settings):
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a config file. Paths in the file are relative to the file.
+    """Read a config file. Paths in it are relative to it.
 
     Args:
         overrides: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file.
@@ -153,16 +152,14 @@ def changed_keys(old: str, config: RunConfig) -> tuple[list[Change], list[Change
     Returns:
         The changes that a resumed run may have, and those that it may not have.
     """
-    before, after = (
-        dict(_leaves(_effective(tree))) for tree in (json.loads(old), json.loads(config.to_json()))
-    )
-    changes = [
-        Change(key, before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    allowed = [change for change in changes if any(fnmatch(change.key, key) for key in MAY_CHANGE)]
-    return allowed, [change for change in changes if change not in allowed]
+    before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
+    allowed: list[Change] = []
+    refused: list[Change] = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            may_change = any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
+            (allowed if may_change else refused).append(Change(key, before.get(key), after.get(key)))
+    return allowed, refused
 
 
 def check_resumable(old: str, config: RunConfig) -> list[Change]:
@@ -172,17 +169,14 @@ def check_resumable(old: str, config: RunConfig) -> list[Change]:
         ConfigError: a key changed that must stay; the message names each with both values.
     """
     allowed, refused = changed_keys(old, config)
-    if refused:
+    errors = []
+    for change in refused:
+        begun = "without it" if change.old is None else f"with {change.old!r}"
         remedy = "change it back, or begin a new run in another --output-dir"
-        raise _joined(
-            ConfigError(change.key, change.new, f"the run was begun {_with(change.old)}", remedy)
-            for change in refused
-        )
+        errors.append(ConfigError(change.key, change.new, f"the run was begun {begun}", remedy))
+    if errors:
+        raise _joined(errors)
     return allowed
-
-
-def _with(value: object) -> str:
-    return "without it" if value is None else f"with {value!r}"
 
 
 def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,14 +196,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def explain(error: ValidationError, prefix: str = "") -> ConfigError:
     """Turn all errors of a validation into one error that names key, value and remedy of each."""
-    return _joined(_explain_one(dict(detail), prefix) for detail in error.errors())
+    return _joined([_explain_one(dict(detail), prefix) for detail in error.errors()])
 
 
-def _joined(errors: Iterable[ConfigError]) -> ConfigError:
-    first, *rest = errors
-    if rest:
-        first.args = ("\n".join(str(each) for each in (first, *rest)),)
-    return first
+def _joined(errors: Sequence[ConfigError]) -> ConfigError:
+    errors[0].args = ("\n".join(map(str, errors)),)
+    return errors[0]
 
 
 def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
@@ -229,7 +221,7 @@ def _suggest(parts: Sequence[str]) -> str:
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        sections = [section for field in fields for section in _sections_in(field.annotation)]
+        sections = [section for field in fields for section in sections_in(field.annotation)]
     keys = list(dict.fromkeys(key for section in sections for key in section.model_fields))
     if not keys:
         return "remove it"
@@ -237,11 +229,11 @@ def _suggest(parts: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
 
 
-def _sections_in(annotation: Any) -> list[type[Settings]]:
+def sections_in(annotation: Any) -> list[type[Settings]]:
     """Return the sections that the type of a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    return [section for part in get_args(annotation) for section in _sections_in(part)]
+    return [section for part in get_args(annotation) for section in sections_in(part)]
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
@@ -259,26 +251,17 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    for section, key in (("model", "path"), ("data", "path"), ("data", "eval_path")):
-        value = _get(tree, section, key)
-        if isinstance(value, str):
-            tree[section][key] = str((base / value).resolve())
-    for section, key in (("reward", "function"), ("schedule", "name")):
-        if isinstance(value := _get(tree, section, key), str):
-            tree[section][key] = _absolute_function(value, base)
-    if isinstance(sinks := _get(tree, "record", "sinks"), list):
-        tree["record"]["sinks"] = [
-            _absolute_function(sink, base) if isinstance(sink, str) else sink for sink in sinks
-        ]
+    paths = (("model", "path"), ("data", "path"), ("data", "eval_path"))
+    functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
+    for section, key in (*paths, *functions):
+        table = tree.get(section)
+        if isinstance(table, dict) and key in table:
+            table[key] = _absolute(table[key], base, is_path=(section, key) in paths)
 
 
-def _absolute_function(name: str, base: Path) -> str:
-    """'file.py:function' with an absolute path; 'package.module:function' as it is."""
-    in_file = name.partition(":")[0].endswith(".py")
-    return str((base / name).resolve()) if in_file else name
-
-
-def _get(tree: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return the value of a key. A section that is not a table is left to the validation."""
-    table = tree.get(section)
-    return table.get(key) if isinstance(table, dict) else None
+def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:
+    """Resolve a path, or the file in 'path/to/file.py:name'. The validation refuses other types."""
+    if isinstance(value, list):
+        return [_absolute(each, base, is_path=is_path) for each in value]
+    has_path = is_path or str(value).partition(":")[0].endswith(".py")
+    return str((base / value).resolve()) if isinstance(value, str) and has_path else value

@@ -1,6 +1,6 @@
-"""A Hugging Face model folder, told from its JSON files and the headers of its weight files.
+"""Checks of a Hugging Face model folder by its JSON files and the headers of its weight files.
 
-Imports no torch and loads no weights, so a damaged folder is refused before anything starts.
+This imports no torch and loads no weights, so a damaged folder is refused before anything starts.
 """
 
 import json

@@ -192,10 +192,7 @@ Batch = Iterable[Group | Sample]
 
 def samples_of(batch: Batch) -> list[Sample]:
     """The samples of a batch that are trained, in order."""
-    samples: list[Sample] = []
-    for item in batch:
-        samples.extend(item.trainable if isinstance(item, Group) else [item])
-    return samples
+    return [sample for item in batch for sample in (item.trainable if isinstance(item, Group) else [item])]
 
 
 def units_of(batch: Batch) -> list[list[Sample]]:

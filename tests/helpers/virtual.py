@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any, NamedTuple, TypeVar
 
+from helpers.memory_store import DirectWriter, MemoryStore
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.compute_advantages import ComputeAdvantages
@@ -21,10 +22,9 @@ from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Totals
-from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
-from tailrace.ledger.writer import DirectWriter, Writer
+from tailrace.ledger.writer import Writer
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES

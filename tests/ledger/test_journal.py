@@ -7,15 +7,15 @@ from threading import Event, get_ident
 
 import pytest
 
+from helpers.memory_store import DirectWriter, MemoryStore
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.recovery import first_life
-from tailrace.ledger.writer import DirectWriter, ThreadWriter
+from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.memory_store import DirectWriter, MemoryStore
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import LifeRow, Origin, Store
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.lineage import distance
-from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.ledger.writer import DirectWriter
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
 

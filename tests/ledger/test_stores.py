@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.memory_store import MemoryStore
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
@@ -29,7 +30,6 @@ from tailrace.ledger.base import (
     TokensRow,
     TrainingRow,
 )
-from tailrace.ledger.memory import MemoryStore
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of

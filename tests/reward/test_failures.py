@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tailrace.errors import RewardBroken, RewardFailed
-from tailrace.reward.failures import ConsecutiveFailures, WithFailureLimit
+from tailrace.reward.failures import WithFailureLimit
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -70,7 +70,5 @@ def test_timeouts_with_a_reward_of_zero_count_as_failures() -> None:
 
 
 def test_a_limit_of_one_ends_the_run_at_once() -> None:
-    failures = ConsecutiveFailures(1)
-    failures.succeeded()
     with pytest.raises(RewardBroken, match="the last 1 samples in sequence"):
-        failures.failed("raised")
+        scores([1.0, "raised"], limit=1)

@@ -8,6 +8,7 @@ from trainer_cases import VOCABULARY, make_units
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
+from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
 
@@ -98,7 +99,7 @@ def folder(model_path: Path, tmp_path: Path) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        PolicyModel.load(folder, temperature=1.0, device=CPU, dtype=torch.float32)
+        PolicyModel.load(folder, TrainerSettings(), temperature=1.0)
     assert caught.value.key == "model.path"
     return str(caught.value)
 

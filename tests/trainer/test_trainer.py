@@ -9,6 +9,7 @@ from torch import Tensor
 from trainer_cases import Unit, first_moments, make_units
 
 from tailrace.errors import ScheduleError
+from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
@@ -184,7 +185,7 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
 
 def recorded_by(model_path: Path, sample: TrainingSample) -> TrainingSample:
     """The same sample with the log-probs that the model itself gives it."""
-    policy = PolicyModel.load(model_path, temperature=0.8, device=torch.device("cpu"), dtype=torch.float32)
+    policy = PolicyModel.load(model_path, TrainerSettings(), temperature=0.8)
     recorded = policy.logprobs(MicroBatch.of([sample], policy.device)).logprobs.tolist()
     return TrainingSample(sample.id, sample.prompt_ids, sample.completion_ids, recorded, sample.advantage)
 

@@ -6,17 +6,16 @@ from typing import Literal
 
 import msgspec
 
-from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, end_with_controller
-from tailrace.workers.messages import Done, Ready
+from tailrace.workers.messages import Done, Job, Ready
 
 
 class Obey(msgspec.Struct, tag=True):
     """Answered by Done."""
 
 
-class StandInJob(Settings):
+class StandInJob(Job):
     manner: Literal["start for ever", "obey", "raise", "work for ever", "stay", "babble"]
 
 

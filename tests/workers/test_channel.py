@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
+from tailrace.engine.base import GenerationRequest
 from tailrace.workers.channel import ControllerChannel, WorkerChannel
-from tailrace.workers.messages import Abort, Done, Generate, ToEngine
+from tailrace.workers.messages import Abort, Done, ToEngine
 
 Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(ToEngine)
-BIG = Generate("big", list(range(1_000_000)), [], seed=1)
+BIG = GenerationRequest("big", list(range(1_000_000)), [], seed=1)
 
 
 def frame(message: msgspec.Struct) -> bytes:

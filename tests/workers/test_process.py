@@ -24,10 +24,10 @@ DECODER = msgspec.msgpack.Decoder(Ready | Done)
 
 
 async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = True) -> WorkerProcess:
-    job = StandInJob.model_validate({"manner": manner})
-    worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, threads=3, pin=pin)
+    job = StandInJob.model_validate({"manner": manner, "threads": 3})
+    worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, pin=pin)
     if ready:
-        await worker.answered(Ready, "the stand-in")
+        await worker.answered(worker.next_answer(), Ready, "start")
     return worker
 
 

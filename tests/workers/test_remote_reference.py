@@ -27,7 +27,7 @@ Execute = Callable[[Any], Any]
 @asynccontextmanager
 async def open_reference(model: Path, folder: Path) -> AsyncIterator[RemoteReference]:
     job = ReferenceJob(model=model, trainer=TrainerSettings(), temperature=0.7)
-    reference = await RemoteReference.spawn(job, logs=folder)
+    reference = await RemoteReference.spawn("reference", job, logs=folder)
     try:
         await reference.ready()
         yield reference

@@ -18,78 +18,65 @@ def check_algorithm(
     Raises:
         ConfigError: two settings contradict each other.
     """
-    _check_group(algorithm, group_size)
-    _check_ratio(algorithm)
-    if algorithm.kl_bias_correction and algorithm.kl_in == "reward":
-        raise ConfigError(
-            "algorithm.kl_bias_correction",
-            True,
-            "a KL in the reward is not differentiated, so there is no gradient to correct",
-            "leave it out, or set algorithm.kl_in = 'loss'",
-        )
-    if algorithm.overlong_penalty and not algorithm.overlong_buffer:
-        raise ConfigError(
-            "algorithm.overlong_buffer",
-            0.0,
-            "the overlong penalty needs a range of tokens over which it rises",
-            "set it to a share of the length limit, 0.2 as DAPO does",
-        )
-    if sampling and algorithm.correction != "none" and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise ConfigError(
-            "algorithm.correction",
-            algorithm.correction,
-            "with top_p or top_k tokens are sampled from a truncated distribution, and recorded log-probs "
-            "are those of the full one: pi / mu would not be the importance weight",
-            "set sampling.top_p = 1 and sampling.top_k = 0, or the correction to 'none'",
-        )
 
+    def refuse(when: bool, key: str, problem: str, remedy: str) -> None:
+        if when:
+            raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, remedy)
 
-def _check_group(algorithm: AlgorithmSettings, group_size: int) -> None:
-    if group_size > 1:
-        return
-    if algorithm.filter == "zero_variance":
-        raise ConfigError(
-            "algorithm.filter",
-            algorithm.filter,
-            "a group of one sample always has zero variance: every group would be filtered",
-            "raise run.group_size",
-        )
-    if algorithm.advantage != "gae":
-        raise ConfigError(
-            "algorithm.advantage",
-            algorithm.advantage,
-            "a group of one sample always has an advantage of zero",
-            "raise run.group_size, or use a critic: 'gae'",
-        )
-
-
-def _check_ratio(algorithm: AlgorithmSettings) -> None:
-    if algorithm.loss == "reinforce" and algorithm.old_policy == "recomputed":
-        raise ConfigError(
-            "algorithm.old_policy",
-            algorithm.old_policy,
-            "reinforce has no ratio to an old policy",
-            "leave it out, or choose the loss 'grpo'",
-        )
-    recorded = algorithm.old_policy == "recorded"
-    if algorithm.loss != "reinforce" and recorded and algorithm.correction != "none":
-        raise ConfigError(
-            "algorithm.correction",
-            algorithm.correction,
-            f"the ratio of {algorithm.loss} already has the recorded log-probs in its denominator",
-            "set algorithm.old_policy = 'recomputed', or the correction to 'none'",
-        )
-    if algorithm.loss == "gspo" and algorithm.mask_carried:
-        raise ConfigError(
-            "algorithm.mask_carried",
-            True,
-            "gspo has one ratio for a sequence: single tokens cannot be masked",
-            "leave it out, or choose the loss 'grpo'",
-        )
-    if algorithm.loss == "gspo" and algorithm.normalize != "sample_mean":
-        raise ConfigError(
-            "algorithm.normalize",
-            algorithm.normalize,
-            "gspo has one ratio for a sequence, which this would count once for each token",
-            "choose 'sample_mean'",
-        )
+    reinforce, gspo = algorithm.loss == "reinforce", algorithm.loss == "gspo"
+    corrected = algorithm.correction != "none"
+    refuse(
+        group_size == 1 and algorithm.filter == "zero_variance",
+        "filter",
+        "a group of one sample always has zero variance: every group would be filtered",
+        "raise run.group_size",
+    )
+    refuse(
+        group_size == 1 and algorithm.advantage != "gae",
+        "advantage",
+        "a group of one sample always has an advantage of zero",
+        "raise run.group_size, or use a critic: 'gae'",
+    )
+    refuse(
+        reinforce and algorithm.old_policy == "recomputed",
+        "old_policy",
+        "reinforce has no ratio to an old policy",
+        "leave it out, or choose the loss 'grpo'",
+    )
+    refuse(
+        not reinforce and corrected and algorithm.old_policy == "recorded",
+        "correction",
+        f"the ratio of {algorithm.loss} already has the recorded log-probs in its denominator",
+        "set algorithm.old_policy = 'recomputed', or the correction to 'none'",
+    )
+    refuse(
+        gspo and algorithm.mask_carried,
+        "mask_carried",
+        "gspo has one ratio for a sequence: single tokens cannot be masked",
+        "leave it out, or choose the loss 'grpo'",
+    )
+    refuse(
+        gspo and algorithm.normalize != "sample_mean",
+        "normalize",
+        "gspo has one ratio for a sequence, which this would count once for each token",
+        "choose 'sample_mean'",
+    )
+    refuse(
+        algorithm.kl_bias_correction and algorithm.kl_in == "reward",
+        "kl_bias_correction",
+        "a KL in the reward is not differentiated, so there is no gradient to correct",
+        "leave it out, or set algorithm.kl_in = 'loss'",
+    )
+    refuse(
+        algorithm.overlong_penalty > 0 and not algorithm.overlong_buffer,
+        "overlong_buffer",
+        "the overlong penalty needs a range of tokens over which it rises",
+        "set it to a share of the length limit, 0.2 as DAPO does",
+    )
+    refuse(
+        corrected and sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0),
+        "correction",
+        "with top_p or top_k tokens are sampled from a truncated distribution, and recorded log-probs are "
+        "those of the full one: pi / mu would not be the importance weight",
+        "set sampling.top_p = 1 and sampling.top_k = 0, or the correction to 'none'",
+    )

@@ -1,8 +1,9 @@
 """Policy-gradient losses: pure functions on the completion tokens of packed samples.
 
-A [C] tensor holds the C completion tokens of all samples, one sample after another. A loss is a value for
-each token; `token_weights` gives the weights of their sum. The sum is divided once by the count of the whole
-optimizer step, so the result does not depend on the number of micro-batches.
+A [C] tensor holds the C completion tokens of all samples, one sample after another: log-probs, advantages,
+values, returns. `num_tokens` is [N]: the completion tokens of each sample, none of them zero. A loss is a
+value for each token; `token_weights` gives the weights of their sum. The sum is divided once by the count of
+the whole optimizer step, so the result does not depend on the number of micro-batches.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,6 @@ def grpo(
     no effect. Unequal bounds are DAPO's (2503.14476, eq. 10).
 
     Args:
-        logprobs, old_logprobs, advantages: [C]
         clip_low, clip_high: bounds of the ratio, as distances from 1.
     """
     return _surrogate((logprobs - old_logprobs).exp(), advantages, clip_low, clip_high)
@@ -58,8 +58,7 @@ def gspo(
     Under `sample_mean` the tokens of a sequence sum to one such loss.
 
     Args:
-        logprobs, old_logprobs, advantages: [C]; the advantage is equal at all tokens of a sample.
-        num_tokens: [N] completion tokens of each sample, none of them zero.
+        advantages: equal at all tokens of a sample.
         clip_low, clip_high: bounds of the ratio, as distances from 1.
     """
     means = sums(logprobs - old_logprobs, num_tokens) / num_tokens
@@ -72,7 +71,6 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_hi
     The weight is bounded, and every token has a gradient. There is no lower bound, as in the paper's runs.
 
     Args:
-        logprobs, old_logprobs, advantages: [C]
         clip_high: upper bound of the weight, as a distance from 1.
     """
     ratio = (logprobs.detach() - old_logprobs).exp()
@@ -80,11 +78,7 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_hi
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """loss = -A log pi for each token (Williams 1992, with the advantage in place of the reward).
-
-    Args:
-        logprobs, advantages: [C]
-    """
+    """loss = -A log pi for each token (Williams 1992, with the advantage in place of the reward)."""
     return PolicyLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
@@ -93,9 +87,6 @@ def value_loss(values: Tensor, returns: Tensor) -> Tensor:
 
     Without the clipping of PPO's code, which bounds the change of the critic over several passes through a
     batch: here there is one pass.
-
-    Args:
-        values, returns: [C]
     """
     return (values - returns).square() / 2
 
@@ -112,7 +103,6 @@ def token_weights(
 
     Args:
         counted: [C] float32: 1, or 0 for a token that is masked and not counted.
-        num_tokens: [N] completion tokens of each sample, none of them zero. Their sum is C.
         normalize: which of the four.
         max_completion_tokens: length limit of a completion.
     """

@@ -1,7 +1,6 @@
-"""`tailrace inspect`: what a run's ledger says, of a run that goes on as of one that ended.
+"""`tailrace inspect`: what the ledger of a run says, also while the run goes on.
 
-The balance: every prompt drawn and every token generated, by what became of them. With a prompt: the life of
-its group, sample by sample.
+The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample.
 """
 
 from contextlib import closing
@@ -19,10 +18,10 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
-OLDEST = 5
+NUM_OLDEST = 5
 
 
-class Prompts(msgspec.Struct, frozen=True):
+class Prompts(msgspec.Struct):
     """drawn = trained + filtered + dropped + living."""
 
     drawn: int
@@ -32,56 +31,55 @@ class Prompts(msgspec.Struct, frozen=True):
     living: int
 
 
-class Tokens(msgspec.Struct, frozen=True):
-    """generated = trained + held + wasted + evaluated + unwritten."""
+class Tokens(msgspec.Struct):
+    """generated = trained + held + the sum of wasted + evaluated + unwritten."""
 
     generated: int
     """By the engines' own count."""
     trained: int
     held: int
-    """Of living groups."""
+    """Tokens of samples without a fate."""
     wasted: dict[str, int]
-    """By reason."""
+    """Tokens by reason."""
     evaluated: int
     unwritten: int
-    """On their way to the ledger; after a kill the next life counts them as the waste 'crash'."""
+    """Tokens that the ledger does not hold yet. After a kill the next life wastes them as "crash"."""
     trained_again: int
-    """Trained by a life that went back behind it, and so once more."""
+    """Tokens whose training was undone by a resumption."""
 
 
-class Life(msgspec.Struct, frozen=True):
+class Life(msgspec.Struct):
+    """A life, and the state of the run with which it began (parent 0: without a checkpoint)."""
+
     life: int
     parent: int
-    """The life whose checkpoint it began with; 0: none."""
     round: int
     version: int
     step: int
-    """Where it began."""
     crash_tokens: int
     samples_undone: int
-    """Trained in it, and undone by a later life."""
+    """Samples that it trained and that a later life undid."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct):
     name: str
     round: int
     version: int
     step: int
 
 
-class LivingGroup(msgspec.Struct, frozen=True):
+class LivingGroup(msgspec.Struct):
+    """A group without a fate, and the round in which it was drawn."""
+
     prompt: int
     round: int
-    """When it was drawn."""
     deferrals: int
     kept: int
     num_required: int
     tokens: int
 
 
-class Balance(msgspec.Struct, frozen=True):
-    """What became of everything."""
-
+class Balance(msgspec.Struct):
     prompts: Prompts
     tokens: Tokens
     lives: list[Life]
@@ -89,46 +87,10 @@ class Balance(msgspec.Struct, frozen=True):
     oldest: list[LivingGroup]
     """The living groups that were drawn first."""
 
-    @classmethod
-    def of(cls, books: Books, num_generated: int) -> "Balance":
-        totals = totals_of(books)
-        living = [group for group in books.groups.values() if group.fate is None]
-        held = held_tokens_of(books)
-        undone = [training for training in books.trainings.values() if training.undone is not None]
-        return cls(
-            Prompts(
-                totals.num_drawn,
-                totals.groups["trained"],
-                totals.groups["filtered"],
-                totals.groups["dropped"],
-                len(living),
-            ),
-            Tokens(
-                generated=num_generated,
-                trained=totals.trained_tokens,
-                held=held,
-                wasted=dict(totals.wasted_tokens),
-                evaluated=totals.evaluated_tokens,
-                unwritten=num_generated - totals.num_known_tokens - held,
-                trained_again=sum(books.samples[training.id].num_tokens for training in undone),
-            ),
-            [
-                _life(life, sum(training.life == life.life for training in undone))
-                for life in books.lives.values()
-            ],
-            [
-                Checkpoint(mark.checkpoint, mark.round, mark.version, mark.step)
-                for mark in books.marks
-                if mark.undone is None
-            ],
-            [_living(books, group) for group in living[:OLDEST]],
-        )
 
-
-class SampleLife(msgspec.Struct, frozen=True):
+class SampleLife(msgspec.Struct):
     id: str
     spans: list[Origin]
-    """Life and version that produced its tokens, and how many."""
     finish_reason: str | None
     reward: float | None
     failure: str | None
@@ -137,44 +99,24 @@ class SampleLife(msgspec.Struct, frozen=True):
     """The optimizer steps that trained it."""
 
 
-class GroupLife(msgspec.Struct, frozen=True):
-    """From draw to fate."""
+class GroupLife(msgspec.Struct):
+    """A group, and the life and the round in which it was drawn."""
 
     prompt: int
     life: int
     round: int
-    """When it was drawn."""
     deferrals: int
-    """How often it was parked."""
     attempts: int
     fate: str | None
     reason: str
     samples: list[SampleLife]
 
-    @classmethod
-    def of(cls, books: Books, prompt: int) -> "GroupLife":
-        """
-        Raises:
-            ConfigError: the ledger has no such group.
-        """
-        if (group := books.groups.get(prompt)) is None:
-            known = f"choose from 0 to {books.run.num_drawn - 1}" if books.groups else "none was drawn yet"
-            raise ConfigError("--group", prompt, "the ledger has no such group", known)
-        samples = [sample for sample in books.samples.values() if sample.prompt == prompt]
-        return cls(
-            prompt,
-            group.life,
-            group.round,
-            group.deferrals,
-            group.attempt + 1,
-            group.fate,
-            group.reason,
-            [_sample(books, sample) for sample in samples],
-        )
-
 
 def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: bool) -> None:
     """Print what the ledger of the run in the folder says.
+
+    Args:
+        prompt: index of the prompt whose group is printed; None: the balance of the run.
 
     Raises:
         ConfigError: the run has no ledger, or it has no such group.
@@ -182,11 +124,8 @@ def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: boo
     """
     with closing(open_store(config.ledger, folder, only_read=True)) as store:
         books = read_books(store, tokens=False)
-    found = (
-        Balance.of(books, counted_tokens(folder / COUNTS_FOLDER))
-        if prompt is None
-        else GroupLife.of(books, prompt)
-    )
+    num_generated = counted_tokens(folder / COUNTS_FOLDER)
+    found = _balance(books, num_generated) if prompt is None else _group(books, prompt)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
@@ -197,26 +136,59 @@ def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: boo
         console.print(table)
 
 
+def _balance(books: Books, num_generated: int) -> Balance:
+    totals, held = totals_of(books), held_tokens_of(books)
+    living = [group for group in books.groups.values() if group.fate is None]
+    undone = [training for training in books.trainings.values() if training.undone is not None]
+    groups = totals.groups
+    return Balance(
+        Prompts(totals.num_drawn, groups["trained"], groups["filtered"], groups["dropped"], len(living)),
+        Tokens(
+            generated=num_generated,
+            trained=totals.trained_tokens,
+            held=held,
+            wasted=dict(totals.wasted_tokens),
+            evaluated=totals.evaluated_tokens,
+            unwritten=num_generated - totals.num_known_tokens - held,
+            trained_again=sum(books.samples[training.id].num_tokens for training in undone),
+        ),
+        [_life(row, sum(training.life == row.life for training in undone)) for row in books.lives.values()],
+        [
+            Checkpoint(mark.checkpoint, mark.round, mark.version, mark.step)
+            for mark in books.marks
+            if mark.undone is None
+        ],
+        [_living(books, group) for group in living[:NUM_OLDEST]],
+    )
+
+
 def _life(row: LifeRow, undone: int) -> Life:
     return Life(row.life, row.parent, row.round, row.version, row.step, row.crash_tokens, undone)
 
 
-def _living(books: Books, group: GroupRow) -> LivingGroup:
-    tokens = sum(
-        sample.num_tokens
-        for sample in books.samples.values()
-        if sample.prompt == group.prompt and sample.fate is None
+def _living(books: Books, row: GroupRow) -> LivingGroup:
+    samples = [sample for sample in books.samples.values() if sample.prompt == row.prompt]
+    tokens = sum(sample.num_tokens for sample in samples if sample.fate is None)
+    kept = len(msgspec.json.decode(row.kept))
+    return LivingGroup(row.prompt, row.round, row.deferrals, kept, row.num_required, tokens)
+
+
+def _group(books: Books, prompt: int) -> GroupLife:
+    if (row := books.groups.get(prompt)) is None:
+        known = f"choose from 0 to {books.run.num_drawn - 1}" if books.groups else "none was drawn yet"
+        raise ConfigError("--group", prompt, "the ledger has no such group", known)
+    samples = [_sample(books, sample) for sample in books.samples.values() if sample.prompt == prompt]
+    return GroupLife(
+        prompt, row.life, row.round, row.deferrals, row.attempt + 1, row.fate, row.reason, samples
     )
-    kept = len(msgspec.json.decode(group.kept, type=list[int]))
-    return LivingGroup(group.prompt, group.round, group.deferrals, kept, group.num_required, tokens)
 
 
 def _sample(books: Books, row: SampleRow) -> SampleLife:
-    trainings = [training for training in books.trainings.values() if training.id == row.id]
     steps = [
         f"{training.step} in life {training.life}"
         + (f", undone by life {training.undone}" if training.undone else "")
-        for training in trainings
+        for training in books.trainings.values()
+        if training.id == row.id
     ]
     return SampleLife(str(row.id), row.origins, row.finish_reason, row.reward, row.failure, row.fate, steps)
 
@@ -224,27 +196,33 @@ def _sample(books: Books, row: SampleRow) -> SampleLife:
 def _balance_tables(balance: Balance) -> list[Table]:
     prompts, tokens = balance.prompts, balance.tokens
     sums = Table("", "prompts", "tokens", title="the balance", title_justify="left")
-    sums.add_row("drawn, generated", f"{prompts.drawn:,}", f"{tokens.generated:,}")
-    sums.add_row("= trained", f"{prompts.trained:,}", f"{tokens.trained:,}")
-    sums.add_row("+ living, held", f"{prompts.living:,}", f"{tokens.held:,}")
-    sums.add_row("+ filtered", f"{prompts.filtered:,}", "")
-    sums.add_row("+ dropped", f"{prompts.dropped:,}", "")
-    for reason, wasted in tokens.wasted.items():
-        sums.add_row(f"+ wasted: {reason}", "", f"{wasted:,}")
-    sums.add_row("+ evaluated", "", f"{tokens.evaluated:,}")
-    sums.add_row("+ not yet written", "", f"{tokens.unwritten:,}")
+    for label, num_prompts, num_tokens in (
+        ("drawn, generated", prompts.drawn, tokens.generated),
+        ("= trained", prompts.trained, tokens.trained),
+        ("+ living, held", prompts.living, tokens.held),
+        ("+ filtered", prompts.filtered, None),
+        ("+ dropped", prompts.dropped, None),
+        *((f"+ wasted: {reason}", None, wasted) for reason, wasted in tokens.wasted.items()),
+        ("+ evaluated", None, tokens.evaluated),
+        ("+ not yet written", None, tokens.unwritten),
+    ):
+        sums.add_row(label, _number(num_prompts), _number(num_tokens))
     sums.caption = f"{tokens.trained_again:,} tokens were trained once more after a kill"
     lives = Table("life", "began with", "round", "version", "step", "lost in the kill before", "undone later")
     for life in balance.lives:
         began = f"a checkpoint of life {life.parent}" if life.parent else "the config's weights"
         numbers = (life.round, life.version, life.step, life.crash_tokens, life.samples_undone)
-        lives.add_row(str(life.life), began, *(f"{number:,}" for number in numbers))
+        lives.add_row(str(life.life), began, *map(_number, numbers))
     oldest = Table("prompt", "drawn in round", "parked", "finished", "tokens", title="oldest living groups")
     for group in balance.oldest:
         finished = f"{group.kept} of {group.num_required}"
         drawn = (str(group.prompt), str(group.round), str(group.deferrals))
         oldest.add_row(*drawn, finished, f"{group.tokens:,}")
     return [sums, lives, *([oldest] if balance.oldest else [])]
+
+
+def _number(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
 
 
 def _group_table(group: GroupLife) -> Table:

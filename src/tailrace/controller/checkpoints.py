@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace import clock
@@ -104,18 +105,19 @@ class Checkpoints:
             shutil.rmtree(old)
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluations:
     """Evaluates held-out prompts every `eval_every` rounds, at the start and at the end of the run."""
 
-    def __init__(
-        self, parts: Parts, settings: RunSettings, router: Router, ledger: Ledger, recorder: Recorder
-    ) -> None:
-        self._parts, self._settings, self._router = parts, settings, router
-        self._ledger, self._recorder = ledger, recorder
+    parts: Parts
+    settings: RunSettings
+    router: Router
+    ledger: Ledger
+    recorder: Recorder
 
     async def run_if_due(self, round: int, *, last: bool) -> None:
         """Evaluate if an evaluation is due at the top of a round."""
-        parts, settings = self._parts, self._settings
+        parts, settings = self.parts, self.settings
         every = settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
@@ -123,10 +125,10 @@ class Evaluations:
             parts.held_out, settings.eval_prompts, settings.seed, round, greedy=settings.eval_greedy
         )
         try:
-            result = await evaluate(samples, self._router, parts.rewards)
+            result = await evaluate(samples, self.router, parts.rewards)
         finally:  # also when it is interrupted
-            self._ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
+            self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         mean_tokens = result.num_tokens / len(samples)
-        self._recorder.emit(
+        self.recorder.emit(
             Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples)
         )

@@ -14,7 +14,7 @@ from tailrace.errors import first_cause
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
-from tailrace.types import Group
+from tailrace.rollout.pool import ComputeAdvantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    compute_advantages: Callable[[Group], str | None] = GRPO,
+    compute_advantages: ComputeAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
     journal: Journal | NullJournal | None = None,
@@ -51,16 +51,9 @@ async def execute(
     interruption = interruption or Interruption()
     try:
         async with asyncio.TaskGroup() as tasks:
+            start, journal = starting_point or StartingPoint(), journal or NullJournal()
             run = Run(
-                parts,
-                settings,
-                recorder,
-                tasks,
-                compute_advantages=compute_advantages,
-                folder=folder,
-                starting_point=starting_point,
-                journal=journal,
-                interruption=interruption,
+                parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
             )
             try:
                 interrupted = await _interrupted(schedule(run), interruption)

@@ -12,13 +12,12 @@ a resumed run starts. What it carries from one round to the next is in the run (
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.interruption import Interruption
@@ -34,7 +33,7 @@ from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
-from tailrace.rollout.pool import Pool
+from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
@@ -49,19 +48,17 @@ class Run:
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
-        *,
-        compute_advantages: Callable[[Group], str | None] = GRPO,
-        folder: Path | None = None,
-        starting_point: StartingPoint | None = None,
-        journal: Journal | NullJournal | None = None,
-        interruption: Interruption | None = None,
+        compute_advantages: ComputeAdvantages,
+        folder: Path | None,
+        start: StartingPoint,
+        journal: Journal | NullJournal,
+        interruption: Interruption,
     ) -> None:
-        start = starting_point or StartingPoint()
         self.group_size = settings.group_size
         """Samples of one prompt (K)."""
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
         self._state, self._on_dead_branch = RunState(start), start.dead
-        self._interruption = interruption or Interruption()
+        self._interruption, self._journal = interruption, journal
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
         self._bound = inf
@@ -69,22 +66,15 @@ class Run:
         self._lags = Lags()
         self._update: WeightUpdate | None = None
         self._generated_before = start.num_generated - self._num_generated()
-        self._journal = journal or NullJournal()
-        self._ledger = Ledger(recorder, start.totals, self._journal)
-        self._journal.follow(self._ledger)
+        self._ledger = Ledger(recorder, start.totals, journal)
+        journal.follow(self._ledger)
         self.history = History(start.longest)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.checkpoints = Checkpoints(
-            parts,
-            settings,
-            self._ledger,
-            self._journal,
-            recorder,
-            folder=folder,
-            start=start,
+            parts, settings, self._ledger, journal, recorder, folder=folder, start=start
         )
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(
@@ -98,7 +88,7 @@ class Run:
             compute_advantages=compute_advantages,
         )
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
-        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), self._journal.keep())]
+        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     | {"tokenize", "return_dict", "return_tensors", "chat_template"}
 )
 """Arguments of `apply_chat_template` that the data room sets itself."""
+HELD_OUT_ONE_IN = 16
+"""Share of the different prompts that is held out for evaluation when there is no evaluation set."""
 
 
 class PromptSettings(Settings):
@@ -33,9 +35,7 @@ class PromptSettings(Settings):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _check_arguments(
-        cls, given: dict[str, bool | int | float | str]
-    ) -> dict[str, bool | int | float | str]:
+    def _check_arguments(cls, given: dict[str, object]) -> dict[str, object]:
         for name in sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
             raise ValueError(f"{name!r} is set by tailrace and cannot be given here")
         return given

@@ -1,6 +1,7 @@
 """From the prompt of a row, a string or chat messages, to text and token ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from tailrace.data.base import PromptSettings
 from tailrace.data.tokenizer import Tokenizer
@@ -10,8 +11,6 @@ TOO_LONG = "prompt too long"
 """Reason under which dropped prompts are counted."""
 
 Messages = Sequence[Mapping[str, object]]
-Encoded = tuple[str, list[int]]
-"""The text that the model reads, and its token ids."""
 
 
 class PromptEncoder:
@@ -30,14 +29,16 @@ class PromptEncoder:
         self._settings, self._tokenizer = settings, tokenizer
         limits = [settings.max_prompt_tokens, max_context_tokens and max_context_tokens - 1]
         self._max_tokens = min((limit for limit in limits if limit is not None), default=None)
-        self._templates_strings = settings.chat_template == "always" or (
-            settings.chat_template == "auto" and tokenizer.chat_template is not None
-        )
-        if tokenizer.chat_template is None:
-            _check_no_template_is_needed(settings)
+        self.has_template = tokenizer.chat_template is not None
+        if not self.has_template and settings.chat_template != "never":
+            needing = {"chat_template", "system_prompt", "chat_template_kwargs"}
+            for name, value in settings.model_dump(include=needing, exclude_defaults=True).items():
+                problem = "the model's tokenizer has no chat template"
+                remedy = "remove it, or add a template to the model folder"
+                raise ConfigError(f"data.{name}", value, problem, remedy)
 
-    def encode(self, prompt: object) -> Encoded:
-        """Return the text and the token ids of a prompt.
+    def encode(self, prompt: object) -> tuple[str, list[int]]:
+        """Return the text that the model reads, and its token ids.
 
         Args:
             prompt: a string, or a list of chat messages.
@@ -47,10 +48,12 @@ class PromptEncoder:
         """
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
-        if isinstance(prompt, str) and not self._templates_strings:
+        templated = self.has_template and self._settings.chat_template != "never"
+        if isinstance(prompt, str) and not templated:
             text, ids = prompt, self._tokenizer.encode(prompt)
         else:
-            text = self._apply_template(messages_of(prompt))
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = self._apply_template(messages)
             # The template has written the special tokens.
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         if self._max_tokens is not None and len(ids) > self._max_tokens:
@@ -94,30 +97,8 @@ class PromptEncoder:
             raise BadRow("messages that the chat template refuses", str(why)) from why
 
 
-def is_prompt(prompt: object) -> bool:
+def is_prompt(prompt: object) -> TypeGuard[str | list[Mapping[str, object]]]:
     """Return whether the value is a non-empty string or a non-empty list of chat messages."""
     if isinstance(prompt, str):
         return prompt != ""
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) for each in prompt)
-
-
-def messages_of(prompt: object) -> Messages:
-    """Return the chat messages of a prompt. A string is one user message."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    assert isinstance(prompt, list)
-    return prompt
-
-
-def _check_no_template_is_needed(settings: PromptSettings) -> None:
-    needing: dict[str, object] = {
-        "chat_template": settings.chat_template if settings.chat_template == "always" else None,
-        "system_prompt": settings.system_prompt,
-        "chat_template_kwargs": settings.chat_template_kwargs or None,
-    }
-    for name, value in needing.items():
-        if value is not None:
-            problem = "the model's tokenizer has no chat template"
-            raise ConfigError(
-                f"data.{name}", value, problem, "remove it, or add a template to the model folder"
-            )

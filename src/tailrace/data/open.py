@@ -3,7 +3,7 @@
 from tailrace.data.base import DataSettings, ProceduralSettings, Prompts, Split
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.procedural import ProceduralPrompts, Task
-from tailrace.data.rows import open_rows
+from tailrace.data.rows import RowPrompts
 from tailrace.data.tokenizer import Tokenizer
 
 
@@ -24,7 +24,7 @@ def open_prompts(
     Raises:
         ConfigError: the settings name no data that can be read, or no prompt of it fits.
     """
+    encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
     if isinstance(settings, ProceduralSettings):
-        encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
-    return open_rows(settings, tokenizer, seed=seed, split=split, max_context_tokens=max_context_tokens)
+    return RowPrompts(settings, encoder, seed, split)

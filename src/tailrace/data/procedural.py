@@ -1,15 +1,14 @@
 """Procedural tasks of reasoning-gym: endless prompts with a scorer that knows the answer.
 
-Prompt `index` is a function of (settings, seed, split, index) only, or of its row number where the data has a
-`size`. The text of a question alone decides to which split it belongs (`is_held_out`). A draw that belongs to
-the other split is drawn again, so training and evaluation share no prompt, whatever their seeds.
+A prompt is a function of (settings, seed, split) and its index, or its row number where the data has a
+`size`. The text of a question alone decides to which split it belongs. A draw that belongs to the other split
+is drawn again, so training and evaluation share no prompt, whatever their seeds.
 """
 
 import difflib
 import math
 import re
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -19,14 +18,12 @@ from typing import Any
 
 import msgspec
 
-from tailrace.data.base import ProceduralSettings, Split, TermsSettings
+from tailrace.data.base import HELD_OUT_ONE_IN, ProceduralSettings, Split, TermsSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.epochs import Epochs
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
-HELD_OUT_ONE_IN = 16
-"""Share of a task's different prompts that is held out for evaluation."""
 MAX_DRAWS = 400
 """Draws for one prompt. All draws of an evaluation prompt fail by chance once in 10^11."""
 PAGE = 256
@@ -40,8 +37,7 @@ PROBED_PROMPTS = 16
 
 
 def is_held_out(question: str) -> bool:
-    """Return whether a question belongs to evaluation. Its text decides, so the answer is the same for each
-    seed."""
+    """Return whether a question belongs to evaluation."""
     return zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -62,9 +58,13 @@ class Task:
         self._settings = settings
         self._dataset_type, self._config_type = _find_task(settings.task)
         self._check_names()
-        self._answer = _compile(settings.answer)
-        for shortest in (True, False):
-            self._probe({k: t.minimum if shortest else t.maximum for k, t in settings.lengths.items()})
+        try:
+            self._answer = None if settings.answer is None else re.compile(settings.answer)
+        except re.error as why:
+            problem = f"it is not a regular expression ({why})"
+            raise ConfigError("data.answer", settings.answer, problem, "correct the expression") from why
+        self._probe({name: terms.minimum for name, terms in settings.lengths.items()})
+        self._probe({name: terms.maximum for name, terms in settings.lengths.items()})
         self._scorer = self.dataset(0, {})
 
     def dataset(self, seed: int, lengths: Mapping[str, int]) -> Any:
@@ -86,30 +86,30 @@ class Task:
         """Return the task's own score of the extracted answer, or 0 where no answer can be extracted."""
         answer: str | None = completion
         if self._answer is not None:
-            answer = None
-            for match in self._answer.finditer(completion):
-                answer = match.group(match.re.groups)
+            matches = list(self._answer.finditer(completion))
+            answer = matches[-1].group(self._answer.groups) if matches else None
         return 0.0 if answer is None else float(self._scorer.score_answer(answer, row))
 
     def _check_names(self) -> None:
         """Check that the task has each parameter. The seed and the number of entries cannot be set."""
+        task, template = self._settings.task, self._settings.template
         known = sorted({field.name for field in fields(self._config_type)} - {"seed", "size"})
         for name, value in self._settings.params.items():
             if name not in known:
-                problem = f"{self._settings.task} has no such parameter"
+                problem = f"{task} has no such parameter"
                 raise ConfigError(f"data.params.{name}", value, problem, _suggest(name, known))
         ranges = [name[4:] for name in known if name.startswith("min_") and f"max_{name[4:]}" in known]
         for name, terms in self._settings.lengths.items():
-            key, task = f"data.lengths.{name}", self._settings.task
+            key = f"data.lengths.{name}"
             if name not in ranges:
                 problem = f"{task} has no min_{name} and max_{name}"
                 raise ConfigError(key, name, problem, _suggest(name, ranges))
             if terms.minimum > terms.maximum:
                 remedy = f"choose at most {terms.maximum}"
                 raise ConfigError(f"{key}.minimum", terms.minimum, "it is larger than the maximum", remedy)
-        if "{question}" not in self._settings.template:
+        if "{question}" not in template:
             remedy = "write {question} where the task's question belongs"
-            raise ConfigError("data.template", self._settings.template, "the question is not in it", remedy)
+            raise ConfigError("data.template", template, "the question is not in it", remedy)
 
     def _probe(self, lengths: Mapping[str, int]) -> None:
         """Draw one entry, encode it as for another process, and score its own answer."""
@@ -142,13 +142,10 @@ class ProceduralPrompts:
         Raises:
             ConfigError: the prompts are too long.
         """
-        self._task = task
-        self._lengths = settings.lengths
-        self._encoder = encoder
-        self._seed = seed
-        self._held_out = split == "eval"
+        self._task, self._lengths, self._encoder = task, settings.lengths, encoder
+        self._seed, self._held_out = seed, split == "eval"
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
-        self._datasets: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._dataset = lru_cache(maxsize=MAX_DATASETS)(self._make_dataset)
         self._made = lru_cache(maxsize=MAX_ROWS)(self._make)
         if split == "train":
             encoder.check_that_one_fits("data.task", settings.task, self._first_questions())
@@ -178,18 +175,15 @@ class ProceduralPrompts:
 
     def _entry(self, index: int, draw: int) -> dict[str, Any]:
         random = Random(f"{self._seed}/{index}/{draw}")
-        lengths = {name: draw_length(terms, random) for name, terms in self._lengths.items()}
+        lengths = tuple((name, draw_length(terms, random)) for name, terms in self._lengths.items())
         page, place = divmod(index, PAGE)
-        key = (page, draw, *lengths.values())
-        if key not in self._datasets:
-            # reasoning-gym adds the place to the seed, and some tasks want the sum below 2^32.
-            seed = Random(f"{self._seed}/{page}/{draw}").randrange(2**32 - PAGE)
-            self._datasets[key] = self._task.dataset(seed, lengths)
-        self._datasets.move_to_end(key)
-        if len(self._datasets) > MAX_DATASETS:
-            self._datasets.popitem(last=False)
-        entry: dict[str, Any] = self._datasets[key][place]
+        entry: dict[str, Any] = self._dataset(page, draw, lengths)[place]
         return entry
+
+    def _make_dataset(self, page: int, draw: int, lengths: tuple[tuple[str, int], ...]) -> Any:
+        # reasoning-gym adds the place to the seed, and some tasks want the sum below 2^32.
+        seed = Random(f"{self._seed}/{page}/{draw}").randrange(2**32 - PAGE)
+        return self._task.dataset(seed, dict(lengths))
 
 
 def row_of(entry: Mapping[str, Any]) -> dict[str, object]:
@@ -223,14 +217,6 @@ def _find_task(name: str) -> tuple[Any, Any]:
     if name not in tasks:
         raise ConfigError("data.task", name, "reasoning-gym has no such task", _suggest(name, sorted(tasks)))
     return tasks[name]
-
-
-def _compile(pattern: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if pattern is None else re.compile(pattern)
-    except re.error as why:
-        problem = f"it is not a regular expression ({why})"
-        raise ConfigError("data.answer", pattern, problem, "correct the expression") from why
 
 
 def _suggest(name: str, known: list[str]) -> str:

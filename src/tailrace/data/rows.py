@@ -3,37 +3,42 @@
 A row without a usable prompt costs its own index only: it is read when it is asked for.
 """
 
+from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
-from tailrace.data.base import RowsSettings, Split
+from tailrace.data.base import HELD_OUT_ONE_IN, RowsSettings, Split
 from tailrace.data.encoding import PromptEncoder, is_prompt
 from tailrace.data.epochs import Epochs
 from tailrace.data.tables import Table, open_table
-from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
-HELD_OUT_ONE_IN = 16
-"""Share of a table's different prompts that is held out for evaluation when there is no evaluation set."""
-
 
 class RowPrompts:
-    """The endless prompts of some rows of a table, shuffled anew in each epoch."""
+    """The endless prompts of one split of a table, shuffled anew in each epoch."""
 
-    def __init__(
-        self, table: Table, places: list[int], column: str, encoder: PromptEncoder, seed: int
-    ) -> None:
+    def __init__(self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split) -> None:
         """
-        Args:
-            places: numbers of the rows of `table` that belong to the split.
-            column: column of the prompt.
+        Raises:
+            ConfigError: the rows cannot be read, none of them has a prompt that fits, or there are too few
+                to hold any out.
         """
-        self._table, self._places, self._column, self._encoder = table, places, column, encoder
-        self._epochs = Epochs(len(places), seed)
+        self._table, shared = open_table(settings, split)
+        self._column, self._encoder = settings.prompt_column, encoder
+        own_path = split == "eval" and settings.eval_path is not None
+        key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
+        digests = [_digest(self._table, place, self._column) for place in range(len(self._table))]
+        self._check_prompts(str(path), digests)
+        places: Sequence[int] = range(len(digests))
+        if shared:
+            held_out = _held_out(key, str(path), digests)
+            places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
+        self._places, self._epochs = places, Epochs(len(places), seed)
+        usable = (self._table[place][self._column] for place in places if digests[place] is not None)
+        encoder.check_that_one_fits(key, str(path), usable)
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index)
@@ -45,39 +50,18 @@ class RowPrompts:
             raise BadRow("a column cannot be sent to another process", str(why)) from why
         return Prompt(index, ids, text, carried, row_number=row_number)
 
-
-def open_rows(
-    settings: RowsSettings,
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    split: Split,
-    max_context_tokens: int | None = None,
-) -> RowPrompts:
-    """Open the prompts of one split.
-
-    Args:
-        max_context_tokens: positions of the model; None: unlimited.
-
-    Raises:
-        ConfigError: the rows cannot be read, none of them has a prompt that fits, or there are too few to
-            hold any out.
-    """
-    encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
-    table, shared = open_table(settings, split)
-    own_path = split == "eval" and settings.eval_path is not None
-    key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
-    assert path is not None
-    column = settings.prompt_column
-    digests = [_digest(table, place, column) for place in range(len(table))]
-    _check_prompts(path, table, digests, column, tokenizer)
-    places = list(range(len(table)))
-    if shared:
-        held_out = _held_out(key, path, digests)
-        places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
-    usable = (table[place][column] for place in places if digests[place] is not None)
-    encoder.check_that_one_fits(key, str(path), usable)
-    return RowPrompts(table, places, column, encoder, seed)
+    def _check_prompts(self, path: str, digests: list[int | None]) -> None:
+        """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
+        first = next((place for place, digest in enumerate(digests) if digest is not None), None)
+        problem, remedy = "", ""
+        if first is None:
+            problem = f"none of the {len(digests)} rows of {path} has a prompt in this column"
+            remedy = "name the column that holds the prompt"
+        elif isinstance(self._table[first][self._column], list) and not self._encoder.has_template:
+            problem = "the prompts are chat messages, and the model's tokenizer has no chat template"
+            remedy = "give prompts as strings, or add a template"
+        if problem:
+            raise ConfigError("data.prompt_column", self._column, problem, remedy)
 
 
 def _digest(table: Table, place: int, column: str) -> int | None:
@@ -89,23 +73,10 @@ def _digest(table: Table, place: int, column: str) -> int | None:
     return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
 
 
-def _held_out(key: str, path: Path, digests: list[int | None]) -> set[int]:
-    """Return the digests of one different prompt in sixteen, and at least of one."""
+def _held_out(key: str, path: str, digests: list[int | None]) -> set[int]:
+    """Return the digests of the different prompts that are held out: at least one."""
     different = sorted({digest for digest in digests if digest is not None})
     if len(different) < 2:
         remedy = "give more rows, or an evaluation set in data.eval_path"
-        raise ConfigError(key, str(path), "it needs two different prompts, to hold one out", remedy)
+        raise ConfigError(key, path, "it needs two different prompts, to hold one out", remedy)
     return set(different[: ceil(len(different) / HELD_OUT_ONE_IN)])
-
-
-def _check_prompts(
-    path: Path, table: Table, digests: list[int | None], column: str, tokenizer: Tokenizer
-) -> None:
-    """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
-    first = next((place for place, digest in enumerate(digests) if digest is not None), None)
-    if first is None:
-        problem = f"none of the {len(table)} rows of {path} has a prompt in this column"
-        raise ConfigError("data.prompt_column", column, problem, "name the column that holds the prompt")
-    if isinstance(table[first][column], list) and tokenizer.chat_template is None:
-        problem = "the prompts are chat messages, and the model's tokenizer has no chat template"
-        raise ConfigError("data.prompt_column", column, problem, "give prompts as strings, or add a template")

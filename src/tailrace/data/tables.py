@@ -55,57 +55,48 @@ def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
     found = _read("data.path", settings.path)
     if not isinstance(found, Mapping):
         return found, settings.eval_path is None
-    if settings.split not in found:
-        raise _no_split("data.split", settings.split, settings.path, found)
+    train = _named("data.split", settings.split, settings.path, found)
     if settings.eval_path is not None:
-        return found[settings.split], False
-    eval_split = _eval_split(settings, settings.path, found) or settings.split
-    if eval_split == settings.split:
-        return found[settings.split], True
-    return found[eval_split if split == "eval" else settings.split], False
+        return train, False
+    evaluation = _eval_split(settings, settings.path, found)
+    shared = evaluation is None or evaluation is train
+    return train if evaluation is None or split == "train" else evaluation, shared
 
 
 def _open_eval_path(settings: RowsSettings, path: Path) -> Table:
     found = _read("data.eval_path", path)
     if not isinstance(found, Mapping):
         return found
-    name = next(iter(found)) if len(found) == 1 and settings.eval_split is None else None
-    name = name or _eval_split(settings, path, found)
-    if name is None:
-        problem = f"it has the splits {', '.join(found)}, and none of {' and '.join(EVAL_SPLITS)}"
-        raise ConfigError("data.eval_path", str(path), problem, "name one of them in data.eval_split")
-    return found[name]
+    if len(found) == 1 and settings.eval_split is None:
+        return next(iter(found.values()))
+    if (table := _eval_split(settings, path, found)) is not None:
+        return table
+    problem = f"it has the splits {', '.join(found)}, and none of {' and '.join(EVAL_SPLITS)}"
+    raise ConfigError("data.eval_path", str(path), problem, "name one of them in data.eval_split")
 
 
-def _eval_split(settings: RowsSettings, path: Path, names: Mapping[str, Table]) -> str | None:
+def _eval_split(settings: RowsSettings, path: Path, splits: Mapping[str, Table]) -> Table | None:
     """Return the evaluation split of a folder with several, or None when it has none."""
-    if settings.eval_split is None:
-        return next((name for name in EVAL_SPLITS if name in names), None)
-    if settings.eval_split not in names:
-        raise _no_split("data.eval_split", settings.eval_split, path, names)
-    return settings.eval_split
+    if settings.eval_split is not None:
+        return _named("data.eval_split", settings.eval_split, path, splits)
+    return next((splits[name] for name in EVAL_SPLITS if name in splits), None)
 
 
-def _no_split(key: str, name: str, path: Path, names: Mapping[str, Table]) -> ConfigError:
-    return ConfigError(key, name, f"{path} has no such split", f"choose from {', '.join(names)}")
+def _named(key: str, name: str, path: Path, splits: Mapping[str, Table]) -> Table:
+    if name not in splits:
+        raise ConfigError(key, name, f"{path} has no such split", f"choose from {', '.join(splits)}")
+    return splits[name]
 
 
 def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
     """Read one table, or the splits of a folder that has them."""
     if not path.exists():
         raise ConfigError(key, str(path), "there is no such file or folder", "name one that exists")
-    if path.suffix == ".jsonl" and path.is_file():
-        try:
+    try:
+        if path.suffix == ".jsonl" and path.is_file():
             return JsonLines(path)
-        except OSError as why:
-            raise ConfigError(key, str(path), f"it cannot be read ({why})", "check the file") from why
-    try:
         import datasets
-    except ImportError as why:
-        problem = "reading this needs the package datasets, which is not installed"
-        remedy = "pip install 'tailrace[datasets]', or give a .jsonl file"
-        raise ConfigError(key, str(path), problem, remedy) from why
-    try:
+
         found: Table | Mapping[str, Table]
         if path.suffix == ".parquet":
             found = datasets.load_dataset("parquet", data_files=str(path), split="train")
@@ -113,8 +104,12 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path))
+    except ImportError as why:
+        problem = f"reading this needs the package datasets ({why})"
+        remedy = "pip install 'tailrace[datasets]', or give a .jsonl file"
+        raise ConfigError(key, str(path), problem, remedy) from why
     except Exception as why:
-        # The library raises errors of pyarrow, of the file system and its own.
+        # The library datasets raises errors of pyarrow, of the file system and its own.
         problem = f"it is neither a JSONL file, a parquet file nor a dataset folder ({why})"
         raise ConfigError(key, str(path), problem, "check the path and the files in it") from why
     return found

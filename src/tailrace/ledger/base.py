@@ -1,26 +1,27 @@
 """The contract of a store: tables of rows, committed in transactions.
 
 A *life* is one process of a run, from its start or resumption to its end. A *mark* ties a checkpoint to the
-state of the ledger at that moment. The *fate* of a sample or group is what became of it.
+state of the ledger at that moment. The *fate* of a sample or group is what became of it; None: it has no fate
+yet. Rows hold plain values. A row replaces the row with the same key.
 
     run         one row: how many prompts were drawn, how many tokens evaluations took
-    lives       a row for each life: where it began, and its config
-    marks       a row for each checkpoint: round, version and optimizer steps
+    lives       a row for each life: 1, 2, ...
+    marks       a row for each checkpoint; only the last two keep `longest` and `steps_at`
     groups      a row for each prompt, from its draw to its fate
     samples     a row for each sample: the origin of its tokens, its reward, its fate
     tokens      the tokens that a sample gained between two commits; removed when no resumption can need them
     trainings   a row for each trained sample and life
-
-Rows hold plain values. A row replaces the row with the same key.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from pydantic import Field, model_validator
 
+from tailrace.errors import LedgerError
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId
 
@@ -53,6 +54,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     table: ClassVar[str]
     num_keys: ClassVar[int] = 1
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return msgspec.structs.astuple(self)[: self.num_keys]
+
+
+R = TypeVar("R", bound=Row)
+
 
 class RunRow(Row, frozen=True, array_like=True):
     table: ClassVar[str] = "run"
@@ -68,15 +76,12 @@ class LifeRow(Row, frozen=True, array_like=True):
     table: ClassVar[str] = "lives"
 
     life: int
-    """Number of the life: 1, 2, ..."""
     parent: int
     """The life that wrote the checkpoint with which this one began; 0: it began without a checkpoint."""
     round: int
-    """Round at its beginning."""
+    """Round at its beginning, as are the published version and the number of optimizer steps."""
     version: int
-    """Published version at its beginning."""
     step: int
-    """Optimizer steps at its beginning."""
     crash_tokens: int
     """Tokens that the engines of earlier lives produced and that were never committed."""
     config: str = "{}"
@@ -93,16 +98,15 @@ class MarkRow(Row, frozen=True, array_like=True):
     version: int
     """Published version of the checkpoint."""
     step: int
-    """Optimizer steps made so far."""
+    """Optimizer steps made before it."""
     checkpoint: str
     """Name of the checkpoint's folder."""
     partial_rollouts: str
     """Indices of the parked prompts, in their order, as JSON."""
     longest: str = "{}"
-    """Longest responses for rollout/history.py, as JSON: {row number: tokens}. Only the last two marks keep
-    it."""
+    """Longest response to each row of the data, as JSON: {row number: tokens}."""
     steps_at: str = "{}"
-    """Optimizer steps at each publication, as JSON. Only the last two marks keep it."""
+    """Optimizer steps at each publication, as JSON: {version: steps}."""
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
 
@@ -111,11 +115,9 @@ class GroupRow(Row, frozen=True, array_like=True):
     table: ClassVar[str] = "groups"
 
     prompt: int
-    """Index of the prompt."""
     life: int
-    """Life in which it was drawn."""
     round: int
-    """Round in which it was drawn."""
+    """Life and round in which it was drawn."""
     num_required: int
     """Samples that make the group complete."""
     num_launched: int
@@ -124,7 +126,7 @@ class GroupRow(Row, frozen=True, array_like=True):
     kept: str
     """Numbers of the kept samples in the order in which they finished, as JSON."""
     fate: str | None
-    """trained, filtered or dropped; None: it has no fate yet."""
+    """trained, filtered or dropped."""
     reason: str = ""
     """Why it has that fate."""
 
@@ -143,7 +145,7 @@ class SampleRow(Row, frozen=True, array_like=True):
     reward: float | None
     failure: str | None
     fate: str | None
-    """trained, or the reason for which its tokens were wasted; None: it has no fate yet."""
+    """trained, or the reason for which its tokens were wasted."""
     pruned: bool = False
     """Its tokens, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
@@ -188,8 +190,7 @@ class TrainingRow(Row, frozen=True, array_like=True):
     step: int
     """Optimizer step that trained the sample."""
     undone: int | None = None
-    """The life that resumed from a checkpoint before this step, so that it does not count; None: it
-    counts."""
+    """The life that resumed from a checkpoint before this step, so that it does not count, or None."""
 
     @property
     def id(self) -> SampleId:
@@ -244,7 +245,7 @@ class Store(Protocol):
             LedgerError: it cannot be written. The store holds what it held before.
         """
 
-    def rows(self, kind: type[Row]) -> list[Row]:
+    def rows(self, kind: type[R]) -> list[R]:
         """Return all rows of a table, sorted by key.
 
         Raises:
@@ -253,3 +254,18 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release the file or the connection."""
+
+
+@contextmanager
+def explained(
+    name: str, problem: str, remedy: str, errors: type[Exception] | tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Turn errors of the library behind a store into a LedgerError.
+
+    Raises:
+        LedgerError: with the name of the store, the problem and the remedy.
+    """
+    try:
+        yield
+    except errors as why:
+        raise LedgerError(f"{name} {problem} ({why}); {remedy}") from why

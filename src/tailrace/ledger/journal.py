@@ -1,9 +1,8 @@
 """Writes the ledger to a store while the run goes on, off the critical path.
 
 Groups and samples hold the state of the run. At intervals, between two events of the loop, the journal
-compares them with what it wrote last and collects the rows that differ: a consistent cut through the whole
-run at one instant. Parking, restarting, growing and finishing a sample need no code of their own. The writer
-commits the cuts in order, one at a time. While a commit is under way the next cut grows.
+compares them with what it wrote last. The rows that differ are a consistent cut through the whole run at one
+instant. The writer commits the cuts in order, one at a time. While a commit is under way the next cut grows.
 
 A mark is committed after its checkpoint is complete, and a checkpoint without a mark is ignored. So the
 weights of a checkpoint and the ledger agree after a kill at any moment.
@@ -16,24 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from tailrace.clock import now, waiting
-from tailrace.ledger.base import (
-    Cut,
-    GroupRow,
-    MarkRow,
-    Origin,
-    Row,
-    SampleRow,
-    TokensRow,
-    TrainingRow,
-)
+from tailrace.ledger.base import Cut, GroupRow, MarkRow, Origin, Row, SampleRow, TokensRow, TrainingRow
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.writer import Writer
 from tailrace.types import Group, Sample, SampleId
 
 MIN_PAUSE_RATIO = 50
-"""After a scan of all groups the journal pauses at least this many times as long as the scan took. Its share
-of the loop's time stays below 1/50."""
+"""After a scan of all groups the journal pauses at least this many times as long as the scan took."""
 
 _SampleState = tuple[int, str | None, float | None, str | None]
 
@@ -69,11 +58,11 @@ class Journal:
         self._ledger = ledger
 
     def settle(self, sample: Sample, step: int | None) -> None:
-        """Record that a sample has its fate. `step`: the optimizer step that trained it; None: waste."""
+        """Record the fate of a sample. `step`: the optimizer step that trained it; None: waste."""
         self._settled.append((sample, step))
 
     def end(self, group: Group, reason: str) -> None:
-        """Record that a group has its fate."""
+        """Record the fate of a group."""
         self._ended.append((group, reason))
 
     async def mark(
@@ -137,16 +126,11 @@ class Journal:
         self._collect_changes()
         await self._put_and_wait()
 
-    # -- commits ------------------------------------------------------------------------------------
-
     def _idle(self) -> bool:
         """Return whether no commit is under way. Raises the error of the last commit."""
-        if self._commit is None:
-            return True
-        if not self._commit.done():
-            return False
-        self._commit.result()
-        return True
+        if self._commit and self._commit.done():
+            self._commit.result()
+        return self._commit is None or self._commit.done()
 
     def _put(self) -> None:
         if self._rows or self._pruned:
@@ -156,15 +140,14 @@ class Journal:
 
     async def _put_and_wait(self) -> None:
         with waiting("the ledger to be written"):
-            while not self._idle():
-                assert self._commit
-                await asyncio.wait([self._commit])
+            await self._last_commit()
             self._put()
-            while not self._idle():
-                assert self._commit
-                await asyncio.wait([self._commit])
+            await self._last_commit()
 
-    # -- changes ------------------------------------------------------------------------------------
+    async def _last_commit(self) -> None:
+        """Wait for the commit under way. Unlike `await self._commit`, a cancellation does not cancel it."""
+        while self._commit and not self._idle():
+            await asyncio.wait([self._commit])
 
     def _collect_changes(self) -> None:
         totals = self._ledger.totals
@@ -206,10 +189,9 @@ class Journal:
             self._rows.append(row)
 
     def _collect_settled(self, sample: Sample, step: int | None) -> None:
-        seen = self._samples.get(sample)
         if step is None:
-            self._rows.append(self._sample_row(sample, pruned=True))
-            if seen and seen[0]:
+            self._rows.append(_pruned(self._sample_row(sample)))
+            if self._num_stored(sample):
                 self._pruned.append(sample.id)
         else:
             self._rows += self._sample_rows(sample)
@@ -221,28 +203,29 @@ class Journal:
     def _sample_rows(self, sample: Sample) -> Iterator[Row]:
         """Yield the row of the sample, and a row of the tokens gained since the last one."""
         yield self._sample_row(sample)
-        seen = self._samples.get(sample)
-        start = seen[0] if seen else 0
+        start = self._num_stored(sample)
         if ids := sample.completion_ids[start:]:
             logprobs = array("f", sample.behavior_logprobs[start:])
             yield TokensRow(*sample.id, start, array("i", ids).tobytes(), logprobs.tobytes())
 
-    def _sample_row(self, sample: Sample, *, pruned: bool = False) -> SampleRow:
+    def _num_stored(self, sample: Sample) -> int:
+        """Return how many tokens of a sample are in rows already."""
+        return self._samples[sample][0] if sample in self._samples else 0
+
+    def _sample_row(self, sample: Sample) -> SampleRow:
         return SampleRow(
             *sample.id,
             spans=_json(self._spans(sample)),
             finish_reason=sample.finish_reason,
-            text="" if pruned else sample.text,
+            text=sample.text,
             reward=sample.reward,
             failure=sample.failure,
             fate=sample.fate,
-            pruned=pruned,
-            reference_logprobs=b"" if pruned else array("f", sample.reference_logprobs).tobytes(),
+            reference_logprobs=array("f", sample.reference_logprobs).tobytes(),
         )
 
     def _spans(self, sample: Sample) -> list[Origin]:
-        """Return the origins of the sample's tokens: those of earlier lives as stored, then those of this
-        life."""
+        """Return the origins of the sample's tokens: those of earlier lives, then those of this life."""
         origins = list(self._origins.get(sample, ()))
         known = sum(origin.num_tokens for origin in origins)
         for span in sample.spans:
@@ -252,16 +235,14 @@ class Journal:
         return origins
 
     def _prune_behind(self, mark: MarkRow) -> None:
-        """Remove what only marks before the last two need. The second mark remains usable in case the newest
-        checkpoint is damaged."""
+        """Remove what only marks before the last two need; the last but one serves if the newest checkpoint
+        is damaged."""
         marks = [*self._marks, mark]
         for old in marks[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}"))
         for last in marks[-2:-1]:
             covered = [row for step, row in self._trained if step <= last.step]
-            self._rows += (
-                msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"") for row in covered
-            )
+            self._rows += map(_pruned, covered)
             self._pruned += (row.id for row in covered)
             self._trained = [(step, row) for step, row in self._trained if step > last.step]
         self._marks = marks[-2:]
@@ -276,17 +257,7 @@ class NullJournal:
 
     def end(self, group: Group, reason: str) -> None: ...
 
-    async def mark(
-        self,
-        checkpoint: str,
-        *,
-        round: int,
-        version: int,
-        step: int,
-        parked: Iterable[Group],
-        longest: Mapping[int, int],
-        steps_at: Mapping[int, int],
-    ) -> None: ...
+    async def mark(self, checkpoint: str, **state: object) -> None: ...
 
     async def keep(self) -> None: ...
 
@@ -295,6 +266,10 @@ class NullJournal:
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
+
+
+def _pruned(row: SampleRow) -> SampleRow:
+    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"")
 
 
 def _state_of(sample: Sample) -> _SampleState:

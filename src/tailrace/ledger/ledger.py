@@ -27,7 +27,7 @@ class Totals:
     """Sums over all samples and groups that have a fate."""
 
     num_drawn: int = 0
-    """Prompts drawn, unusable rows included; also the index of the next prompt."""
+    """Prompts drawn, unusable rows included. The next prompt has this index."""
     trained_tokens: int = 0
     wasted_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by reason."""
@@ -80,14 +80,12 @@ class Ledger:
         self._recorder.emit(TokensWasted(now(), sample.id, sample.num_tokens, reason))
 
     def train(self, samples: Iterable[Sample], step: int) -> None:
-        """Record that an optimizer step trained the samples. A group is trained with the last of its
-        samples."""
-        groups: dict[Group, None] = {}
+        """Record that an optimizer step trained the samples. A group is trained with its last sample."""
+        samples = list(samples)
         for sample in samples:
             self._settle(sample, "trained", step)
             self.totals.trained_tokens += sample.num_tokens
-            groups[sample.group] = None
-        for group in groups:
+        for group in dict.fromkeys(sample.group for sample in samples):
             if all(sample.fate is not None for sample in group.kept):
                 self.end(group, "trained", "trained")
 
@@ -114,12 +112,8 @@ class Ledger:
     @property
     def held_tokens(self) -> int:
         """Tokens of the samples without a fate."""
-        return sum(
-            sample.num_tokens
-            for group in self.living.values()
-            for sample in group.samples
-            if sample.fate is None
-        )
+        samples = (sample for group in self.living.values() for sample in group.samples)
+        return sum(sample.num_tokens for sample in samples if sample.fate is None)
 
     def check(self, num_generated: int) -> None:
         """Check that both balances close.
@@ -131,11 +125,12 @@ class Ledger:
             LedgerError: tokens or prompts are unaccounted for.
         """
         totals = self.totals
-        known = totals.num_known_tokens + self.held_tokens
+        held = self.held_tokens
+        known = totals.num_known_tokens + held
         if num_generated != known:
             raise LedgerError(
                 f"the engines produced {num_generated} tokens, the ledger knows {known}: "
-                f"trained {totals.trained_tokens}, held {self.held_tokens}, "
+                f"trained {totals.trained_tokens}, held {held}, "
                 f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
             )
         if totals.num_drawn != totals.groups.total() + len(self.living):

@@ -1,6 +1,7 @@
 """Opens the store that the [ledger] section names."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from tailrace.errors import ConfigError
@@ -25,19 +26,18 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
     Raises:
         LedgerError: the store holds a run that trained something, or cannot be written.
     """
+    replaced = not _holds(settings, folder, _trained)
     match settings.kind:
         case "sqlite":
             path = folder / LEDGER_FILE
-            if path.exists() and not _sqlite_holds(path, _trained):
-                for suffix in ("", "-wal", "-shm"):
-                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+            for suffix in ("", "-wal", "-shm") if replaced else ():
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
             return SqliteStore.create(path)
         case "redis":
-            store = RedisStore(str(settings.url), str(folder.resolve()))
-            if not _trained(store):
-                store.forget()
-            store.close()
-            return RedisStore.create(str(settings.url), str(folder.resolve()))
+            if replaced:
+                with closing(RedisStore(*_server_and_run(settings, folder))) as store:
+                    store.forget()
+            return RedisStore.create(*_server_and_run(settings, folder))
         case "memory":
             return None
 
@@ -53,11 +53,10 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
         case "sqlite":
             return SqliteStore.open(folder / LEDGER_FILE, only_read=only_read)
         case "redis":
-            return RedisStore.open(str(settings.url), str(folder.resolve()))
+            return RedisStore.open(*_server_and_run(settings, folder))
         case "memory":
-            raise ConfigError(
-                "ledger.kind", "memory", "the ledger of the run ended with its process", "begin a new run"
-            )
+            problem = "the ledger of the run ended with its process"
+            raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
 
 
 def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
@@ -83,34 +82,27 @@ def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bo
     return saved or _holds(settings, folder, _trained)
 
 
+def _server_and_run(settings: LedgerSettings, folder: Path) -> tuple[str, str]:
+    return str(settings.url), str(folder.resolve())
+
+
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
     match settings.kind:
         case "sqlite":
-            path = folder / LEDGER_FILE
-            return path.exists() and _sqlite_holds(path, holds)
+            if not (folder / LEDGER_FILE).exists():
+                return False
+            opened: SqliteStore | RedisStore = SqliteStore.open(folder / LEDGER_FILE)
         case "redis":
-            store = RedisStore(str(settings.url), str(folder.resolve()))
-            try:
-                return holds(store)
-            finally:
-                store.close()
+            opened = RedisStore(*_server_and_run(settings, folder))
         case "memory":
             return False
-
-
-def _sqlite_holds(path: Path, holds: Callable[[Store], bool]) -> bool:
-    store = SqliteStore.open(path)
-    try:
+    with closing(opened) as store:
         return store.has_tables and holds(store)
-    finally:
-        store.close()
 
 
 def _drew(store: Store) -> bool:
-    drawn = any(row.num_drawn for row in store.rows(RunRow) if isinstance(row, RunRow))
-    return drawn or bool(store.rows(MarkRow))
+    return any(row.num_drawn for row in store.rows(RunRow)) or bool(store.rows(MarkRow))
 
 
 def _trained(store: Store) -> bool:
-    stepped = any(row.step for row in store.rows(MarkRow) if isinstance(row, MarkRow))
-    return stepped or bool(store.rows(TrainingRow))
+    return any(row.step for row in store.rows(MarkRow)) or bool(store.rows(TrainingRow))

@@ -2,9 +2,8 @@
 
 The base is the newest mark whose checkpoint exists. What was trained after the base went into weights that
 are lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
-were filtered, dropped or wasted keep their fate, and no prompt is drawn twice. Groups that were parked at the
-base are parked again. All other groups without a fate were interrupted; they come first when the schedule
-asks for prompts.
+were filtered, dropped or wasted keep their fate. Groups that were parked at the base are parked again. The
+other groups without a fate come first when the schedule asks for prompts.
 
 The staleness of a restored token is counted along the tree of lives (lineage.py). A schedule that promises a
 bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound. Without a
@@ -12,11 +11,12 @@ bound they are continued, or trained as they are.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import (
@@ -30,7 +30,6 @@ from tailrace.ledger.base import (
     Row,
     RunRow,
     SampleRow,
-    TrainingRow,
 )
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.lineage import distance
@@ -97,8 +96,7 @@ def next_life(
 
     Args:
         name: name of the ledger, for errors.
-        config: the resolved config of the new life, as JSON. The caller has checked that it continues the
-            run.
+        config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
         checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
         prompt_of: returns the prompt of an index.
@@ -109,23 +107,17 @@ def next_life(
     """
     life = max(books.lives) + 1
     base = _base(books, checkpoints)
-    rows: list[Row] = [
-        msgspec.structs.replace(mark, undone=life)
-        for mark in books.marks
-        if mark.undone is None and _place(mark) > _place(base)
-    ]
-    rows += [row for row in _rolled_back(books, base, life) if _put(books, row)]
-    totals = totals_of(books)
-    known = totals.num_known_tokens + held_tokens_of(books)
+    later = [mark for mark in books.marks if mark.undone is None and _place(mark) > _place(base)]
+    rows: list[Row] = [replace(mark, undone=life) for mark in later]
+    rows += _roll_back(books, base, life)
+    known = totals_of(books).num_known_tokens + held_tokens_of(books)
     if known > num_generated:
         raise LedgerError(
             f"{name} knows of {known} tokens and the engines counted {num_generated}: the counts beside it "
             "are missing or older; restore the whole output directory, or begin a new run in another one"
         )
-    crash = num_generated - known
-    born = LifeRow(life, base.life, base.round, base.version, base.step, crash, config)
+    born = LifeRow(life, base.life, base.round, base.version, base.step, num_generated - known, config)
     books.lives[life] = born
-    totals.wasted_tokens.update({"crash": crash} if crash else {})
     starting_point = StartingPoint(
         books.run,
         life=life,
@@ -134,7 +126,7 @@ def next_life(
         step=base.step,
         checkpoint=base.checkpoint or None,
         num_generated=num_generated,
-        totals=totals,
+        totals=totals_of(books),
         longest=msgspec.json.decode(base.longest, type=dict[int, int]),
         steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
         marks=[base] if base.checkpoint else [],
@@ -145,9 +137,8 @@ def next_life(
         ],
         opening=Cut([*rows, born]),
     )
-    _revive(
-        starting_point, books, msgspec.json.decode(base.partial_rollouts, type=list[int]), prompt_of, seed
-    )
+    parked = msgspec.json.decode(base.partial_rollouts, type=list[int])
+    _Restoration(starting_point, books, prompt_of, seed).restore(parked)
     return starting_point
 
 
@@ -182,31 +173,29 @@ def _place(mark: MarkRow) -> tuple[int, int]:
     return mark.round, mark.step
 
 
-def _put(books: Books, row: Row) -> bool:
-    """Put a row into the books. Return whether that changed them."""
-    match row:
-        case GroupRow():
-            known, books.groups[row.prompt] = books.groups[row.prompt] == row, row
-        case SampleRow():
-            known, books.samples[row.id] = books.samples[row.id] == row, row
-        case TrainingRow():
-            known, books.trainings[row.life, row.id] = False, row
-        case _:
-            raise AssertionError(row)
-    return not known
-
-
-def _rolled_back(books: Books, base: MarkRow, life: int) -> Iterable[Row]:
-    """Yield the rows that change because what came after the base is undone."""
-    undone = [t for t in books.trainings.values() if t.undone is None and t.step > base.step]
-    yield from (msgspec.structs.replace(training, undone=life) for training in undone)
-    alive = {training.id for training in undone}
+def _roll_back(books: Books, base: MarkRow, life: int) -> list[Row]:
+    """Undo in the books what came after the base. Return the rows that changed."""
+    undone = {
+        key: replace(training, undone=life)
+        for key, training in books.trainings.items()
+        if training.undone is None and training.step > base.step
+    }
+    books.trainings |= undone
+    alive = {training.id for training in undone.values()}
+    changed: list[Row] = [*undone.values()]
     for prompt, members in _members(books).items():
-        yield from _rolled_back_group(books.groups[prompt], members, alive)
+        group, samples = _rolled_back(books.groups[prompt], members, alive)
+        changed += [group] if group != books.groups[prompt] else []
+        changed += [sample for sample in samples if sample != books.samples[sample.id]]
+        books.groups[prompt] = group
+        books.samples.update((sample.id, sample) for sample in samples)
+    return changed
 
 
-def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]) -> Iterable[Row]:
-    """Yield the rows of a group and its samples after the roll-back.
+def _rolled_back(
+    group: GroupRow, members: Sequence[SampleRow], alive: Set[SampleId]
+) -> tuple[GroupRow, list[SampleRow]]:
+    """Return a group, and its samples that had no fate or have none any longer, after the roll-back.
 
     Args:
         members: samples of every attempt.
@@ -215,19 +204,17 @@ def _rolled_back_group(group: GroupRow, members: Sequence[SampleRow], alive: Set
     living = [sample for sample in members if sample.fate is None or sample.id in alive]
     if any(sample.fate == "trained" and sample.id not in alive for sample in members):
         # Its samples were trained in different steps, some before the base. The rest cannot be trained.
-        yield msgspec.structs.replace(group, fate="trained", reason="trained")
-        yield from (msgspec.structs.replace(sample, fate="interrupted") for sample in living)
+        group, fate = replace(group, fate="trained", reason="trained"), "interrupted"
     elif group.fate in ("filtered", "dropped"):  # its aborts were under way
-        yield from (msgspec.structs.replace(sample, fate=group.reason) for sample in living)
+        fate = group.reason
     elif any(sample.pruned for sample in living):
-        attempt = group.attempt + 1
-        yield msgspec.structs.replace(group, fate=None, reason="", attempt=attempt, kept="[]")
-        yield from (msgspec.structs.replace(sample, fate="pruned") for sample in living)
+        group = replace(group, fate=None, reason="", attempt=group.attempt + 1, kept="[]")
+        fate = "pruned"
     else:
-        yield msgspec.structs.replace(group, fate=None, reason="")
-        for sample in living:  # the abort of one of an earlier attempt was under way
-            fate = None if sample.attempt == group.attempt else "interrupted"
-            yield msgspec.structs.replace(sample, fate=fate)
+        group = replace(group, fate=None, reason="")
+        fates = {group.attempt: None}  # the abort of a sample of an earlier attempt was under way
+        return group, [replace(each, fate=fates.get(each.attempt, "interrupted")) for each in living]
+    return group, [replace(sample, fate=fate) for sample in living]
 
 
 def _members(books: Books) -> dict[int, list[SampleRow]]:
@@ -238,78 +225,70 @@ def _members(books: Books) -> dict[int, list[SampleRow]]:
     return members
 
 
-def _revive(
-    starting_point: StartingPoint,
-    books: Books,
-    partial_rollouts: Sequence[int],
-    prompt_of: Callable[[int], Prompt],
-    seed: int,
-) -> None:
-    """Restore each group without a fate: parked, or among the interrupted ones in the order drawn."""
-    members = _members(books)
-    living = {
-        row.prompt: _group(starting_point, books, row, members[row.prompt], prompt_of(row.prompt), seed)
-        for row in books.groups.values()
-        if row.fate is None
-    }
-    starting_point.partial_rollouts = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
-    starting_point.interrupted = list(living.values())
+@dataclass(frozen=True, slots=True)
+class _Restoration:
+    """Restores the groups without a fate into a starting point."""
 
+    starting_point: StartingPoint
+    books: Books
+    prompt_of: Callable[[int], Prompt]
+    seed: int
 
-def _group(
-    starting_point: StartingPoint,
-    books: Books,
-    row: GroupRow,
-    members: Sequence[SampleRow],
-    prompt: Prompt,
-    seed: int,
-) -> Group:
-    group = Group(
-        prompt,
-        row.num_required,
-        [],
-        num_launched=row.num_launched,
-        attempt=row.attempt,
-        deferrals=row.deferrals,
-    )
-    group.round_drawn = row.round
-    kept = msgspec.json.decode(row.kept, type=list[int])
-    rows = {sample.number: sample for sample in members if sample.attempt == row.attempt}
-    samples = {
-        number: _sample(starting_point, books, sample, group, seed)
-        for number, sample in rows.items()
-        if sample.fate is None or number in kept
-    }
-    unseen = set() if rows else range(row.num_launched)  # this roll-back restarted it
-    for number in unseen:
-        id = SampleId(row.prompt, row.attempt, number)
-        samples[number] = Sample(id, group, seed=noise_seed(seed, id))
-    group.samples = [samples[number] for number in sorted(samples)]
-    group.kept = [samples[number] for number in kept]
-    starting_point.rows[group] = row
-    return group
+    def restore(self, partial_rollouts: Sequence[int]) -> None:
+        """Restore each group: parked, or among the interrupted ones in the order drawn."""
+        members, groups = _members(self.books), self.books.groups.values()
+        living = {row.prompt: self._group(row, members[row.prompt]) for row in groups if row.fate is None}
+        parked = [living.pop(prompt) for prompt in partial_rollouts if prompt in living]
+        self.starting_point.partial_rollouts = parked
+        self.starting_point.interrupted = list(living.values())
 
+    def _group(self, row: GroupRow, members: Sequence[SampleRow]) -> Group:
+        group = Group(
+            self.prompt_of(row.prompt),
+            row.num_required,
+            [],
+            num_launched=row.num_launched,
+            attempt=row.attempt,
+            round_drawn=row.round,
+            deferrals=row.deferrals,
+        )
+        self.starting_point.rows[group] = row
+        stored = {sample.number: sample for sample in members if sample.attempt == row.attempt}
+        if not stored:  # this roll-back restarted the group
+            ids = [SampleId(row.prompt, row.attempt, number) for number in range(row.num_launched)]
+            group.samples = [Sample(id, group, seed=noise_seed(self.seed, id)) for id in ids]
+            return group
+        kept = msgspec.json.decode(row.kept, type=list[int])
+        samples = {
+            number: self._sample(sample, group)
+            for number, sample in sorted(stored.items())
+            if sample.fate is None or number in kept
+        }
+        group.samples = list(samples.values())
+        group.kept = [samples[number] for number in kept]
+        return group
 
-def _sample(starting_point: StartingPoint, books: Books, row: SampleRow, group: Group, seed: int) -> Sample:
-    sample = Sample(
-        row.id,
-        group,
-        seed=noise_seed(seed, row.id),
-        finish_reason=row.finish_reason,
-        reference_logprobs=list(array("f", row.reference_logprobs)),
-        text=row.text,
-        reward=row.reward,
-        failure=row.failure,
-        fate=row.fate,
-    )
-    starting_point.origins[sample] = row.origins
-    here = (starting_point.life, starting_point.version)
-    for origin in row.origins:
-        age = distance(books.lives, here, (origin.life, origin.version))
-        sample.grow(origin.num_tokens, starting_point.version - age)
-        if age != starting_point.version - origin.version:
-            starting_point.dead.add(group)
-    for tokens in books.tokens.get(row.id, ()):
-        sample.completion_ids.extend(array("i", tokens.ids))
-        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
-    return sample
+    def _sample(self, row: SampleRow, group: Group) -> Sample:
+        start = self.starting_point
+        sample = Sample(
+            row.id,
+            group,
+            seed=noise_seed(self.seed, row.id),
+            finish_reason=row.finish_reason,
+            reference_logprobs=list(array("f", row.reference_logprobs)),
+            text=row.text,
+            reward=row.reward,
+            failure=row.failure,
+            fate=row.fate,
+        )
+        start.origins[sample] = row.origins
+        for origin in row.origins:
+            publication = (origin.life, origin.version)
+            age = distance(self.books.lives, (start.life, start.version), publication)
+            sample.grow(origin.num_tokens, start.version - age)
+            if age != start.version - origin.version:
+                start.dead.add(group)
+        for tokens in self.books.tokens.get(row.id, ()):
+            sample.completion_ids.extend(array("i", tokens.ids))
+            sample.behavior_logprobs.extend(array("f", tokens.logprobs))
+        return sample

@@ -4,18 +4,16 @@ Each table is a hash, and the tokens of each sample are a hash. A cut is one MUL
 server decide what survives its crash: set `appendonly yes` and a suitable `appendfsync`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from tailrace.errors import ConfigError, LedgerError
-from tailrace.ledger.base import ROWS, Cut, Row, RunRow, TokensRow
-from tailrace.ledger.memory import key_of
+from tailrace.ledger.base import ROWS, Cut, R, Row, RunRow, TokensRow, explained
 from tailrace.types import SampleId
 
-_encoder = msgspec.msgpack.Encoder()
+_encode = msgspec.msgpack.encode
 
 
 class RedisStore:
@@ -35,13 +33,15 @@ class RedisStore:
             raise ConfigError(
                 "ledger.kind", "redis", "the client is not installed", "pip install 'tailrace[redis]'"
             ) from None
-        self.name = f"{url} {run}"
-        self._prefix = f"tailrace:{run}:"
-        self._error = redis.RedisError
         try:
             self._redis: Any = redis.Redis.from_url(url)
         except ValueError as why:
             raise ConfigError("ledger.url", url, str(why), "write redis://host:6379/0") from None
+        self.name = f"{url} {run}"
+        self._prefix = f"tailrace:{run}:"
+        self._with_tokens = f"{self._prefix}with_tokens"
+        """Key of the set of the samples that have tokens."""
+        self._explained = partial(explained, self.name, errors=(redis.RedisError, msgspec.DecodeError))
 
     @classmethod
     def create(cls, url: str, run: str) -> "RedisStore":
@@ -51,7 +51,7 @@ class RedisStore:
             LedgerError: the server holds a ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
-        if store.rows(RunRow):
+        if store.has_tables:
             raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
         return store
 
@@ -63,9 +63,14 @@ class RedisStore:
             LedgerError: the server holds no ledger of this run, or cannot be reached.
         """
         store = cls(url, run)
-        if not store.rows(RunRow):
+        if not store.has_tables:
             raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
         return store
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether a run has written to it."""
+        return bool(self.rows(RunRow))
 
     def commit(self, cut: Cut) -> None:
         with self._explained("cannot be written", "check the server, then --resume"):
@@ -73,25 +78,21 @@ class RedisStore:
             for row in cut.rows:
                 if isinstance(row, TokensRow):
                     id = SampleId(row.prompt, row.attempt, row.number)
-                    transaction.hset(self._tokens(id), row.start, _encoder.encode(row))
-                    transaction.sadd(self._prefix + "with_tokens", str(id))
+                    transaction.hset(self._tokens(id), row.start, _encode(row))
+                    transaction.sadd(self._with_tokens, str(id))
                 else:
-                    transaction.hset(
-                        self._prefix + row.table, _encoder.encode(key_of(row)), _encoder.encode(row)
-                    )
+                    transaction.hset(self._prefix + row.table, _encode(row.key), _encode(row))
             for id in cut.pruned:
                 transaction.unlink(self._tokens(id))
-                transaction.srem(self._prefix + "with_tokens", str(id))
+                transaction.srem(self._with_tokens, str(id))
             transaction.execute()
 
-    def rows(self, kind: type[Row]) -> list[Row]:
+    def rows(self, kind: type[R]) -> list[R]:
         with self._explained("cannot be read", "check the server, then --resume"):
-            found = [
-                msgspec.msgpack.decode(blob, type=kind)
-                for table in self._hashes(kind)
-                for blob in self._redis.hvals(table)
-            ]
-        return sorted(found, key=lambda row: msgspec.structs.astuple(row)[: kind.num_keys])
+            blobs = [blob for table in self._hashes(kind) for blob in self._redis.hvals(table)]
+            return sorted(
+                (msgspec.msgpack.decode(blob, type=kind) for blob in blobs), key=lambda row: row.key
+            )
 
     def close(self) -> None:
         self._redis.close()
@@ -100,25 +101,13 @@ class RedisStore:
         """Remove all keys of the run."""
         with self._explained("cannot be written", "check the server"):
             tables = [table for kind in ROWS for table in self._hashes(kind)]
-            self._redis.unlink(*tables, self._prefix + "with_tokens")
+            self._redis.unlink(*tables, self._with_tokens)
 
     def _hashes(self, kind: type[Row]) -> list[str]:
+        """Return the keys of the hashes that hold the rows of a table."""
         if kind is not TokensRow:
             return [self._prefix + kind.table]
-        ids = self._redis.smembers(self._prefix + "with_tokens")
-        return [f"{self._prefix}tokens:{id.decode()}" for id in ids]
+        return [self._tokens(id.decode()) for id in self._redis.smembers(self._with_tokens)]
 
-    def _tokens(self, id: SampleId) -> str:
+    def _tokens(self, id: SampleId | str) -> str:
         return f"{self._prefix}tokens:{id}"
-
-    @contextmanager
-    def _explained(self, problem: str, remedy: str) -> Iterator[None]:
-        """Turn errors of the client, of the server and of decoding into a LedgerError.
-
-        Raises:
-            LedgerError: with the problem and the remedy.
-        """
-        try:
-            yield
-        except (self._error, msgspec.DecodeError) as why:
-            raise LedgerError(f"{self.name} {problem} ({why}); {remedy}") from why

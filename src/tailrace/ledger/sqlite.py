@@ -5,17 +5,20 @@ When the machine itself crashes, the last commits may be lost, and the rest is c
 """
 
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import ROWS, Cut, Row
+from tailrace.ledger.base import ROWS, Cut, R, Row, explained
 
-REPLACE = "put a copy back, or begin a new run in another --output-dir"
+_explained = partial(explained, errors=(sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError))
+_readable = partial(
+    _explained, problem="is damaged", remedy="put a copy back, or begin a new run in another --output-dir"
+)
 
 
 class SqliteStore:
@@ -34,19 +37,17 @@ class SqliteStore:
         """
         if path.exists():
             raise LedgerError(f"{path} exists; add --resume, or choose another --output-dir")
-        with _explained(path, "cannot be written", "choose a folder that can"):
-            store = cls(path, sqlite3.connect(path, isolation_level=None, check_same_thread=False))
-            store._connection.execute("PRAGMA journal_mode = WAL")
-            store._connection.execute("PRAGMA synchronous = NORMAL")
-            store._connection.execute("BEGIN")  # so that a kill leaves all tables or none
+        with _explained(str(path), "cannot be written", "choose a folder that can"):
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("BEGIN")  # so that a kill leaves all tables or none
             for kind in ROWS:
-                names = kind.__struct_fields__
-                columns, key = ", ".join((*names, "crc")), ", ".join(names[: kind.num_keys])
-                store._connection.execute(
-                    f"CREATE TABLE {kind.table} ({columns}, PRIMARY KEY ({key})) WITHOUT ROWID"
+                connection.execute(
+                    f"CREATE TABLE {kind.table} ({_columns(kind)}, PRIMARY KEY ({_key(kind)})) WITHOUT ROWID"
                 )
-            store._connection.execute("COMMIT")
-            return store
+            connection.execute("COMMIT")
+        return cls(path, connection)
 
     @classmethod
     def open(cls, path: Path, *, only_read: bool = False) -> "SqliteStore":
@@ -57,7 +58,7 @@ class SqliteStore:
         """
         if not path.exists():
             raise LedgerError(f"{path} is missing; start without --resume, or put a copy back")
-        with _explained(path, "is damaged", REPLACE):
+        with _readable(str(path)):
             uri = f"{path.resolve().as_uri()}?mode={'ro' if only_read else 'rw'}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
             try:
@@ -73,7 +74,7 @@ class SqliteStore:
     @property
     def has_tables(self) -> bool:
         """Whether the file was initialised; a process killed in `create` may leave a file without tables."""
-        with _explained(self.name, "is damaged", REPLACE):
+        with _readable(self.name):
             (number,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return bool(number)
 
@@ -82,7 +83,7 @@ class SqliteStore:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for kind in ROWS:
-                    rows = [_sealed(row) for row in cut.rows if type(row) is kind]
+                    rows = [_with_checksum(row) for row in cut.rows if type(row) is kind]
                     places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
                     self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", rows)
                 self._connection.executemany(
@@ -94,25 +95,30 @@ class SqliteStore:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def rows(self, kind: type[Row]) -> list[Row]:
-        names = kind.__struct_fields__
-        key = ", ".join(names[: kind.num_keys])
-        with _explained(self.name, "is damaged", REPLACE):
-            columns = ", ".join((*names, "crc"))
-            found = self._connection.execute(f"SELECT {columns} FROM {kind.table} ORDER BY {key}")
-            return [_opened(values, kind) for values in found]
+    def rows(self, kind: type[R]) -> list[R]:
+        query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
+        with _readable(self.name):
+            return [_checked(values, kind) for values in self._connection.execute(query)]
 
     def close(self) -> None:
         self._connection.close()
 
 
-def _sealed(row: Row) -> tuple[object, ...]:
+def _columns(kind: type[Row]) -> str:
+    return ", ".join((*kind.__struct_fields__, "crc"))
+
+
+def _key(kind: type[Row]) -> str:
+    return ", ".join(kind.__struct_fields__[: kind.num_keys])
+
+
+def _with_checksum(row: Row) -> tuple[object, ...]:
     """Return the values of a row as SQLite returns them, and their checksum. SQLite's pages have none."""
     values = [_plain(value) for value in msgspec.structs.astuple(row)]
     return (*values, _checksum(values))
 
 
-def _opened(values: Sequence[object], kind: type[Row]) -> Row:
+def _checked(values: Sequence[object], kind: type[R]) -> R:
     if _checksum(values[:-1]) != values[-1]:
         raise sqlite3.DatabaseError(
             f"the checksum of a row of {kind.table} is wrong: {values[: kind.num_keys]}"
@@ -129,16 +135,3 @@ def _plain(value: object) -> object:
 
 def _checksum(values: Sequence[object]) -> int:
     return crc32(msgspec.msgpack.encode(values))
-
-
-@contextmanager
-def _explained(path: Path | str, problem: str, remedy: str) -> Iterator[None]:
-    """Turn errors of SQLite and of decoding into a LedgerError.
-
-    Raises:
-        LedgerError: with the problem and the remedy.
-    """
-    try:
-        yield
-    except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError) as why:
-        raise LedgerError(f"{path} {problem} ({why}); {remedy}") from why

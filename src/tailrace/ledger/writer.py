@@ -1,4 +1,4 @@
-"""Commits cuts while the controller goes on: on a thread, or at once in virtual time."""
+"""Commits cuts on a thread, so that the controller does not wait for a disk or a network."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +11,11 @@ class Writer(Protocol):
     """Commits cuts in order, one at a time."""
 
     def put(self, cut: Cut) -> asyncio.Future[None]:
-        """Start a commit. The future is done when the cut is committed, or fails with the LedgerError of the
-        store."""
-
-    def close(self) -> None:
-        """Wait for the commits that were started."""
+        """Start a commit. The future fails with the LedgerError of the store."""
 
 
 class ThreadWriter:
-    """Commits on a thread of its own, so that the controller does not wait for a disk or a network."""
+    """A `Writer` with a thread of its own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -29,20 +25,5 @@ class ThreadWriter:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, cut)
 
     def close(self) -> None:
+        """Wait for the commits that were started."""
         self._thread.shutdown()
-
-
-class DirectWriter:
-    """Commits at once, for virtual time, which has no threads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def put(self, cut: Cut) -> asyncio.Future[None]:
-        self._store.commit(cut)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
-    def close(self) -> None:
-        """Do nothing: all commits are done."""

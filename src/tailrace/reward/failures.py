@@ -5,61 +5,39 @@ from tailrace.reward.base import Rewards
 from tailrace.types import Sample
 
 
-class ConsecutiveFailures:
-    """Counts failures without a success in between.
+class WithFailureLimit:
+    """Rewards (reward/base.py) that end the run after too many failures without a success in between.
+
+    A timeout counts as a failure, also where it gives a reward of zero.
 
     Args:
         limit: the number of consecutive failures that ends the run.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._count = 0
-        self._first = ""
-
-    def succeeded(self) -> None:
-        """Record a reward: the count starts again."""
-        self._count = 0
-
-    def failed(self, why: str) -> None:
-        """Record a failure.
-
-        Args:
-            why: reason and traceback, for the error message.
-
-        Raises:
-            RewardBroken: the limit is reached; with the first failure's `why`.
-        """
-        if self._count == 0:
-            self._first = why
-        self._count += 1
-        if self._count >= self._limit:
-            raise RewardBroken(self._count, self._first)
-
-
-class WithFailureLimit:
-    """Rewards (reward/base.py) that end the run after too many consecutive failures.
-
-    A timeout counts as a failure, also where it gives a reward of zero.
-    """
-
     def __init__(self, rewards: Rewards, limit: int) -> None:
-        self._rewards = rewards
-        self._failures = ConsecutiveFailures(limit)
+        self._rewards, self._limit = rewards, limit
+        self._count, self._first = 0, ""
+        """Failures since the last success; reason and traceback of the first of them."""
 
     async def score(self, sample: Sample) -> float:
         """As Rewards.score.
 
         Raises:
-            RewardBroken: the limit is reached.
+            RewardBroken: the limit is reached; with the first of the failures.
         """
         try:
             reward = await self._rewards.score(sample)
         except RewardFailed as failed:
-            self._failures.failed(str(failed))
+            self._failed(str(failed))
             raise
         if sample.timed_out:
-            self._failures.failed("timeout: the reward function did not return in time")
+            self._failed("timeout: the reward function did not return in time")
         else:
-            self._failures.succeeded()
+            self._count = 0
         return reward
+
+    def _failed(self, why: str) -> None:
+        self._first = self._first if self._count else why
+        self._count += 1
+        if self._count >= self._limit:
+            raise RewardBroken(self._count, self._first)

@@ -63,7 +63,8 @@ class Scorer:
                 problem = f"its parameters cannot be known ({why})"
                 raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
         if isinstance(data, ProceduralSettings):
-            return cls(_score_by_task(Task(data)))
+            task = Task(data)
+            return cls(lambda completion, **row: task.score(completion, row))
         remedy = "name one: 'package.module:name' or 'path/to/file.py:name'"
         raise ConfigError(key, None, "rows bring no scorer of their own", remedy)
 
@@ -118,13 +119,6 @@ class Scorer:
             return await awaitable
 
         return self._runner.run(wait())
-
-
-def _score_by_task(task: Task) -> RewardFunction:
-    def score(completion: str, **row: object) -> float:
-        return task.score(completion, row)
-
-    return score
 
 
 def _listed(names: Collection[str]) -> str:

@@ -25,7 +25,7 @@ class Service(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """Groups in service that lack samples: the frontier."""
+        """Groups in service that lack samples: the frontier (RolloutPipe 3.3)."""
 
     def serves(self, group: Group) -> bool:
         """Whether the group is in the frontier."""

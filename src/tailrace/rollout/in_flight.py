@@ -80,19 +80,21 @@ class SamplesInFlight:
         if state.task is None:
             del self._states[sample]
         else:
-            _abort(state)
+            state.stage = Stage.ABORTING
+            # Once: a second cancellation would interrupt the abort that the first one waits for.
+            if not state.task.cancelling():
+                state.task.cancel()
         return state.task
 
     def discard(self, sample: Sample, reason: str) -> bool:
         """Stop a sample for good. Returns whether an engine still works on it; then `served` gives the
         reason."""
         state = self._states.get(sample)
-        if state is not None and state.stage is Stage.SCORING and state.task is not None:
-            state.task.cancel()
-            return False
         aborting = self.park(sample) is not None
-        if aborting and state is not None:
+        if state is not None and aborting:
             state.discarded = reason
+        elif state is not None and state.task is not None:  # it is scored
+            state.task.cancel()
         return aborting
 
     def aborting(self) -> list[asyncio.Task[None]]:
@@ -105,10 +107,3 @@ class SamplesInFlight:
         for state in list(self._states.values()):
             if state.task is not None:
                 state.task.cancel()
-
-
-def _abort(state: _State) -> None:
-    """Cancel a request once: a second cancellation would interrupt the abort that the first one waits for."""
-    state.stage = Stage.ABORTING
-    if state.task is not None and not state.task.cancelling():
-        state.task.cancel()

@@ -48,7 +48,7 @@ class Pool:
         replace: Callable[[int], list[Group]],
         compute_advantages: ComputeAdvantages,
     ) -> None:
-        """replace: draws a group with that many samples, in place of one that is filtered or dropped."""
+        """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
         self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
         self.ready.on_taken = router.on_changed = self._pump
@@ -142,25 +142,21 @@ class Pool:
             self._discard(sample, reason)
         self._ledger.end(group, fate, reason)
 
-    # -- read by admissions, selections and publications -------------------------------------------
+    # -- read by admissions (admission.Service), selections and publications -----------------------
 
     @property
     def num_requests(self) -> int:
-        """Requests on engines."""
         return self._samples.num_requests
 
     @property
     def num_engines(self) -> int:
-        """Engines that are open."""
         return self._router.num_open
 
     @property
     def num_groups(self) -> int:
-        """Groups in service that lack samples: the frontier (RolloutPipe 3.3)."""
         return len(self._frontier)
 
     def serves(self, group: Group) -> bool:
-        """Whether the group is in the frontier."""
         return group in self._frontier
 
     @property
@@ -223,10 +219,6 @@ class Pool:
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             self._end_race()
             return
-        self._refill(group)
-
-    def _refill(self, group: Group) -> None:
-        """Launch another prompt in place of a group that will never be ready."""
         if self._source is None:
             self.launch(self._replace(group.num_launched))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn

@@ -6,7 +6,7 @@ own.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, get_type_hints
@@ -64,8 +64,7 @@ def bind(schedule: Schedule, parameters: Mapping[str, Any], settings: RunSetting
     Raises:
         ConfigError: the parameters do not fit the schedule or one another.
     """
-    _, *settable = inspect.signature(schedule).parameters.items()  # the first is the run
-    bound = partial(schedule, **_checked(schedule, dict(settable), parameters))
+    bound = partial(schedule, **_checked(schedule, parameters))
     _rehearse(bound, settings)
     return bound
 
@@ -76,7 +75,7 @@ def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such schedule.
     """
-    accepted = {"name", *inspect.signature(_find(name)).parameters}
+    accepted = _parameters_of(_find(name))
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
@@ -89,12 +88,12 @@ def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> No
     Raises:
         ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
     """
-    names = dict.fromkeys((config.schedule.get("name"), *compared))
-    accepted = dict.fromkeys(chain(["name"], *map(_parameters_of, names)))
-    _check_keys("schedule", config.schedule, accepted)
+    schedules = map(_find, (config.schedule.get("name"), *compared))
+    parameters = chain.from_iterable(map(_parameters_of, schedules))
+    _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])
     for name, section in config.schedules.items():
         if ":" not in name:  # a file need not be importable while another schedule runs
-            _check_keys(f"schedules.{name}", section, _parameters_of(name, f"schedules.{name}"))
+            _check_keys(f"schedules.{name}", section, [*_parameters_of(_find(name, f"schedules.{name}"))])
 
 
 def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
@@ -103,66 +102,46 @@ def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str
         raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
 
 
-def _parameters_of(name: object, key: str = "schedule.name") -> list[str]:
-    _, *names = inspect.signature(_find(name, key)).parameters  # the first is the run
-    return names
+def _parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
+    _, *parameters = inspect.signature(schedule).parameters.items()  # the first is the run
+    return dict(parameters)
 
 
 def _find(name: object, key: str = "schedule.name") -> Schedule:
+    names = ", ".join(SCHEDULES)
     if not isinstance(name, str):
-        raise ConfigError(key, name, "it is missing", f"choose from {', '.join(SCHEDULES)}")
+        raise ConfigError(key, name, "it is missing", f"choose from {names}")
     if name in SCHEDULES:
         return SCHEDULES[name]
-    if ":" in name:
-        schedule: Schedule = import_function(name, key)
-        if inspect.iscoroutinefunction(schedule):
-            return schedule
-        raise ConfigError(key, name, "it is not an async function", "write `async def`")
-    raise ConfigError(
-        key,
-        name,
-        "there is no such schedule",
-        f"choose from {', '.join(SCHEDULES)}, or 'module:function'",
-    )
-
-
-def _checked(
-    schedule: Callable[..., Any], accepted: Mapping[str, inspect.Parameter], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The given parameters, as the types of the signature."""
-    hints = get_type_hints(schedule, include_extras=True)
-    for name in (name for name in given if name not in accepted):
+    if ":" not in name:
         raise ConfigError(
-            f"schedule.{name}",
-            given[name],
-            "the schedule has no such parameter",
-            f"it has: {', '.join(accepted)}",
+            key, name, "there is no such schedule", f"choose from {names}, or 'module:function'"
         )
-    for name, parameter in accepted.items():
+    schedule: Schedule = import_function(name, key)
+    if not inspect.iscoroutinefunction(schedule):
+        raise ConfigError(key, name, "it is not an async function", "write `async def`")
+    return schedule
+
+
+def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given parameters, as the types of the signature."""
+    parameters = _parameters_of(schedule)
+    _check_keys("schedule", given, [*parameters])
+    for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:
             raise ConfigError(f"schedule.{name}", None, "it is missing", "set it")
-    try:
-        return {
-            name: TypeAdapter(hints.get(name, Any)).validate_python(value) for name, value in given.items()
-        }
-    except ValidationError as why:
-        failed = next(name for name in given if not _fits(hints.get(name, Any), given[name]))
-        raise explain(why, f"schedule.{failed}") from None
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    try:
-        TypeAdapter(hint).validate_python(value)
-    except ValidationError:
-        return False
-    return True
+    hints = get_type_hints(schedule, include_extras=True)
+    checked = {}
+    for name, value in given.items():
+        try:
+            checked[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
+        except ValidationError as why:
+            raise explain(why, f"schedule.{name}") from None
+    return checked
 
 
 def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
-    """
-    Raises:
-        ConfigError: the schedule cannot run with these parameters.
-    """
+    """Raises a ConfigError if the schedule cannot run with these parameters."""
     short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
@@ -170,10 +149,8 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
     async def watched(run: Run) -> None:
         await schedule(run)
         if run.promised is None:
-            raise ScheduleError(
-                "the schedule promises nothing; it must say run.promise(staleness=...): 0 is on-policy, "
-                "math.inf is no bound"
-            )
+            remedy = "it must say run.promise(staleness=...): 0 is on-policy, math.inf is no bound"
+            raise ScheduleError(f"the schedule promises nothing; {remedy}")
 
     async def two_rounds() -> None:
         await execute(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
@@ -181,6 +158,5 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
     try:
         clock.run(two_rounds(), virtual=True)
     except (ScheduleError, Stuck) as why:
-        raise ConfigError(
-            "schedule", "these parameters", f"a rehearsal failed: {why}", "change them"
-        ) from why
+        problem = f"a rehearsal failed: {why}"
+        raise ConfigError("schedule", "these parameters", problem, "change them") from why

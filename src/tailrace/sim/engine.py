@@ -9,8 +9,10 @@ the cache is full, the request that was admitted last is preempted and keeps its
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tailrace.clock import now
 from tailrace.engine.base import Usage
@@ -20,28 +22,42 @@ from tailrace.types import KV, FinishReason, Group, Sample
 from tailrace.weights.base import Weights
 
 
+@dataclass(slots=True)
+class _Running:
+    """A request that is being decoded. It has `base` + steps tokens and will have `length`."""
+
+    future: asyncio.Future[None]
+    base: int
+    length: int
+    prompt_version: int | None = None
+    """The version that computed its prompt; None if its KV cache was still there."""
+
+
 class SimEngine:
     """An `Engine` (engine/base.py) that takes virtual time.
 
     Args:
         cost: time of a decode step, a prefill, an abort and a load; slots and room of the KV cache.
         length_of: the length of the response that a sample will have, in tokens.
+        max_tokens: a response of this length is cut off (finish reason "length").
     """
 
-    def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        cost: SimEngineSettings,
+        length_of: Callable[[Sample], int],
+        max_tokens: float = math.inf,
+    ) -> None:
         self.name, self.slots, self.open, self.version = name, cost.slots or DEFAULT_SLOTS, True, 0
-        self._cost, self._length_of = cost, length_of
-        self._running: dict[Sample, asyncio.Future[None]] = {}
+        self._cost, self._length_of, self._max_tokens = cost, length_of, max_tokens
+        self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
         self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
-        self._base: dict[Sample, int] = {}  # a running sample has base + steps tokens
-        self._length: dict[Sample, int] = {}  # a running sample will have this many
         self._suspended: dict[Sample, int] = {}  # KV positions kept of aborted requests, the oldest first
         self._suspended_tokens = 0
-        # Running samples whose prompt the present weights have computed:
-        self._prompts: Counter[Group] = Counter()
-        self._prompt_version: dict[Sample, int] = {}  # the version that computed a running sample's prompt
+        self._prompts: Counter[Group] = Counter()  # running samples whose prompt these weights have computed
         self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
         self._ties = itertools.count()
         self._kv_base = 0  # the cache holds kv_base + steps * running positions
@@ -58,7 +74,9 @@ class SimEngine:
             await asyncio.sleep(self._cost.abort_s)  # until the abort arrives the engine goes on
             raise
         finally:
-            if self._queue.pop(sample, None) or sample in self._running:
+            if self._queue.pop(sample, None):
+                self._change()
+            elif sample in self._running:
                 self._settle()
                 self._suspend(sample)
                 self._leave(sample, None)
@@ -99,12 +117,11 @@ class SimEngine:
         self._settle()
         self.open = False
         self._clear_suspended()
-        futures = [self._leave(sample, None) for sample in list(self._running)]
-        futures += self._queue.values()
+        futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
         self._change()
         for future in futures:
-            if future and not future.done():
+            if not future.done():
                 future.set_exception(EngineDied(self.name))
 
     # -- inside ------------------------------------------------------------------------------------
@@ -163,15 +180,15 @@ class SimEngine:
         self._settle()
         while self._ends and self._ends[0][0] <= self._steps:
             sample = heapq.heappop(self._ends)[2]
-            if sample in self._running and self._base[sample] + self._steps >= self._length[sample]:
-                future = self._leave(sample, "stop")
-                if future and not future.done():
+            request = self._running.get(sample)
+            if request and request.base + self._steps >= request.length:
+                future = self._leave(sample, "length" if request.length >= self._max_tokens else "stop")
+                if not future.done():
                     future.set_result(None)
         while self._kv_tokens > self._cost.kv_tokens and len(self._running) > 1:
             youngest = next(reversed(self._running))
             self._preempted += 1
-            if future := self._leave(youngest, None):
-                self._queue = {youngest: future} | self._queue
+            self._queue = {youngest: self._leave(youngest, None)} | self._queue
         self._change()
 
     @property
@@ -185,13 +202,10 @@ class SimEngine:
             context = len(sample.prompt.ids) + sample.num_tokens
             if self._running and self._kv_tokens + context > self._cost.kv_tokens:
                 return
-            future = self._queue.pop(sample)
             self._kv_base += context - self._steps
-            self._running[sample] = future
-            self._base[sample] = sample.num_tokens - self._steps
-            self._length[sample] = self._length_of(sample)
-            end = self._length[sample] - self._base[sample]
-            heapq.heappush(self._ends, (end, next(self._ties), sample))
+            base, length = sample.num_tokens - self._steps, self._length_of(sample)
+            self._running[sample] = _Running(self._queue.pop(sample), base, length)
+            heapq.heappush(self._ends, (length - base, next(self._ties), sample))
             computed = self._uncached(sample, context)
             self._prefilled += computed
             self._stall(computed / self._cost.prefill_tokens_per_s)
@@ -202,14 +216,13 @@ class SimEngine:
             return 0
         cached = sample.num_tokens == 0 and self._prompts[sample.group] > 0
         self._prompts[sample.group] += 1
-        self._prompt_version[sample] = self.version
+        self._running[sample].prompt_version = self.version
         return 0 if cached else context
 
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request. Running requests have precedence over it."""
-        if sample in self._running:
-            self._suspended[sample] = len(sample.prompt.ids) + self._base[sample] + self._steps
-            self._suspended_tokens += self._suspended[sample]
+        self._suspended[sample] = len(sample.prompt.ids) + self._running[sample].base + self._steps
+        self._suspended_tokens += self._suspended[sample]
 
     def _evict_suspended(self) -> None:
         while self._suspended and self._kv_tokens + self._suspended_tokens > self._cost.kv_tokens:
@@ -226,17 +239,15 @@ class SimEngine:
         return kept
 
     def _sync(self, sample: Sample) -> None:
-        sample.grow(self._base[sample] + self._steps - sample.num_tokens, self.version)
+        sample.grow(self._running[sample].base + self._steps - sample.num_tokens, self.version)
 
-    def _leave(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None] | None:
-        if sample not in self._running:
-            return None
+    def _leave(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None]:
         sample.finish_reason = finish_reason
         self._sync(sample)
-        del self._length[sample]
-        if self._prompt_version.pop(sample, None) == self.version:
+        request = self._running.pop(sample)
+        if request.prompt_version == self.version:
             self._prompts[sample.group] -= 1
             if not self._prompts[sample.group]:
                 del self._prompts[sample.group]
-        self._kv_base -= len(sample.prompt.ids) + self._base.pop(sample)
-        return self._running.pop(sample)
+        self._kv_base -= len(sample.prompt.ids) + request.base
+        return request.future

@@ -48,58 +48,24 @@ def packed_causal_attention(
     if cu_seq_lens_q is None:
         raise NotImplementedError(f"{type(module).__name__} does not pass packed boundaries to its attention")
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
-        out = _attend_varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
-    else:
-        out = _attend_each(query, key, value, scaling, sliding_window, cu_seq_lens_q)
-    return out, None
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    boundaries: Tensor,
-    max_length: int,
-) -> Tensor:
-    # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
-    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    left = -1 if sliding_window is None else sliding_window - 1
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        boundaries,
-        boundaries,
-        max_length,
-        max_length,
-        scale=scaling,
-        window_size=(left, 0),
-        enable_gqa=True,
-    )
-    assert isinstance(out, Tensor)
-    return out[None]
-
-
-def _attend_each(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    boundaries: Tensor,
-) -> Tensor:
-    lengths = boundaries.diff().tolist()
-    outs = []
-    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
-        band = _band(q.shape[2], sliding_window, q.device)
-        outs.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
-            )
+        # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
+        q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        starts, longest = cu_seq_lens_q, max_length_q
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=True
         )
-    return torch.cat(outs, dim=2).transpose(1, 2)
+        assert isinstance(out, Tensor)
+        return out[None], None
+    outs = []
+    parts = (torch.split(x, cu_seq_lens_q.diff().tolist(), dim=2) for x in (query, key, value))
+    for q, k, v in zip(*parts, strict=True):
+        band = _band(q.shape[2], sliding_window, q.device)
+        causal = band is None
+        outs.append(
+            scaled_dot_product_attention(q, k, v, band, is_causal=causal, scale=scaling, enable_gqa=True)
+        )
+    return torch.cat(outs, dim=2).transpose(1, 2), None
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -9,7 +9,8 @@ written to its end. Later damage is detected when it is read. Nothing is pickled
 """
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tailrace.errors import CheckpointError
-from tailrace.trainer.model_folder import UnreadableModel, read_model
+from tailrace.errors import CheckpointError, ConfigError
+from tailrace.trainer.model import read_model
 
 TRAINER_FILE = "trainer.safetensors"
 CRITIC_FILE = "critic.safetensors"
@@ -80,26 +81,21 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
         CheckpointError: it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write(partial, model, state, tokenizer_from)
+        model.save_pretrained(partial)
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
+                shutil.copy(file, partial)
+        _save(partial / TRAINER_FILE, state.optimizer, "random", state.random_states)
+        if state.critic:
+            _save(partial / CRITIC_FILE, state.critic.optimizer, "weight", state.critic.weights)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"{folder} cannot be written ({error}); make room on the disk, then --resume"
-        ) from error
+        problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
+        raise CheckpointError(problem) from error
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-
-
-def _write(partial: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    for file in _tokenizer_files(tokenizer_from):
-        shutil.copy(file, partial)
-    _write_optimizer(partial / TRAINER_FILE, state.optimizer, _prefixed("random", state.random_states))
-    if state.critic:
-        weights = _prefixed("weight", state.critic.weights)
-        _write_optimizer(partial / CRITIC_FILE, state.critic.optimizer, weights)
 
 
 def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] | None = None) -> TrainerState:
@@ -116,62 +112,49 @@ def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] |
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
     """
-    weights = _read_weights(folder)
-    optimizer, tensors = _read_optimizer(folder / TRAINER_FILE)
+    try:
+        weights = dict(read_model(folder).named_parameters())
+    except ConfigError as error:
+        raise CheckpointError(f"{error.problem}; {_remedy(folder)}") from error
     parameters = dict(model.named_parameters())
     _must_match(folder, weights, parameters)
-    _must_fit(folder / TRAINER_FILE, optimizer, parameters)
-    state = TrainerState(
-        optimizer, _only("random", tensors), None if critic is None else _read_critic(folder, critic)
-    )
-    _fill(parameters, weights)
-    if critic is not None and state.critic is not None:
-        _fill(critic, state.critic.weights)
-    return state
+    optimizer, random_states = _load(folder / TRAINER_FILE, "random", parameters)
+    critic_state = None
+    if critic is not None:
+        critic_optimizer, critic_weights = _load(folder / CRITIC_FILE, "weight", critic)
+        _must_match(folder / CRITIC_FILE, critic_weights, critic)
+        critic_state = CriticState(critic_weights, critic_optimizer)
+        _copy(critic_weights, critic)
+    _copy(weights, parameters)
+    return TrainerState(optimizer, random_states, critic_state)
 
 
-def _read_critic(folder: Path, parameters: Mapping[str, Tensor]) -> CriticState:
-    optimizer, tensors = _read_optimizer(folder / CRITIC_FILE)
-    weights = _only("weight", tensors)
-    _must_match(folder / CRITIC_FILE, weights, parameters)
-    _must_fit(folder / CRITIC_FILE, optimizer, parameters)
-    return CriticState(weights, optimizer)
-
-
-@torch.no_grad()
-def _fill(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    try:
-        return dict(read_model(folder).named_parameters())
-    except UnreadableModel as error:
-        raise CheckpointError(f"{error}; {_remedy(folder)}") from error
-
-
-def _write_optimizer(file: Path, state: OptimizerState, others: Mapping[str, Tensor]) -> None:
-    tensors = {
-        **_prefixed("first", state.first_moments),
-        **_prefixed("second", state.second_moments),
-        **others,
-    }
-    counts = {"num_steps": str(state.num_steps), "num_updates": str(state.num_updates)}
+def _save(file: Path, optimizer: OptimizerState, section: str, others: Mapping[str, Tensor]) -> None:
+    """Write an optimizer's state and other tensors. A tensor is stored as `section.name`."""
+    sections = {"first": optimizer.first_moments, "second": optimizer.second_moments, section: others}
+    tensors = {f"{section}.{name}": named[name] for section, named in sections.items() for name in named}
+    counts = {"num_steps": str(optimizer.num_steps), "num_updates": str(optimizer.num_updates)}
     save_file(tensors, file, metadata=counts)
 
 
-def _read_optimizer(file: Path) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """The optimizer's state, and all tensors of the file."""
+def _load(
+    file: Path, section: str, parameters: Mapping[str, Tensor]
+) -> tuple[OptimizerState, dict[str, Tensor]]:
+    """Read what `_save` wrote: the state of the parameters' optimizer, and the section's tensors."""
+    sections: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         with safe_open(file, framework="pt") as reader:
-            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+            for key in reader.keys():  # noqa: SIM118
+                prefix, _, name = key.partition(".")
+                sections[prefix][name] = reader.get_tensor(key)
             counts = reader.metadata()
             num_steps, num_updates = int(counts["num_steps"]), int(counts["num_updates"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable ({error}); {_remedy(file.parent)}") from error
-    moments = _only("first", tensors), _only("second", tensors)
-    return OptimizerState(num_steps, num_updates, *moments), tensors
+    if num_updates:
+        _must_match(file, sections["first"], parameters)
+        _must_match(file, sections["second"], parameters)
+    return OptimizerState(num_steps, num_updates, sections["first"], sections["second"]), sections[section]
 
 
 def _remedy(folder: Path) -> str:
@@ -189,20 +172,7 @@ def _must_match(file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Te
             )
 
 
-def _must_fit(file: Path, optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> None:
-    if optimizer.num_updates:
-        _must_match(file, optimizer.first_moments, parameters)
-        _must_match(file, optimizer.second_moments, parameters)
-
-
-def _tokenizer_files(folder: Path) -> Iterable[Path]:
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-
-
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _only(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}."
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+@torch.no_grad()
+def _copy(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])

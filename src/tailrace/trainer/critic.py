@@ -5,7 +5,6 @@ Values are computed when samples are accumulated, and the critic learns from the
 sum that the step divides by the same count as the policy's.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,39 +17,34 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checkpoint import CriticState
-from tailrace.trainer.model import hidden_states, load_for_training
+from tailrace.trainer.model import DTYPES, hidden_states, read_model
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
 
 
 class Critic:
-    """Predicts the return from each token on. Its head starts at zero, so its first predictions are 0."""
+    """Predicts the return from each token on. Its head starts at zero, so its first predictions are 0.
 
-    def __init__(self, model: PreTrainedModel, settings: TrainerSettings, dtype: torch.dtype) -> None:
-        """
-        Args:
-            model: without a head.
-            settings: of the trainer.
-            dtype: precision of the computation.
-        """
+    Args:
+        model: without a head.
+        settings: of the trainer.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
         device = torch.device(settings.device)
         model.set_attn_implementation(PACKED)
         self._model = model.to(device).eval()
         self._head = Linear(model.config.hidden_size, 1, device=device)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
-        self._dtype = dtype
+        self._dtype = DTYPES[settings.dtype]
         own = settings.model_copy(update={"learning_rate": settings.critic_learning_rate})
         self.optimizer = Optimizer(self.parameters(), own)
 
     @classmethod
-    def load(cls, path: Path, settings: TrainerSettings, dtype: torch.dtype) -> "Critic":
-        """Initialise the critic from the Hugging Face folder of the policy.
-
-        Raises:
-            ConfigError: the folder is incomplete or damaged.
-        """
-        return cls(load_for_training(path).base_model, settings, dtype)
+    def load(cls, path: Path, settings: TrainerSettings) -> "Critic":
+        """Initialise the critic from the policy's Hugging Face folder, which was loaded before."""
+        return cls(read_model(path).base_model, settings)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Predict the return before each completion token: [C] float32, differentiable."""
@@ -70,11 +64,8 @@ class Critic:
 
 def token_advantages(values: Tensor, batch: MicroBatch, settings: AlgorithmSettings) -> Tensor:
     """Compute generalised advantage estimates of a batch whose `advantages` are rewards: [C]."""
-    rewards: Sequence[float] = batch.advantages.tolist()
+    advantages: list[float] = []
     parts = torch.split(values.detach(), batch.num_tokens.tolist())
-    advantages = [
-        advantage
-        for part, reward in zip(parts, rewards, strict=True)
-        for advantage in gae(part.tolist(), reward, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
-    ]
+    for part, reward in zip(parts, batch.advantages.tolist(), strict=True):
+        advantages += gae(part.tolist(), reward, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
     return torch.tensor(advantages, device=values.device)

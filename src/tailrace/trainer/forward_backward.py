@@ -6,6 +6,7 @@ Samples without a gradient (advantage zero, no critic, no KL in the loss) run fo
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,32 +25,20 @@ from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.step_statistics import TokenSums
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardBackward:
     """Adds gradients of samples to the `.grad` of policy and critic."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        critic: Critic | None,
-        published: PublishedPolicy | None,
-        algorithm: AlgorithmSettings,
-        *,
-        max_tokens_per_microbatch: int,
-        max_completion_tokens: int,
-    ) -> None:
-        """
-        Args:
-            policy: the model to train.
-            critic: for advantages by gae.
-            published: the old policy where it is recomputed; None: old log-probs are the recorded ones.
-            algorithm: the loss.
-            max_tokens_per_microbatch: limit of input tokens.
-            max_completion_tokens: length limit of a completion (Dr. GRPO divides by it).
-        """
-        self._policy, self._critic, self._published = policy, critic, published
-        self._algorithm = algorithm
-        self._max_tokens = max_tokens_per_microbatch
-        self._max_completion_tokens = max_completion_tokens
+    policy: PolicyModel
+    critic: Critic | None
+    """For advantages by gae."""
+    published: PublishedPolicy | None
+    """The old policy where it is recomputed; None: old log-probs are the recorded ones."""
+    algorithm: AlgorithmSettings
+    max_tokens_per_microbatch: int
+    """Limit of input tokens."""
+    max_completion_tokens: int
+    """Length limit of a completion (Dr. GRPO divides by it)."""
 
     def run(self, samples: Sequence[TrainingSample], *, weights_published: bool) -> list[TokenSums[Tensor]]:
         """Add the gradients of samples to their sum.
@@ -61,37 +50,36 @@ class ForwardBackward:
         Returns:
             The statistics of each micro-batch.
         """
-        with_gradient = [sample for sample in samples if self._has_gradient(sample)]
-        without = [sample for sample in samples if not self._has_gradient(sample)]
         statistics = []
-        for batch in self._policy.micro_batches(with_gradient, self._max_tokens):
-            loss, batch_sums = self._loss(batch, weights_published)
-            loss.backward()  # type: ignore[no-untyped-call]
-            statistics.append(batch_sums)
-        with torch.no_grad():
-            for batch in self._policy.micro_batches(without, self._max_tokens):
-                statistics.append(self._loss(batch, weights_published)[1])
+        for with_gradient in (True, False):
+            chosen = [sample for sample in samples if self._has_gradient(sample) is with_gradient]
+            for batch in self.policy.micro_batches(chosen, self.max_tokens_per_microbatch):
+                with torch.set_grad_enabled(with_gradient):
+                    loss, batch_sums = self._loss(batch, weights_published)
+                if with_gradient:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                statistics.append(batch_sums)
         return statistics
 
     def _has_gradient(self, sample: TrainingSample) -> bool:
-        return sample.advantage != 0.0 or self._algorithm.learns_without_advantage
+        return sample.advantage != 0.0 or self.algorithm.learns_without_advantage
 
     def _loss(self, batch: MicroBatch, weights_published: bool) -> tuple[Tensor, TokenSums[Tensor]]:
         """The weighted sum of token losses, and the statistics."""
-        masked = batch.carried if self._algorithm.mask_carried else torch.zeros_like(batch.carried)
+        masked = batch.carried if self.algorithm.mask_carried else torch.zeros_like(batch.carried)
         counted = (~masked).float()
-        normalize = self._algorithm.normalize
+        normalize = self.algorithm.normalize
         weights = token_weights(
-            counted, batch.num_tokens, normalize, max_completion_tokens=self._max_completion_tokens
+            counted, batch.num_tokens, normalize, max_completion_tokens=self.max_completion_tokens
         )
         advantages, critic_loss = self._advantages(batch, weights)
-        old_logprobs = self._published.logprobs(batch) if self._published else batch.behavior_logprobs
-        logprobs, entropy = self._policy.logprobs(batch)
+        old_logprobs = self.published.logprobs(batch) if self.published else batch.behavior_logprobs
+        logprobs, entropy = self.policy.logprobs(batch)
         current = logprobs.detach()
         if old_logprobs is None:  # the current weights are the published ones
             old_logprobs = current
         loss, clipped, reference_kl = objective(
-            self._algorithm, batch, logprobs, old_logprobs, advantages, weights
+            self.algorithm, batch, logprobs, old_logprobs, advantages, weights
         )
         behavior_kl = kl(batch.behavior_logprobs, current, "k3")
         same_weights = _generated_by_published(batch) if weights_published else torch.zeros_like(masked)
@@ -111,10 +99,10 @@ class ForwardBackward:
 
     def _advantages(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The advantage of each token, [C], and the summed loss of the critic after its backward pass."""
-        if self._critic is None:
-            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self._policy.device)
-        values = self._critic.values(batch)
-        advantages = token_advantages(values, batch, self._algorithm)
+        if self.critic is None:
+            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self.policy.device)
+        values = self.critic.values(batch)
+        advantages = token_advantages(values, batch, self.algorithm)
         loss = (value_loss(values, advantages + values.detach()) * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return advantages, loss.detach()

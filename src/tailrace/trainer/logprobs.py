@@ -44,14 +44,12 @@ def token_logprobs(
         dtype: of the matrix products; the softmax is float32.
     """
     rows = max(1, CHUNK_ELEMENTS // len(weight))
+    others = (weight, bias, temperature, dtype)
     if len(targets) <= rows:
-        return TokenLogProbs(*_chunk(hidden, weight, bias, targets, temperature, dtype))
+        return TokenLogProbs(*_chunk(hidden, targets, *others))
     parts = [
-        checkpoint(_chunk, *chunk, temperature, dtype, use_reentrant=False, preserve_rng_state=False)
-        for chunk in (
-            (hidden[start : start + rows], weight, bias, targets[start : start + rows])
-            for start in range(0, len(targets), rows)
-        )
+        checkpoint(_chunk, *chunk, *others, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return TokenLogProbs(torch.cat(logprobs), torch.cat(entropies))
@@ -59,9 +57,9 @@ def token_logprobs(
 
 def _chunk(
     hidden: Tensor,
+    targets: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    targets: Tensor,
     temperature: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:

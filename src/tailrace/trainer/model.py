@@ -9,18 +9,62 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
+from tailrace.model_folder import folder_error
 from tailrace.trainer.attention import PACKED
+from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
-from tailrace.trainer.model_folder import UnreadableModel, read_model
 from tailrace.trainer.packing import MicroBatch, pack
 from tailrace.types import SampleId
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def read_model(folder: Path) -> PreTrainedModel:
+    """Load a causal language model in float32.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or config.json and the weights do not fit together. The
+            message names the file.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # transformers has no common error for a bad folder
+        raise folder_error(folder, _defect(folder, error)) from error
+    # transformers fills missing and mismatched weights with random numbers.
+    wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if wrong:
+        names = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        problem = f"does not fit the weights: {len(wrong)} are missing or have another shape ({names})"
+        raise folder_error(folder, f"{folder / 'config.json'} {problem}")
+    return model
+
+
+def _defect(folder: Path, error: Exception) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as damage:
+            return f"{file} is damaged ({damage})"
+    reason = " ".join(str(error).split())[:200]
+    if isinstance(error, OSError):  # it names the file itself
+        return reason
+    problem = f"describes no model that can be loaded ({type(error).__name__}: {reason})"
+    return f"{folder / 'config.json'} {problem}"
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
@@ -43,25 +87,23 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
 
 
 class PolicyModel:
-    """Computes log-probs of completion tokens under the current weights."""
+    """Computes log-probs of completion tokens under the current weights.
+
+    Args:
+        model: with its head, in float32.
+        temperature: sampling temperature.
+        device: where the weights are kept.
+        dtype: precision of the computation.
+
+    Raises:
+        ConfigError: the architecture cannot run packed.
+    """
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            model: with its head, in float32.
-            temperature: sampling temperature.
-            device: where the weights are kept.
-            dtype: precision of the computation.
-
-        Raises:
-            ConfigError: the architecture cannot run packed.
-        """
         self.model = model.to(device).eval()
-        self.temperature = temperature
-        self.device = device
-        self._dtype = dtype
+        self.temperature, self.device, self._dtype = temperature, device, dtype
         self._parameters = dict(self.model.named_parameters())
         if not self._runs_packed():
             raise ConfigError(
@@ -72,15 +114,14 @@ class PolicyModel:
             )
 
     @classmethod
-    def load(
-        cls, path: Path, *, temperature: float, device: torch.device, dtype: torch.dtype
-    ) -> "PolicyModel":
+    def load(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "PolicyModel":
         """Load a Hugging Face folder.
 
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        return cls(load_for_training(path), temperature=temperature, device=device, dtype=dtype)
+        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        return cls(read_model(path), temperature=temperature, device=device, dtype=dtype)
 
     def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
         """Pack all samples with a completion into micro-batches of at most `max_tokens` input tokens."""
@@ -104,10 +145,8 @@ class PolicyModel:
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:
-        """Compare two packed sequences with the model's own forward pass of each.
-
-        They differ if the architecture mixes packed sequences, or changes its logits after the head.
-        """
+        """Compare two packed sequences with the model's own forward pass of each. They differ if the
+        architecture mixes packed sequences, or changes its logits after the head."""
         vocabulary = len(self.model.get_output_embeddings().weight)
         ids = [i % vocabulary for i in range(1, 8)]
         samples = [
@@ -130,17 +169,3 @@ class PolicyModel:
         logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
         logp = (logits.float() / self.temperature).log_softmax(-1)
         return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
-
-
-def load_for_training(path: Path) -> PreTrainedModel:
-    """Load the model of the config.
-
-    Raises:
-        ConfigError: the folder is incomplete or damaged.
-    """
-    try:
-        return read_model(path)
-    except UnreadableModel as error:
-        raise ConfigError(
-            "model.path", str(path), str(error), "save the model with `save_pretrained`"
-        ) from error

@@ -45,14 +45,13 @@ def objective(
     """
     per_token, clipped = _policy_loss(settings, batch, logprobs, old_logprobs, advantages)
     numerator = logprobs if settings.loss == "reinforce" else old_logprobs
-    if settings.correction != "none":
-        per_token = per_token * importance_weights(
-            numerator,
-            batch.behavior_logprobs,
-            batch.num_tokens,
-            correction=settings.correction,
-            cap=settings.correction_cap,
-        )
+    per_token = per_token * importance_weights(
+        numerator,
+        batch.behavior_logprobs,
+        batch.num_tokens,
+        correction=settings.correction,
+        cap=settings.correction_cap,
+    )
     reference_kl = torch.zeros((), device=logprobs.device)
     if settings.needs_reference:
         estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)

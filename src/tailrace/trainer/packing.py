@@ -72,8 +72,7 @@ class MicroBatch:
             behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),
             reference_logprobs=tensor([p for s in samples for p in s.reference_logprobs], torch.float32),
             carried=tensor(
-                [t < sample.num_carried for sample in samples for t in range(len(sample.completion_ids))],
-                torch.bool,
+                [t < s.num_carried for s in samples for t in range(len(s.completion_ids))], torch.bool
             ),
             advantages=tensor([sample.advantage for sample in samples], torch.float32),
             num_tokens=tensor([len(sample.completion_ids) for sample in samples]),

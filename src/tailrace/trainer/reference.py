@@ -7,7 +7,7 @@ import torch
 
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.model import DTYPES, PolicyModel
+from tailrace.trainer.model import PolicyModel
 from tailrace.types import SampleId
 
 
@@ -24,16 +24,14 @@ class TorchReference:
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
+        policy = PolicyModel.load(path, settings, temperature=temperature)
         return cls(policy, settings.max_tokens_per_microbatch)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """Compute the log-probs of each sample's completion tokens, in the order of the samples."""
-        found: dict[SampleId, list[float]] = {sample.id: [] for sample in samples}
+        found: dict[SampleId, list[float]] = {}
         for batch in self._policy.micro_batches(samples, self._max_tokens):
-            logprobs = self._policy.logprobs(batch).logprobs
-            for sample, part in zip(batch.ids, torch.split(logprobs, batch.num_tokens.tolist()), strict=True):
-                found[sample] = part.tolist()
-        return [found[sample.id] for sample in samples]
+            parts = torch.split(self._policy.logprobs(batch).logprobs, batch.num_tokens.tolist())
+            found |= zip(batch.ids, (part.tolist() for part in parts), strict=True)
+        return [found.get(sample.id, []) for sample in samples]

@@ -12,6 +12,7 @@ gradient, and ranks may have unequal shares or none. A critic is treated alike.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,14 +28,14 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.checkpoint import TrainerState
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
-from tailrace.trainer.model import DTYPES, PolicyModel
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.step_statistics import StepStatistics
 
 
 class TorchTrainer:
-    """One rank. If torch.distributed is initialised, all ranks call `step` together."""
+    """One rank, made by `load`. If torch.distributed is initialised, all ranks call `step` together."""
 
     def __init__(
         self,
@@ -42,30 +43,16 @@ class TorchTrainer:
         critic: Critic | None,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
-        *,
         max_completion_tokens: int,
-        model_folder: Path,
+        *,
+        tokenizer_from: Path,
     ) -> None:
-        """
-        Args:
-            policy: the model to train.
-            critic: for advantages by gae.
-            settings: of the trainer.
-            algorithm: the loss.
-            max_completion_tokens: length limit of a completion.
-            model_folder: the folder that the model was loaded from; its tokenizer is copied to checkpoints.
-        """
         self._policy, self._critic = policy, critic
-        self._settings, self._algorithm = settings, algorithm
-        self._model_folder = model_folder
+        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, tokenizer_from
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
+        self._max_tokens = settings.max_tokens_per_microbatch
         self._forward_backward = ForwardBackward(
-            policy,
-            critic,
-            self._published,
-            algorithm,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            max_completion_tokens=max_completion_tokens,
+            policy, critic, self._published, algorithm, self._max_tokens, max_completion_tokens
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device)
@@ -87,7 +74,7 @@ class TorchTrainer:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one.
 
         Args:
-            path: the folder.
+            path: the folder. Its tokenizer is copied to checkpoints.
             settings: of the trainer.
             algorithm: the loss.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
@@ -96,24 +83,14 @@ class TorchTrainer:
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        policy = PolicyModel.load(path, temperature=temperature, device=device, dtype=dtype)
-        critic = Critic.load(path, settings, dtype) if algorithm.advantage == "gae" else None
-        return cls(
-            policy,
-            critic,
-            settings,
-            algorithm,
-            max_completion_tokens=max_completion_tokens,
-            model_folder=path,
-        )
+        policy = PolicyModel.load(path, settings, temperature=temperature)
+        critic = Critic.load(path, settings) if algorithm.advantage == "gae" else None
+        return cls(policy, critic, settings, algorithm, max_completion_tokens, tokenizer_from=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
-        """Add the gradients of units to their sum. The weights do not change.
+        """Add the gradients of units to their sum, as `base.Trainer.accumulate`.
 
-        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step. This
-        depends on the order of the units only: the same units in the same order give bit-identical
-        gradients, whatever the number of calls.
+        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step.
         """
         for unit in units:
             self._statistics.add_unit(unit)
@@ -123,8 +100,7 @@ class TorchTrainer:
                 self._compute_waiting()
 
     def step(self) -> StepStats:
-        """Divide the gradient by its count, clip it, and do one optimizer step. A gradient that is not finite
-        is discarded.
+        """One optimizer step, as `base.Trainer.step`.
 
         Returns:
             Statistics of all ranks, but for `samples` and `compute_s`, which are those of this rank.
@@ -149,8 +125,8 @@ class TorchTrainer:
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
         self._weights_published = False
         self._synchronize()
-        num_tokens = max(1, totals.num_tokens)
-        sums = totals.sums
+        sums, num_tokens = totals.sums, max(1, totals.num_tokens)
+        mismatch_tokens = sums.engine_mismatch_tokens
         return StepStats(
             num_steps=self._optimizer.num_steps,
             samples=tuple(statistics.samples),
@@ -162,9 +138,7 @@ class TorchTrainer:
             entropy=sums.entropy / num_tokens,
             clip_ratio=sums.clipped / num_tokens,
             kl=sums.kl / num_tokens,
-            engine_mismatch_kl=(
-                sums.engine_mismatch_kl / sums.engine_mismatch_tokens if sums.engine_mismatch_tokens else None
-            ),
+            engine_mismatch_kl=sums.engine_mismatch_kl / mismatch_tokens if mismatch_tokens else None,
             ess=effective_sample_size(sums.weights, sums.squares, totals.num_tokens),
             reference_kl=sums.reference_kl / num_tokens,
             value_loss=sums.value_loss / count,
@@ -181,8 +155,8 @@ class TorchTrainer:
         started = time.perf_counter()
         weights = squares = 0.0
         num_tokens = 0
-        samples = [sample for unit in units for sample in unit]
-        for batch in self._policy.micro_batches(samples, self._settings.max_tokens_per_microbatch):
+        samples = list(chain.from_iterable(units))
+        for batch in self._policy.micro_batches(samples, self._max_tokens):
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
             weights, squares = weights + float(sums.weights), squares + float(sums.squares)
             num_tokens += len(batch.targets)
@@ -203,25 +177,17 @@ class TorchTrainer:
         return self.state()
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, complete or not at all. Accumulated gradients are not in it.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write a checkpoint without the accumulated gradients; raises as `checkpoint.write`."""
         states = {"cpu": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.state() if self._critic else None
         state = TrainerState(self._optimizer.state(), states, critic)
-        checkpoint.write(folder, self._policy.model, state, tokenizer_from=self._model_folder)
+        checkpoint.write(folder, self._policy.model, state, self._tokenizer_from)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
-        discarded.
-
-        Raises:
-            CheckpointError: it is damaged or belongs to another model.
-        """
+        discarded. Raises as `checkpoint.read`."""
         critic = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy.model, critic=critic)
         self._optimizer.restore(state.optimizer)

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -50,8 +51,6 @@ class ControllerChannel:
     """The controller's end, on the running event loop.
 
     Args:
-        end: the socket to the worker.
-        decoder: decodes the worker's messages.
         on_message: called with each message, in order.
         on_defect: called with the exception when a message could not be decoded or handled.
     """
@@ -73,7 +72,7 @@ class ControllerChannel:
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; it is written at the end of this tick of the loop."""
-        frame = _frame(message)
+        frame = _frame(message)  # may raise
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent += frame
@@ -94,10 +93,8 @@ class ControllerChannel:
 
     def finish(self) -> None:
         """Shut down for writing: the worker ends after its current request."""
-        try:
+        with suppress(OSError):  # the worker has ended already
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:  # the worker has ended already
-            return
 
     def close(self) -> None:
         """Close the socket; unsent messages are lost."""
@@ -122,12 +119,7 @@ class ControllerChannel:
 
 
 class WorkerChannel(Generic[In]):
-    """The worker's end.
-
-    Args:
-        end: the socket to the controller.
-        decoder: decodes the controller's messages.
-    """
+    """The worker's end."""
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[In]) -> None:
         end.setblocking(True)
@@ -147,18 +139,17 @@ class WorkerChannel(Generic[In]):
         Returns:
             None when the controller will send no more.
         """
-        messages: list[In] = []
-        while not messages:
+        while True:
             try:
                 data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                break
+                return []
             except ConnectionResetError:
                 return None
             if not data:
                 return None
-            messages = list(self._reassembly.feed(data))
-        return messages
+            if messages := list(self._reassembly.feed(data)):
+                return messages
 
     def __iter__(self) -> Iterator[In]:
         """Yield each message as it arrives, until the controller will send no more."""

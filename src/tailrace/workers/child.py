@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.messages import BadConfig
+from tailrace.workers.messages import Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
 Job = TypeVar("Job", bound=Settings)
@@ -55,19 +55,14 @@ def end_with_controller(end: socket.socket, clean_up: Callable[[], None] | None 
         signal_on_parent_death(signal.SIGCONT, os.getppid())
 
     def watch() -> None:
-        _wait_for_hang_up(end)
+        hang_up = select.poll()
+        hang_up.register(end, 0)  # the other end is closed; a shutdown for writing alone is no hang-up
+        hang_up.poll()
         if clean_up is not None:
             clean_up()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with controller", daemon=True).start()
-
-
-def _wait_for_hang_up(end: socket.socket) -> None:
-    """Return when the other end is closed. A shutdown for writing alone is not enough."""
-    poll = select.poll()
-    poll.register(end, 0)
-    poll.poll()
 
 
 @contextmanager
@@ -76,5 +71,5 @@ def config_errors_sent(channel: WorkerChannel[Any]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        channel.send(BadConfig.of(error))
+        channel.send(Refused.of(error))
         sys.exit(2)

@@ -43,14 +43,11 @@ def counted_tokens(folder: Path) -> int:
     Raises:
         LedgerError: a file is damaged.
     """
-    return sum(_count(path) for path in sorted(folder.glob("*.count")))
-
-
-def _count(path: Path) -> int:
-    try:
-        (count,) = _NUMBER.unpack(path.read_bytes())
-    except struct.error:
-        raise LedgerError(
-            f"{path} is damaged; put a copy back, or begin a new run in another --output-dir"
-        ) from None
-    return int(count)
+    num_tokens = 0
+    for path in sorted(folder.glob("*.count")):
+        try:
+            num_tokens += _NUMBER.unpack(path.read_bytes())[0]
+        except struct.error:
+            remedy = "put a copy back, or begin a new run in another --output-dir"
+            raise LedgerError(f"{path} is damaged; {remedy}") from None
+    return num_tokens

@@ -2,15 +2,14 @@
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from tailrace.engine.base import GenerationRequest, Usage
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
-from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Ready, Report
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
+from tailrace.workers.process import RemoteWorker, WorkerProcess
 
 
 @dataclass(slots=True)
@@ -27,43 +26,20 @@ class _Request:
     aborted: asyncio.Future[None] | None = None
 
 
-class RemoteEngine:
-    """An Engine (engine/base.py) in a process of its own.
+class RemoteEngine(RemoteWorker[EngineJob]):
+    """An Engine (engine/base.py) in a process of its own."""
 
-    Every method also raises WorkerDied if the process has ended.
-    """
+    module = "tailrace.workers.engine_child"
+    decoder = msgspec.msgpack.Decoder(FromEngine)
+    open = True
+    """Stays True when the process dies: `generate` then raises how it died."""
 
-    def __init__(self, process: WorkerProcess, slots: int) -> None:
-        self.name = process.name
-        self.slots = slots
-        self.open = True
-        """Stays True when the process dies: `generate` then raises how it died."""
-        self.process = process
+    def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
+        super().__init__(process, job)
+        self.name, self.slots = process.name, job.engine.max_num_seqs
         process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
         self._usage = Usage()
-
-    @classmethod
-    async def spawn(cls, name: str, job: EngineJob, *, logs: Path, pin: int | None = None) -> "RemoteEngine":
-        """Start the process. `ready` waits until it has loaded the model.
-
-        Args:
-            logs: the folder for the file with the output of the process.
-            pin: the CPU it runs on; None: any.
-        """
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        module = "tailrace.workers.engine_child"
-        threads = job.engine.threads
-        process = await WorkerProcess.spawn(name, module, job, decoder, logs=logs, threads=threads, pin=pin)
-        return cls(process, job.engine.max_num_seqs)
-
-    async def ready(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        await self.process.answered(Ready, f"{self.name} to load the model")
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
@@ -89,10 +65,6 @@ class RemoteEngine:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
         requests have ended."""
         return self._usage
-
-    async def close(self) -> None:
-        """End the process."""
-        await self.process.close()
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.process.promise()

@@ -18,7 +18,7 @@ from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Repor
 
 
 class EngineLoop:
-    """Drives one engine from one channel."""
+    """Serves one channel with one engine."""
 
     def __init__(
         self,

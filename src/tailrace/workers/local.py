@@ -1,11 +1,11 @@
 """Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
@@ -16,8 +16,8 @@ from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.counter import COUNTS_FOLDER
 from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob, ReferenceJob, ScorerJob, TrainerJob
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
+from tailrace.workers.process import RemoteWorker, WorkerProcess
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.trainer import RemoteTrainer
@@ -34,15 +34,7 @@ class Workers:
     """None where the algorithm needs no reference model."""
 
 
-class _Worker(Protocol):
-    process: WorkerProcess
-
-    async def ready(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-W = TypeVar("W", bound=_Worker)
+W = TypeVar("W", bound=RemoteWorker[Any])
 
 
 @asynccontextmanager
@@ -75,36 +67,33 @@ async def open_local(
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
     """
-    logs = folder / "logs"
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
-    trainer_job = TrainerJob(model=model, trainer=trainer, algorithm=algorithm, sampling=sampling)
-    reference_job = ReferenceJob(model=model, trainer=trainer, temperature=sampling.temperature)
-    scorer_job = ScorerJob(reward=reward, data=data)
-    names = [f"engine-{number}" for number in range(engine.replicas)]
-    started: list[_Worker] = []
+    started: list[RemoteWorker[Any]] = []
 
-    def engine_job(name: str) -> EngineJob:
-        count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
-        return EngineJob(model=model, engine=engine, sampling=sampling, count=count)
-
-    async def start(spawning: Coroutine[Any, Any, W]) -> W:
-        worker = await spawning
+    async def start(kind: type[W], name: str, job: Job, pin: int | None = None) -> W:
+        worker = await kind.spawn(name, job, logs=folder / "logs", pin=pin)
         started.append(worker)
         return worker
 
+    async def start_engine(name: str, pin: int | None) -> RemoteEngine:
+        count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
+        job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling, count=count)
+        return await start(RemoteEngine, name, job, pin)
+
+    trainer_job = TrainerJob(
+        threads=trainer.threads, model=model, trainer=trainer, algorithm=algorithm, sampling=sampling
+    )
+    reference_job = ReferenceJob(
+        threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
+    )
+    scorer_job = ScorerJob(reward=reward, data=data)
     try:
-        engines = [
-            await start(RemoteEngine.spawn(name, engine_job(name), logs=logs, pin=pin))
-            for name, pin in zip(names, cpus, strict=False)
-        ]
-        remote_trainer = await start(RemoteTrainer.spawn(trainer_job, logs=logs, pin=cpus[len(engines)]))
-        scorers = [
-            await start(RemoteScorer.spawn(f"scorer-{number}", scorer_job, logs=logs))
-            for number in range(reward.workers)
-        ]
+        engines = [await start_engine(f"engine-{i}", pin) for i, pin in enumerate(cpus[:-1])]
+        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, cpus[-1])
+        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
         reference = None
         if algorithm.needs_reference:
-            reference = await start(RemoteReference.spawn(reference_job, logs=logs))
+            reference = await start(RemoteReference, "reference", reference_job)
         await asyncio.gather(*(worker.ready() for worker in started))
         async with ended_by_death([worker.process for worker in started]):
             rewards = RewardPool(scorers, tokenizer, reward)

@@ -1,24 +1,18 @@
 """Everything that crosses between the controller and its workers, as closed unions.
 
-A job says what a worker is; it is part of the command line the worker starts with. All else is a
-message. A worker answers in the order it was asked; a `Report` comes unasked.
+A job says what a worker does. It is part of the command line with which the worker starts. All else is a
+message. A worker answers in the order in which it was asked; a `Report` comes unasked.
 """
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from tailrace import errors
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
-from tailrace.engine.base import (
-    EngineSettings,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingSettings,
-    Usage,
-)
-from tailrace.errors import CheckpointError, ConfigError, ScheduleError, TailraceError
+from tailrace.engine.base import EngineSettings, GenerationOutput, GenerationRequest, SamplingSettings, Usage
+from tailrace.errors import ConfigError, TailraceError
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
@@ -29,7 +23,14 @@ from tailrace.weights.base import Weights
 _Plain = str | int | float | None
 
 
-class EngineJob(Settings):
+class Job(Settings):
+    """What a worker does."""
+
+    threads: int = 1
+    """Threads that torch and BLAS libraries use."""
+
+
+class EngineJob(Job):
     """Serve a model."""
 
     model: Path
@@ -41,7 +42,7 @@ class EngineJob(Settings):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
-class TrainerJob(Settings):
+class TrainerJob(Job):
     """Train a model."""
 
     model: Path
@@ -50,7 +51,7 @@ class TrainerJob(Settings):
     sampling: SamplingSettings
 
 
-class ReferenceJob(Settings):
+class ReferenceJob(Job):
     """Compute log-probs of samples under a frozen model."""
 
     model: Path
@@ -60,7 +61,7 @@ class ReferenceJob(Settings):
     """Sampling temperature."""
 
 
-class ScorerJob(Settings):
+class ScorerJob(Job):
     """Call a reward function."""
 
     reward: RewardSettings
@@ -71,28 +72,29 @@ class Ready(msgspec.Struct, tag=True):
     """The worker has loaded what its job names."""
 
 
-class BadConfig(msgspec.Struct, tag=True):
-    """The job cannot be done; the worker ends."""
+class Refused(msgspec.Struct, tag=True):
+    """An error of errors.py, as data. A worker that cannot do its job ends. After any other error its state
+    is unchanged."""
 
-    key: str
-    value: _Plain
-    problem: str
-    remedy: str
+    kind: str
+    arguments: list[_Plain]
 
     @classmethod
-    def of(cls, error: ConfigError) -> "BadConfig":
-        value = error.value if isinstance(error.value, _Plain) else str(error.value)
-        return cls(error.key, value, error.problem, error.remedy)
+    def of(cls, error: TailraceError) -> "Refused":
+        parts = (
+            [error.key, error.value, error.problem, error.remedy]
+            if isinstance(error, ConfigError)
+            else error.args
+        )
+        return cls(type(error).__name__, [part if isinstance(part, _Plain) else str(part) for part in parts])
 
     def error(self) -> TailraceError:
-        return ConfigError(self.key, self.value, self.problem, self.remedy)
+        error: TailraceError = getattr(errors, self.kind)(*self.arguments)
+        return error
 
 
 class Done(msgspec.Struct, tag=True):
     """What was asked is done."""
-
-
-# -- engine -----------------------------------------------------------------------------------------
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -117,17 +119,7 @@ class Report(msgspec.Struct, tag=True):
 
 
 ToEngine = GenerationRequest | Abort | Load
-FromEngine = Ready | BadConfig | Report | Done
-
-
-# -- trainer ----------------------------------------------------------------------------------------
-
-
-class TrainerReady(msgspec.Struct, tag=True):
-    """The trainer has loaded its model."""
-
-    shared: str
-    """The folder of published weights."""
+FromEngine = Ready | Refused | Report | Done
 
 
 class Accumulate(msgspec.Struct, tag=True):
@@ -143,8 +135,6 @@ class Ess(msgspec.Struct, tag=True):
 
 
 class EssOf(msgspec.Struct, tag=True):
-    """The answer to Ess."""
-
     share: float
 
 
@@ -171,55 +161,29 @@ class Restore(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """The answer to Step."""
-
     stats: StepStats
 
 
 class Published(msgspec.Struct, tag=True):
-    """The answer to Publish."""
-
     weights: Weights
 
 
-class Refused(msgspec.Struct, tag=True):
-    """The trainer could not execute a message. Its state is unchanged."""
-
-    kind: Literal["CheckpointError", "ScheduleError"]
-    message: str
-
-    @classmethod
-    def of(cls, error: CheckpointError | ScheduleError) -> "Refused":
-        return cls("CheckpointError" if isinstance(error, CheckpointError) else "ScheduleError", str(error))
-
-    def error(self) -> TailraceError:
-        return (CheckpointError if self.kind == "CheckpointError" else ScheduleError)(self.message)
-
-
 ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
-FromTrainer = TrainerReady | BadConfig | EssOf | Done | Stepped | Published | Refused
-
-
-# -- reference ---------------------------------------------------------------------------------------
+FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published
 
 
 class Refer(msgspec.Struct, tag=True):
-    """Compute log-probs of samples. Answered by Referred."""
+    """Compute the log-probs of a sample. Answered by Referred."""
 
-    samples: list[TrainingSample]
+    sample: TrainingSample
 
 
 class Referred(msgspec.Struct, tag=True):
-    """The answer to Refer."""
-
-    logprobs: list[list[float]]
-    """[num_tokens] of each sample of Refer, in its order."""
+    logprobs: list[float]
+    """[num_tokens]"""
 
 
-FromReference = Ready | BadConfig | Referred
-
-
-# -- scorer -----------------------------------------------------------------------------------------
+FromReference = Ready | Refused | Referred
 
 
 class Score(msgspec.Struct, tag=True):
@@ -231,7 +195,7 @@ class Score(msgspec.Struct, tag=True):
 
 
 class Serving(msgspec.Struct, tag=True):
-    """A process is ready for calls."""
+    """A new process is ready for calls."""
 
     pid: int
     """The process, and the process group that it leads."""
@@ -254,5 +218,4 @@ class Scored(msgspec.Struct, tag=True):
     outcome: float | Failed
 
 
-ToScorer = Score
-FromScorer = Serving | BadConfig | Scored
+FromScorer = Ready | Refused | Serving | Scored

@@ -1,4 +1,4 @@
-"""What happens to processes whose parent dies. Linux only; elsewhere these functions do nothing.
+"""How processes end, and what happens to those whose parent dies (on Linux only).
 
 The kernel sends a process a signal of its choice when its parent dies (PR_SET_PDEATHSIG), also while it is
 stopped or still starting. A process that declares itself a subreaper (PR_SET_CHILD_SUBREAPER) becomes the
@@ -83,3 +83,19 @@ def _parents() -> dict[int, int]:
             # pid (name) state parent ...: the name may contain spaces and brackets.
             parents[int(status.parent.name)] = int(status.read_bytes().rpartition(b")")[2].split()[1])
     return parents
+
+
+def kill_group(leader: int) -> None:
+    """Send SIGKILL to every process of a group; the group may have ended already."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def exit_cause(exit_code: int) -> str:
+    """Describe how a process ended, from its exit code as `subprocess` gives it.
+
+    Example:
+        >>> exit_cause(-9), exit_cause(3)
+        ('signal SIGKILL', 'exit code 3')
+    """
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

@@ -13,21 +13,19 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 
 from tailrace.clock import waiting
 from tailrace.errors import WorkerDied
-from tailrace.settings import Settings
 from tailrace.workers.channel import ControllerChannel
-from tailrace.workers.exits import exit_cause, kill_group
-from tailrace.workers.messages import BadConfig, Refused
-from tailrace.workers.orphans import signal_on_parent_death
+from tailrace.workers.messages import Job, Ready, Refused
+from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
+JobT = TypeVar("JobT", bound=Job)
 
 LAST_WORDS_BYTES = 4096
 """The end of a worker's log that WorkerDied shows."""
@@ -39,13 +37,19 @@ class WorkerProcess:
     """One worker process. Made by `spawn`."""
 
     def __init__(
-        self, name: str, log: "_Log", process: asyncio.subprocess.Process, end: socket.socket, decoder: Any
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        end: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Any],
+        log: Path,
+        log_begins: int,
     ) -> None:
-        self.name = name
-        self.pid = process.pid
+        self.name, self.pid = name, process.pid
         self.on_message: Callable[[msgspec.Struct], None] = self.answer
         """Called with each message, in order. It must pass answers on to `answer`."""
-        self._log = log
+        self._log, self._log_begins = log, log_begins
+        """The output of this process begins at that byte: a resumed run appends to the file."""
         self._process = process
         self._open: set[asyncio.Future[Any]] = set()
         self._answers: deque[asyncio.Future[msgspec.Struct]] = deque()
@@ -62,11 +66,10 @@ class WorkerProcess:
         cls,
         name: str,
         module: str,
-        job: Settings,
+        job: Job,
         decoder: msgspec.msgpack.Decoder[Any],
         *,
         logs: Path,
-        threads: int = 1,
         pin: int | None = None,
     ) -> "WorkerProcess":
         """Start `python -m module` with a job.
@@ -74,7 +77,6 @@ class WorkerProcess:
         Args:
             decoder: decodes the messages of the worker.
             logs: the folder in which `<name>.log` receives the worker's output.
-            threads: number of threads that torch and BLAS libraries use in the worker.
             pin: the CPU that the worker runs on, on Linux; None: any.
         """
         parent = os.getpid()
@@ -89,13 +91,13 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=_environment(threads),
+                env=_environment(job.threads),
                 start_new_session=True,
                 preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
             )
         if pin is not None and sys.platform == "linux":
             os.sched_setaffinity(process.pid, {pin})
-        return cls(name, _Log(log, begins), process, mine, decoder)
+        return cls(name, process, mine, decoder, log, begins)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message.
@@ -129,34 +131,28 @@ class WorkerProcess:
             future.set_result(message)
 
     async def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
-        """Send a message and wait for its answer.
+        """Send a message and wait for its answer, as `answered`."""
+        self.send(message)
+        return await self.answered(self.next_answer(), kind, type(message).__name__)
+
+    async def answered(self, answer: asyncio.Future[msgspec.Struct], kind: type[Answer], what: str) -> Answer:
+        """Wait for an answer.
 
         Args:
+            answer: of `next_answer`.
             kind: the type of the answer.
+            what: what the process does, for diagnostics.
 
         Raises:
             WorkerDied: the process ended first.
-            CheckpointError, ScheduleError: the worker refused the request.
-        """
-        self.send(message)
-        return await self.answered(kind, f"{self.name}: {type(message).__name__}")
-
-    async def answered(self, kind: type[Answer], what: str) -> Answer:
-        """Wait for the next answer.
-
-        Args:
-            kind: the type of the answer.
-            what: description of the wait, for diagnostics.
-
-        Raises:
             TailraceError: the answer is an error message.
         """
-        with waiting(what):
-            answer = await self.next_answer()
-        if isinstance(answer, BadConfig | Refused):
-            raise answer.error()
-        assert isinstance(answer, kind), answer
-        return answer
+        with waiting(f"{self.name}: {what}"):
+            found = await answer
+        if isinstance(found, Refused):
+            raise found.error()
+        assert isinstance(found, kind), found
+        return found
 
     async def died(self) -> None:
         """Wait until the process ends.
@@ -178,10 +174,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process could not end by itself
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await asyncio.shield(self._watcher)
-        except TimeoutError:
-            pass
+            await asyncio.wait([self._watcher], timeout=CLOSE_S)
         finally:
             self.kill()
         await self._watcher
@@ -211,21 +204,42 @@ class WorkerProcess:
         how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"
         if self._defect is not None:
             return f"{how}; the controller could not handle its message: {self._defect!r}"
-        words = self._log.last_words()
-        return f"{how}; the end of {self._log.path}:\n{words}" if words else f"{how}; it printed nothing"
+        with suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+            if words := file.read().decode(errors="replace").strip():
+                return f"{how}; the end of {self._log}:\n{words}"
+        return f"{how}; it printed nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class _Log:
-    path: Path
-    begins: int
-    """Where the output of this process begins; a resumed run appends to the file."""
+class RemoteWorker(Generic[JobT]):
+    """What the controller's sides of all workers have in common. Their methods raise WorkerDied if the
+    process has ended."""
 
-    def last_words(self) -> str:
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(max(self.begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            return file.read().decode(errors="replace").strip()
-        return ""
+    module: ClassVar[str]
+    """The module that the process runs."""
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]
+    """Decodes the messages of the process."""
+
+    def __init__(self, process: WorkerProcess, job: JobT) -> None:
+        self.process, self.job = process, job
+        self._started = process.next_answer()
+
+    @classmethod
+    async def spawn(cls, name: str, job: JobT, *, logs: Path, pin: int | None = None) -> Self:
+        """Start the process, as `WorkerProcess.spawn`."""
+        return cls(await WorkerProcess.spawn(name, cls.module, job, cls.decoder, logs=logs, pin=pin), job)
+
+    async def ready(self) -> None:
+        """Wait until the process has loaded what its job names.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        await self.process.answered(self._started, Ready, "start")
+
+    async def close(self) -> None:
+        """End the process."""
+        await self.process.close()
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The process of the reference model: computes one batch after another."""
+"""The process of the reference model. What arrives while a batch is computed is the next batch."""
 
 import msgspec
 
@@ -9,15 +9,15 @@ from tailrace.workers.messages import Ready, Refer, ReferenceJob, Referred
 
 
 def main() -> None:
-    """The entry point of the process."""
     end, job = begin(ReferenceJob)
     end_with_controller(end)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(Refer))
     with config_errors_sent(channel):
         reference = TorchReference.load(job.model, job.trainer, temperature=job.temperature)
     channel.send(Ready())
-    for batch in channel:
-        channel.send(Referred(reference.logprobs(batch.samples)))
+    while (asked := channel.receive(wait=True)) is not None:
+        for logprobs in reference.logprobs([message.sample for message in asked]):
+            channel.send(Referred(logprobs))
 
 
 if __name__ == "__main__":

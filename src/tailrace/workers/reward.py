@@ -2,58 +2,39 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from tailrace.clock import waiting
 from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Prompt, Sample
-from tailrace.workers.exits import kill_group
-from tailrace.workers.messages import BadConfig, Failed, FromScorer, Score, Scored, ScorerJob, Serving
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.messages import Failed, FromScorer, Score, Scored, ScorerJob, Serving
+from tailrace.workers.orphans import kill_group
+from tailrace.workers.process import RemoteWorker, WorkerProcess
 
 Outcome: TypeAlias = asyncio.Future[float | Failed]
 
 
-class RemoteScorer:
+class RemoteScorer(RemoteWorker[ScorerJob]):
     """One reward worker (reward_child.py). A call that takes too long is killed with its process, which the
     worker replaces."""
 
-    def __init__(self, process: WorkerProcess, timeout_s: float) -> None:
-        self.process = process
-        self._timeout_s = timeout_s
-        self._loaded = process.promise()
+    module = "tailrace.workers.reward_child"
+    decoder = msgspec.msgpack.Decoder(FromScorer)
+
+    def __init__(self, process: WorkerProcess, job: ScorerJob) -> None:
+        super().__init__(process, job)
         self._server: int | None = None
         """Process group that makes the calls; None before there is one."""
         self._number = 0
         """Number of the last call."""
         self._outcome: Outcome | None = None
-        """Outcome of the call being made; None when there is none."""
+        """Outcome of the call that is being made."""
         self._expired = False
         """The call took too long: its server is killed, and an answer of it does not count."""
         process.on_message = self._hear
-
-    @classmethod
-    async def spawn(cls, name: str, job: ScorerJob, *, logs: Path) -> "RemoteScorer":
-        """Start the worker; `ready` waits until it has loaded the reward function."""
-        decoder = msgspec.msgpack.Decoder(FromScorer)
-        process = await WorkerProcess.spawn(name, "tailrace.workers.reward_child", job, decoder, logs=logs)
-        return cls(process, job.reward.timeout_s)
-
-    async def ready(self) -> None:
-        """Wait until the reward function is loaded.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        with waiting(f"{self.process.name} to load the reward function"):
-            first = await self._loaded
-        if isinstance(first, BadConfig):
-            raise first.error()
 
     def call(self, call: Call) -> Outcome:
         """Make a call within `timeout_s`.
@@ -73,7 +54,7 @@ class RemoteScorer:
         except WorkerDied:  # the promise raises it
             return outcome
         self._expired = False
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        timer = asyncio.get_running_loop().call_later(self.job.reward.timeout_s, self._expire)
         outcome.add_done_callback(lambda _: timer.cancel())
         return outcome
 
@@ -81,23 +62,21 @@ class RemoteScorer:
         """End the worker's processes; a call being made is killed."""
         if self._outcome is not None:
             self._kill_server()
-        await self.process.close()
+        await super().close()
 
     def _hear(self, message: msgspec.Struct) -> None:
         match message:
-            case BadConfig():
-                self._loaded.set_result(message)
             case Serving(pid=pid, ended=ended):
                 self._server = pid
-                if not self._loaded.done():
-                    self._loaded.set_result(message)
-                elif self._expired:
-                    self._finish(Failed("timeout", f"no reward within {self._timeout_s:g} s"))
-                else:
+                if self._expired:
+                    self._finish(Failed("timeout", f"no reward within {self.job.reward.timeout_s:g} s"))
+                elif ended:
                     self._finish(Failed("died", f"the call ended its process: {ended}"))
             case Scored(number=number, outcome=outcome):
                 if number == self._number and not self._expired:
                     self._finish(outcome)
+            case _:
+                self.process.answer(message)
 
     def _finish(self, outcome: float | Failed) -> None:
         if self._outcome is not None and not self._outcome.done():

@@ -23,9 +23,14 @@ from tailrace.reward.base import Call
 from tailrace.reward.functions import Scorer
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.exits import exit_cause
-from tailrace.workers.messages import Failed, Score, Scored, ScorerJob, Serving, ToScorer
-from tailrace.workers.orphans import adopt_orphans, children_of, kill_descendants, signal_on_parent_death
+from tailrace.workers.messages import Failed, Ready, Score, Scored, ScorerJob, Serving
+from tailrace.workers.orphans import (
+    adopt_orphans,
+    children_of,
+    exit_cause,
+    kill_descendants,
+    signal_on_parent_death,
+)
 
 MAX_LOG_BYTES = 10 * 2**20
 """Output of the reward function that is kept in the log; the rest is discarded."""
@@ -81,10 +86,11 @@ def _run_loader(end: socket.socket, job: ScorerJob, supervisor: int, output: int
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     os.close(output)
-    channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToScorer))
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Score))
     try:
         with config_errors_sent(channel):
             scorer = Scorer.load(job.reward, job.data)
+        channel.send(Ready())
         _keep_serving(scorer, end, channel)
     except SystemExit as exit:
         os._exit(exit.code if isinstance(exit.code, int) else 1)

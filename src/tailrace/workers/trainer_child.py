@@ -8,25 +8,10 @@ import msgspec
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.shared_memory import SharedWeights, own_folder
+from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import (
-    Accumulate,
-    Done,
-    Ess,
-    EssOf,
-    FromTrainer,
-    Publish,
-    Published,
-    Refused,
-    Restore,
-    Save,
-    Step,
-    Stepped,
-    ToTrainer,
-    TrainerJob,
-    TrainerReady,
-)
+from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 
 def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
@@ -37,29 +22,23 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
         ScheduleError: a step without accumulated samples.
     """
     match message:
-        case Accumulate(units=units):
+        case messages.Accumulate(units=units):
             trainer.accumulate(units)
-        case Ess(units=units):
-            return EssOf(trainer.ess(units))
-        case Step():
-            return Stepped(trainer.step())
-        case Publish(version=version):
-            return Published(shared.write(trainer.publish(), version))
-        case Save(folder=folder):
+        case messages.Ess(units=units):
+            return messages.EssOf(trainer.ess(units))
+        case messages.Step():
+            return messages.Stepped(trainer.step())
+        case messages.Publish(version=version):
+            return messages.Published(shared.write(trainer.publish(), version))
+        case messages.Save(folder=folder):
             trainer.save(Path(folder))
-        case Restore(folder=folder):
+        case messages.Restore(folder=folder):
             trainer.restore(Path(folder))
     return Done()
 
 
-def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> None:
-    """Load the model and execute messages until the controller closes the channel.
-
-    Args:
-        job: what to train.
-        channel: to the controller.
-        folder: for published weights, in shared memory.
-    """
+def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], shared: SharedWeights) -> None:
+    """Load the model and execute messages until the controller closes the channel."""
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
             job.model,
@@ -68,8 +47,7 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> N
             temperature=job.sampling.temperature,
             max_completion_tokens=job.sampling.max_completion_tokens,
         )
-    shared = SharedWeights(folder)
-    channel.send(TrainerReady(str(folder)))
+    channel.send(Ready())
     for message in channel:
         try:
             channel.send(execute(message, trainer, shared))
@@ -78,11 +56,10 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], folder: Path) -> N
 
 
 def main() -> None:
-    """The entry point of the process."""
     end, job = begin(TrainerJob)
     with own_folder() as folder:
         end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
-        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), folder)
+        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), SharedWeights(folder))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from itertools import chain
 from torch import Tensor
 
 from tailrace.engine.native.sequence import Block, Sequence
-from tailrace.engine.native.suspended_kv import SuspendedKV
 
 SMALLEST = 80
 GROWTH = 1.6
@@ -69,6 +68,43 @@ class Tier:
             self.sequences[slot] = last
             for cached in (self.keys, self.values):
                 cached[:, slot] = cached[:, len(self.sequences)]
+
+
+class SuspendedKV:
+    """Keys and values of aborted requests, by request id, the oldest first.
+
+    A partial rollout that is resumed would otherwise compute its whole context again.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[list[int], Block]] = {}
+        self.num_tokens = 0
+        """Positions of all blocks."""
+
+    def put(self, sequence: Sequence, block: Block, room: int) -> None:
+        """Keep a copy of the block of the sequence's context.
+
+        Args:
+            room: positions that all suspended blocks may take. The oldest blocks are dropped for the new one;
+                a block that is larger than the room is not kept.
+        """
+        context = sequence.context
+        self.shrink(room - len(context))
+        if len(context) <= room:
+            self._blocks[sequence.id] = context, block.clone()
+            self.num_tokens += len(context)
+
+    def take(self, sequence: Sequence) -> Block | None:
+        """Remove and return the request's block; None if there is none or its context is another one."""
+        context, block = self._blocks.pop(sequence.id, ([], None))
+        self.num_tokens -= len(context)
+        return block if context == sequence.context else None
+
+    def shrink(self, num_tokens: int) -> None:
+        """Drop the oldest blocks until at most `num_tokens` positions are kept."""
+        while self._blocks and self.num_tokens > num_tokens:
+            context, _ = self._blocks.pop(next(iter(self._blocks)))
+            self.num_tokens -= len(context)
 
 
 class Cache:

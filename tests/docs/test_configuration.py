@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.commands.config_reference import config_reference, main
+from make_configuration import config_reference, main
 from tailrace.schedules import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

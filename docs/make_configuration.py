@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the settings classes and the signatures of the schedules.
 
-    python -m tailrace.commands.config_reference docs/configuration.md
+    python docs/make_configuration.py docs/configuration.md
 
 A test compares the committed file with the output.
 """
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, sections_in
 from tailrace.rollout.admission import Admission
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.settings import Settings
@@ -44,7 +44,7 @@ def config_reference() -> str:
     for name, schedule in SCHEDULES.items():
         parts += _schedule(name, schedule)
     parts.append(ADMISSION_HEADER)
-    for kind in _settings_in(Admission):
+    for kind in sections_in(Admission):
         parts += _section("schedule.admission", kind, level=4)
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
@@ -52,7 +52,7 @@ def config_reference() -> str:
 def _section(path: str, section: type[Settings], level: int = 2, intro: str = "") -> Iterator[str]:
     """Yield the heading, the description and the table of a section, then its sub-sections."""
     fields = section.model_fields
-    plain = {name: field for name, field in fields.items() if not _settings_in(field.annotation)}
+    plain = {name: field for name, field in fields.items() if not sections_in(field.annotation)}
     if path:
         yield f"{'#' * level} [{path}]{_kind_of(section)}\n\n{_line(f'{intro} {inspect.getdoc(section)}')}"
         yield "\n".join(
@@ -64,7 +64,7 @@ def _section(path: str, section: type[Settings], level: int = 2, intro: str = ""
     for name, field in fields.items():
         repeated = get_origin(field.annotation) in (dict, Mapping)
         key = ".".join(filter(None, (path, name, "NAME" if repeated else "")))
-        for inner in _settings_in(field.annotation):
+        for inner in sections_in(field.annotation):
             yield from _section(key, inner, level, field.description or "" if repeated else "")
 
 
@@ -154,13 +154,6 @@ def _literals(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) in (Annotated, Union, UnionType):
         return tuple(value for each in get_args(hint) for value in _literals(each))
     return ()
-
-
-def _settings_in(hint: Any) -> list[type[Settings]]:
-    """Return the sections that a field may hold."""
-    if isinstance(hint, type) and issubclass(hint, Settings):
-        return [hint]
-    return [section for each in get_args(hint) for section in _settings_in(each)]
 
 
 def _value(value: Any) -> str:
