@@ -11,7 +11,7 @@ FLUSH_BYTES = 32 * 1024
 
 
 class TraceFile:
-    """Writes records to trace.json, then to trace.1.json, trace.2.json, ... The first and the newest are kept.
+    """Writes records to trace.json, then to trace.1.json, ... The first and the newest are kept.
 
     A flush is one write that begins where the array's end stands and brings a new end, so the file of a
     killed process parses.
