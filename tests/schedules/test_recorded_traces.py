@@ -1,6 +1,7 @@
-"""The simulated trace of each schedule is the recorded one: a change of the code that should not change
-behaviour does not. After a change that should, run this file as a program to record the traces anew, and say
-why.
+"""The simulated trace of each schedule is the recorded one.
+
+A change of the code that should not change behaviour leaves the traces as they are. After a change that
+should, run this file as a program to record them anew, and say why.
 
     PYTHONPATH=src:tests python tests/schedules/test_recorded_traces.py
 """
@@ -25,8 +26,16 @@ from tailrace.record.events import (
 )
 
 FILE = Path(__file__).with_name("recorded_traces.json")
-KINDS = Accumulated | GroupEnded | GroupReady | Published | RequestEnded | RequestStarted | SampleScored |
-TokensWasted
+KINDS = (
+    Accumulated
+    | GroupEnded
+    | GroupReady
+    | Published
+    | RequestEnded
+    | RequestStarted
+    | SampleScored
+    | TokensWasted
+)
 
 
 def digest(name: str) -> str:

@@ -284,7 +284,7 @@ def test_rolloutpipe_trains_groups_in_the_order_in_which_they_complete() -> None
 
 @pytest.mark.parametrize("schedule", [tailbatch, rollpacker])
 def test_a_race_ends_when_responses_are_generated_and_not_when_they_are_scored(schedule) -> None:  # type: ignore[no-untyped-def]
-    """Group 0 is generated at 10 s and scored at 15 s; group 1 is stopped at 10 s, with 10 of its 40 tokens."""
+    """Group 0 is generated at 10 s and scored at 15 s; group 1 is stopped at 10 s with 10 of 40 tokens."""
     sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
     outcome = simulate(
         partial(schedule, groups_per_round=1, prompt_speculation=2.0, response_speculation=1.0),
@@ -301,7 +301,7 @@ def test_a_race_ends_when_responses_are_generated_and_not_when_they_are_scored(s
 def test_april_recomputes_the_cache_of_resumed_responses_unless_it_is_kept(
     kv: dict[str, str], num_prefilled: int
 ) -> None:
-    """Two prompts of one token are computed once each; both responses to prompt 1 are parked with 10 tokens."""
+    """Two prompts of one token are computed once each; the responses to prompt 1 are parked with 10 tokens."""
     parts = worlds(EXACT, lambda sample: 20 if sample.prompt.index == 1 else 10)
     schedule = partial(april, groups_per_round=1, groups_launched=2, **kv)
     outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
