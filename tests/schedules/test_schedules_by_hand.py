@@ -301,7 +301,7 @@ def test_a_race_ends_when_responses_are_generated_and_not_when_they_are_scored(s
 def test_april_recomputes_the_cache_of_resumed_responses_unless_it_is_kept(
     kv: dict[str, str], num_prefilled: int
 ) -> None:
-    """Two prompts of one token are computed once each; the responses to prompt 1 are parked with 10 tokens."""
+    """Two prompts of one token are computed once each; responses to prompt 1 are parked with 10 tokens."""
     parts = worlds(EXACT, lambda sample: 20 if sample.prompt.index == 1 else 10)
     schedule = partial(april, groups_per_round=1, groups_launched=2, **kv)
     outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
