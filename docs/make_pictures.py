@@ -19,7 +19,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
-from tailrace.record.events import FromRound, Recorder
+from tailrace.record.events import Recorder
 from tailrace.record.pictures import draw_timelines
 from tailrace.record.steps import StepMeter
 from tailrace.record.timeline import Timeline
@@ -72,14 +72,13 @@ Schedule = Callable[[Run], Coroutine[Any, Any, None]]
 
 def simulated(name: str) -> Timeline:
     """The timeline of the last rounds of a simulated run of the schedule."""
-    timeline = Timeline()
     groups_a_round = GROUPS_A_ROUND.get(name, N)
-    rounds, pictured = NUM_GROUPS // groups_a_round, NUM_PICTURED // groups_a_round
+    rounds, timeline = NUM_GROUPS // groups_a_round, Timeline(NUM_PICTURED // groups_a_round)
     schedule: Schedule = partial(SCHEDULES[name], **PARAMETERS[name])
 
     async def run() -> None:
         settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-        meter = StepMeter(FromRound(rounds - pictured, timeline), wall_clock=clock.wall_time)
+        meter = StepMeter(timeline, wall_clock=clock.wall_time)
         await execute(schedule, simulated_parts(SIM, 0), settings, Recorder(meter))
 
     clock.run(run(), virtual=True)

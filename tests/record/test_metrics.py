@@ -19,6 +19,7 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.rewind import rewind_records
 from tailrace.record.rows import ClosingRow, EvaluationRow, RoundRow, StepRow
 from tailrace.types import SampleId
 
@@ -27,8 +28,8 @@ def lines_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write(story: Story, path: Path, *, first_round: int = 0) -> list[dict[str, float]]:
-    play(story.events, MetricsWriter(path, first_round=first_round))
+def write(story: Story, path: Path) -> list[dict[str, float]]:
+    play(story.events, MetricsWriter(path))
     return lines_of(path)
 
 
@@ -262,8 +263,8 @@ def test_a_resume_removes_the_rows_that_will_be_written_again(tmp_path: Path) ->
     whole = write(story, path)
     with path.open("a") as file:
         file.write('{"step": 5, "rou')  # torn by a kill
-    earlier = read_rows(path, before_round=1)
-    resumed = MetricsWriter(path, first_round=1)
+    rewind_records(path, tmp_path, round=1, step=2)
+    earlier, resumed = read_rows(path), MetricsWriter(path)
     assert lines_of(path) == whole[:2]
     again = Story(num_steps=2)
     again.tell(Evaluated(99.0, 1, 8, 0.5, 1.0))
@@ -295,12 +296,14 @@ def test_the_rows_that_are_read_are_those_that_were_written(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("before, count", [(0, 0), (1, 2), (2, 4), (None, 4)])
-def test_rows_are_read_up_to_a_round(tmp_path: Path, before: int | None, count: int) -> None:
+def test_rows_are_kept_up_to_a_round(tmp_path: Path, before: int | None, count: int) -> None:
     path = tmp_path / "metrics.jsonl"
     story = pipelined_round()
     pipelined_round(story, round=1, start_s=100.0)
     write(story, path)
-    steps = [row for row in read_rows(path, before_round=before) if isinstance(row, StepRow)]
+    if before is not None:
+        rewind_records(path, tmp_path, round=before, step=0)
+    steps = [row for row in read_rows(path) if isinstance(row, StepRow)]
     assert len(steps) == count
 
 

@@ -4,8 +4,8 @@ from msgspec.structs import replace
 from record_story import pipelined_round, rows_of
 
 from tailrace.record.base import RecordSettings
+from tailrace.record.display import Notices
 from tailrace.record.events import SampleScored
-from tailrace.record.notices import Notices
 from tailrace.record.rows import StepRow
 from tailrace.types import SampleId
 

@@ -1,7 +1,7 @@
 from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.events import RequestEnded, RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.lengths import LengthStats
+from tailrace.record.moments import LengthStats
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.rows import RoundRow
 

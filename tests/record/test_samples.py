@@ -4,6 +4,7 @@ from pathlib import Path
 from record_story import make_group, pipelined_round, play
 
 from tailrace.record.events import Evaluated, EvaluatedSample
+from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter
 
 
@@ -39,7 +40,7 @@ def test_a_resume_removes_the_files_of_rounds_to_come(tmp_path: Path) -> None:
     story.tell(evaluation(0), evaluation(1))
     play(story.events, SamplesWriter(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
-    SamplesWriter(tmp_path, first_round=1)
+    rewind_records(tmp_path / "metrics.jsonl", tmp_path, round=1, step=2)
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert names == ["eval/round_000000.jsonl", "notes.txt", "round_000000.jsonl"]
 

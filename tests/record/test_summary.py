@@ -5,6 +5,7 @@ from record_story import Story, pipelined_round, play
 
 from tailrace.record.events import Evaluated, GroupEnded, RowSkipped, SampleScored, TokensWasted
 from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.rewind import rewind_records
 from tailrace.record.summary import (
     Ages,
     FirstLast,
@@ -98,7 +99,8 @@ def test_a_resumed_run_counts_its_earlier_life(tmp_path: Path) -> None:
     again = Story(num_steps=2)
     again.tell(Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0))
     pipelined_round(again, round=1, start_s=100.0)
-    earlier = read_rows(path, before_round=1)
+    rewind_records(path, tmp_path, round=1, step=2)
+    earlier = read_rows(path)
     play(again.events, resumed := Summary(earlier=earlier), earlier=earlier)
     assert resumed.summary() == expected.summary()
 

@@ -5,7 +5,7 @@ import pytest
 from record_story import make_group, pipelined_round, play
 
 from tailrace.record.draw import draw
-from tailrace.record.events import FromRound, RequestEnded
+from tailrace.record.events import RequestEnded, RoundStarted
 from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar
 
 
@@ -82,9 +82,14 @@ def test_the_waits_in_the_picture_are_those_of_the_round() -> None:
     assert [wait for wait in _waits(timeline) if wait[1] > wait[0]] == [(0, 4), (6, 10), (30, 34), (36, 40)]
 
 
-def test_a_sink_can_begin_with_a_later_round() -> None:
-    timeline = Timeline()
-    play(pipelined_round().events, FromRound(1, timeline))
-    assert timeline.requests == timeline.trainer == []
-    play(pipelined_round().events, FromRound(0, timeline))
-    assert len(timeline.rounds) == 1
+def test_the_last_rounds_are_kept_wherever_the_run_ends() -> None:
+    story = pipelined_round()
+    for round in (1, 2, 3):
+        pipelined_round(story, round=round, start_s=10.0 + 100 * round)
+    story.tell(RoundStarted(410.0, 4, 4))
+    story.train(make_group(8, [4, 6], [1.0, 0.0]), 411, 412, 413)  # interrupted in the fifth round
+    play(story.events, timeline := Timeline(max_rounds=2))
+    assert timeline.rounds == [RoundSpan(0.0, 15.0), RoundSpan(100.0, 115.0)]
+    assert [report.round for report in timeline.reports] == [2, 3]
+    assert timeline.trainer[0] == TrainerBar(5, 4.0, 5.0) and timeline.trainer[-1].end_s == 114.0
+    assert timeline.requests[0] == RequestBar("engine0", 0, 4, 0.0, 2.0) and len(timeline.requests) == 8

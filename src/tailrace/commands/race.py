@@ -17,9 +17,9 @@ from tailrace.commands.virtual import run_virtual, sim_max_tokens
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
-from tailrace.record.events import FromRound, Recorder, Sink
+from tailrace.record.events import Recorder, Sink
 from tailrace.record.steps import StepMeter
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
+from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule
 
@@ -109,7 +109,7 @@ async def race_live(
                     racer.schedule,
                     await arena.parts(racer),
                     settings,
-                    _recorder(meter, *_pictures(name, racer, timeline, folder if pictured else None)),
+                    _recorder(meter, *_pictures(name, timeline, folder if pictured else None)),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
@@ -131,7 +131,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
             meter, timeline = LapMeter(sim_max_tokens(racer.config)), Timeline()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(meter, *_pictures(name, racer, timeline, folder)))
+            run_virtual(config, racer.schedule, _recorder(meter, *_pictures(name, timeline, folder)))
             measured.add(name, meter, timeline)
     return measured
 
@@ -145,9 +145,8 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _pictures(name: str, racer: Racer, timeline: Timeline, folder: Path | None) -> list[Sink]:
-    last_rounds = FromRound(racer.config.run.rounds - PICTURED_ROUNDS, timeline)
-    return [last_rounds, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")] if folder else []
+def _pictures(name: str, timeline: Timeline, folder: Path | None) -> list[Sink]:
+    return [timeline, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")] if folder else []
 
 
 def _recorder(*sinks: Sink) -> Recorder:

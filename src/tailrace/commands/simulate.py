@@ -18,11 +18,11 @@ from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.virtual import run_virtual, sim_max_tokens, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
-from tailrace.record.events import FromRound, Recorder, Sink
+from tailrace.record.events import Recorder, Sink
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
+from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 
@@ -44,10 +44,11 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     sinks: list[Sink] = [meter, summary]
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
         sinks += [
             MetricsWriter(folder / "metrics.jsonl"),
             TraceWriter(folder / "trace.json", max_bytes=config.record.trace_max_bytes),
-            FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+            timeline,
         ]
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     console = Console()

@@ -30,13 +30,13 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import open_display
 from tailrace.record.draw import draw
-from tailrace.record.events import FromRound, Recorder
+from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import PICTURED_ROUNDS, Timeline
+from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
@@ -179,15 +179,14 @@ async def _train(
 def _recorder(
     config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
 ) -> tuple[Recorder, Summary]:
-    next_round = start.round + 1  # what this round has done before the checkpoint stays in the records
-    earlier = read_rows(folder.metrics, before_round=next_round)
+    earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
     display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
     meter = StepMeter(
-        MetricsWriter(folder.metrics, first_round=next_round),
-        SamplesWriter(folder.samples, first_round=next_round),
+        MetricsWriter(folder.metrics),
+        SamplesWriter(folder.samples),
         TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
-        FromRound(config.run.rounds - PICTURED_ROUNDS, timeline),
+        timeline,
         summary,
         display,
         *open_sinks(config.record.sinks, folder.path, display.say),

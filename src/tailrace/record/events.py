@@ -12,32 +12,38 @@ from typing import Protocol
 import msgspec
 
 from tailrace.record.lags import Lags
-from tailrace.record.rows import ClosingRow, EvaluationRow, RoundRow, StepRow
+from tailrace.record.rows import RoundRow, Row
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Sample, SampleId
 
 
-class RoundStarted(msgspec.Struct, frozen=True):
+class Moment(msgspec.Struct, frozen=True):
     time_s: float
+
+
+class Interval(msgspec.Struct, frozen=True):
+    start_s: float
+    end_s: float
+
+
+class RoundStarted(Moment, frozen=True):
     round: int
     version: int
     """The published version of the weights."""
 
 
-class RequestStarted(msgspec.Struct, frozen=True):
+class RequestStarted(Moment, frozen=True):
     """A sample was sent to an engine, for the first time or again."""
 
-    time_s: float
     sample: SampleId
     engine: str
     num_tokens: int
     """Completion tokens that the sample had already."""
 
 
-class RequestEnded(msgspec.Struct, frozen=True):
+class RequestEnded(Moment, frozen=True):
     """A sample left an engine."""
 
-    time_s: float
     sample: SampleId
     engine: str
     num_tokens: int
@@ -47,10 +53,9 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """'stop', 'length', 'cancelled' or 'evicted'."""
 
 
-class SampleScored(msgspec.Struct, frozen=True):
+class SampleScored(Moment, frozen=True):
     """The reward of a sample is known, or is known to have failed."""
 
-    time_s: float
     sample: SampleId
     reward: float | None
     failure: str | None
@@ -60,45 +65,39 @@ class SampleScored(msgspec.Struct, frozen=True):
     """What the reward function said about the failure."""
 
 
-class GroupReady(msgspec.Struct, frozen=True):
+class GroupReady(Moment, frozen=True):
     """A group is complete and not filtered, and its advantages are set: it can be trained."""
 
-    time_s: float
     prompt: int
     num_tokens: int
 
 
-class GroupEnded(msgspec.Struct, frozen=True):
+class GroupEnded(Moment, frozen=True):
     """A group was trained, filtered or dropped."""
 
-    time_s: float
     prompt: int
     fate: str
     reason: str
 
 
-class TokensWasted(msgspec.Struct, frozen=True):
+class TokensWasted(Moment, frozen=True):
     """Tokens of a sample will never be trained."""
 
-    time_s: float
     sample: SampleId
     num_tokens: int
     reason: str
 
 
-class RowSkipped(msgspec.Struct, frozen=True):
+class RowSkipped(Moment, frozen=True):
     """A row of the data could not become a prompt."""
 
-    time_s: float
     prompt: int
     reason: str
 
 
-class Accumulated(msgspec.Struct, frozen=True):
+class Accumulated(Interval, frozen=True):
     """The trainer computed gradients of samples."""
 
-    start_s: float
-    end_s: float
     samples: tuple[SampleId, ...]
     num_tokens: int
 
@@ -114,32 +113,27 @@ class Stepped:
     samples: tuple[Sample, ...] = field(repr=False, compare=False)
 
 
-class EssTaken(msgspec.Struct, frozen=True):
+class EssTaken(Moment, frozen=True):
     """A schedule asked for the effective sample size of groups that it may train next."""
 
-    time_s: float
     ess: float
 
 
-class Published(msgspec.Struct, frozen=True):
+class Published(Interval, frozen=True):
     """A new version of the weights was published."""
 
-    start_s: float
-    end_s: float
     version: int
 
 
-class RoundEnded(msgspec.Struct, frozen=True):
+class RoundEnded(Moment, frozen=True):
     """All steps of a round are done and its weights are published."""
 
-    time_s: float
     round: int
 
 
-class BooksClosed(msgspec.Struct, frozen=True):
+class BooksClosed(Moment, frozen=True):
     """The run is over. The counts are what it drew and generated and neither trained nor gave up."""
 
-    time_s: float
     num_parked_groups: int
     num_parked_tokens: int
 
@@ -169,10 +163,9 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
         )
 
 
-class Evaluated(msgspec.Struct, frozen=True):
+class Evaluated(Moment, frozen=True):
     """Held-out prompts were sampled and scored."""
 
-    time_s: float
     round: int
     """The round that is about to start."""
     num_samples: int
@@ -182,10 +175,9 @@ class Evaluated(msgspec.Struct, frozen=True):
     samples: tuple[EvaluatedSample, ...] = ()
 
 
-class Saved(msgspec.Struct, frozen=True):
+class Saved(Moment, frozen=True):
     """A checkpoint was written before a round."""
 
-    time_s: float
     round: int
     path: str
     version: int
@@ -193,54 +185,27 @@ class Saved(msgspec.Struct, frozen=True):
     """Prompts drawn so far, which is also the index of the next one."""
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class Waiting(Moment, frozen=True):
     """There was no optimizer step for a long time."""
 
-    time_s: float
     quiet_s: float
     what: str
     """What each waiting task waits for."""
 
 
-class ControllerLag(msgspec.Struct, frozen=True):
-    """The controller's event loop ran a timer late."""
+class ControllerLag(Moment, frozen=True):
+    """The controller's event loop ran a timer, later than it was due."""
 
-    time_s: float
-    """When the timer ran."""
     lag_s: float
-    """How much later than it was due."""
 
 
-Event = (
-    RoundStarted
-    | RequestStarted
-    | RequestEnded
-    | SampleScored
-    | GroupReady
-    | GroupEnded
-    | TokensWasted
-    | RowSkipped
-    | Accumulated
-    | Stepped
-    | EssTaken
-    | Published
-    | RoundEnded
-    | BooksClosed
-    | Evaluated
-    | Saved
-    | Waiting
-    | ControllerLag
-    | StepRow
-    | RoundRow
-    | EvaluationRow
-    | ClosingRow
-)
-"""What a sink receives. The four rows are measured from the other events by `steps.StepMeter`."""
+Event = Moment | Interval | Stepped | Row
+"""What a sink receives. The rows are measured from the other events by `steps.StepMeter`."""
 
 
 def time_of(event: Event) -> float:
     """When the event happened; for an interval, its end."""
-    return event.end_s if isinstance(event, Accumulated | Stepped | Published | RoundRow) else event.time_s
+    return event.end_s if isinstance(event, Interval | Stepped | RoundRow) else event.time_s
 
 
 class Sink(Protocol):
@@ -250,22 +215,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """The run ended, with or without an error."""
-
-
-class FromRound:
-    """Sink: passes events on from the start of a round on; for pictures, which cannot show a long run."""
-
-    def __init__(self, first_round: int, sink: Sink) -> None:
-        self._first_round, self._sink = first_round, sink
-        self._open = False
-
-    def on(self, event: Event) -> None:
-        self._open = self._open or (isinstance(event, RoundStarted) and event.round >= self._first_round)
-        if self._open:
-            self._sink.on(event)
-
-    def close(self) -> None:
-        self._sink.close()
 
 
 class Recorder:

@@ -4,16 +4,7 @@ import heapq
 
 
 class Lanes:
-    """Hands out the lowest free lane, so there are as many lanes as requests that ran at once.
-
-    Example:
-        >>> lanes = Lanes()
-        >>> lanes.take(), lanes.take()
-        (0, 1)
-        >>> lanes.give_back(0)
-        >>> lanes.take(), lanes.take()
-        (0, 2)
-    """
+    """Hands out the lowest free lane, so there are as many lanes as requests that ran at once."""
 
     def __init__(self) -> None:
         self.num_lanes = 0

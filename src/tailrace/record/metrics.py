@@ -5,7 +5,6 @@ once the next step, the round's end or an evaluation completes it, so the file o
 its last line. A number that is not finite is null.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,42 +14,17 @@ from tailrace.record.events import Event
 from tailrace.record.rows import ClosingRow, Counts, EvaluationRow, RoundRow, Row, StepRow, from_json, to_json
 
 
-def read_rows(path: Path, *, before_round: int | None = None) -> list[Row]:
-    """The rows of a metrics file in their order; none if there is no file. A torn last line is left out.
-
-    Args:
-        path: the file.
-        before_round: leave out the rows of this round and of later ones.
-    """
-    return [row for line in _lines(path, before_round) for row in from_json(msgspec.json.decode(line))]
-
-
-def _lines(path: Path, before_round: int | None) -> Iterator[bytes]:
-    if not path.exists():
-        return
-    for line in path.read_bytes().splitlines():
-        try:
-            round = msgspec.json.decode(line)["round"]
-        except msgspec.DecodeError:
-            return
-        if before_round is None or round < before_round:
-            yield line
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file in their order; none if there is no file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [row for line in lines for row in from_json(msgspec.json.decode(line))]
 
 
 class MetricsWriter:
-    """Sink: appends rows to metrics.jsonl. Opened at a resume, it first removes the rows to be written
-    again."""
+    """Sink: appends rows to metrics.jsonl."""
 
-    def __init__(self, path: Path, *, first_round: int = 0) -> None:
-        """
-        Args:
-            path: the file.
-            first_round: the round that comes first; rows of it and of later ones are removed.
-        """
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in _lines(path, first_round)))
-        partial.replace(path)
         self._file = path.open("ab")
         self._last: StepRow | None = None
         """The last step's row, until it is known whether it ends its round."""

@@ -1,18 +1,17 @@
-"""Mean and standard deviation that survive huge values: they never raise, and are NaN where the result is not
-finite. JSON has no NaN; the files say null."""
+"""Statistics of rewards and lengths.
+
+The mean and the standard deviation never raise on huge values. They are NaN where the result is not finite.
+"""
 
 import math
 from collections.abc import Sequence
 from statistics import fmean
 
+import msgspec
+
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean of at least one value.
-
-    Example:
-        >>> mean([1e308, 1e308, 1e308]) < 1.1e308
-        True
-    """
+    """Arithmetic mean of at least one value."""
     try:
         result = fmean(values)
     except OverflowError:  # the sum overflows, the mean does not
@@ -30,3 +29,21 @@ def standard_deviation(values: Sequence[float]) -> float:
     # hypot scales its arguments: the squares of deviations above 1e154 would overflow.
     result = math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)
     return result if math.isfinite(result) else math.nan
+
+
+class LengthStats(msgspec.Struct, frozen=True):
+    """Lengths in tokens. Percentiles are nearest-rank: each is a length that occurred."""
+
+    mean: float = msgspec.field(name="mean_length")
+    min: int = msgspec.field(name="min_length")
+    p50: int = msgspec.field(name="p50_length")
+    p90: int = msgspec.field(name="p90_length")
+    p99: int = msgspec.field(name="p99_length")
+    max: int = msgspec.field(name="max_length")
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "LengthStats":
+        """The statistics of at least one length, in any order."""
+        ordered = sorted(lengths)
+        p50, p90, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 90, 99))
+        return cls(fmean(ordered), ordered[0], p50, p90, p99, ordered[-1])

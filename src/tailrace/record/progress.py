@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from tailrace.record.events import Evaluated, Event, RequestEnded, RoundEnded, RoundStarted, time_of
@@ -12,31 +13,29 @@ NUM_REWARDS = 40
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
+@dataclass(slots=True)
 class Progress:
     """Updated by events, read at any time."""
 
-    def __init__(self, rounds: int) -> None:
-        """
-        Args:
-            rounds: the number of rounds of the run.
-        """
-        self.rounds = rounds
-        self.round = 0
-        self.elapsed_s = 0.0
-        self.accuracy: float | None = None
-        self.generated_per_s = 0.0
-        """Tokens a second in this round, counted when a request ends."""
-        self.rewards: list[float] = []
-        self.row: StepRow | None = None
-        """The last step."""
-        self._generated = 0
-        self._now_s = 0.0
-        self._start_s: float | None = None
-        self._round_start_s = 0.0
-        self._first_round: tuple[int, float] | None = None
-        """The first round of this life of the run, and its start."""
-        self._expected_end_s: float | None = None
-        self._step_s = self._wait_s = 0.0
+    rounds: int
+    """Rounds of the run."""
+    round: int = 0
+    elapsed_s: float = 0.0
+    accuracy: float | None = None
+    generated_per_s: float = 0.0
+    """Tokens a second in this round, counted when a request ends."""
+    rewards: list[float] = field(default_factory=list)
+    row: StepRow | None = None
+    """The last step."""
+    _generated: int = 0
+    _now_s: float = 0.0
+    _start_s: float | None = None
+    _round_start_s: float = 0.0
+    _first_round: tuple[int, float] | None = None
+    """The first round of this life of the run, and its start."""
+    _expected_end_s: float | None = None
+    _step_s: float = 0.0
+    _wait_s: float = 0.0
 
     @property
     def wait_share(self) -> float:
@@ -114,21 +113,12 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
-    Example:
-        >>> duration(3725.4)
-        '1:02:05'
-    """
+    """Hours, minutes and seconds: '1:02:05'."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Blocks between the lowest and the highest finite value.
-
-    Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▄█'
-    """
+    """Blocks between the lowest and the highest finite value: '▁▄█'."""
     halves = [value / 2 for value in values if math.isfinite(value)]  # the range of halves cannot overflow
     low, high = min(halves, default=0.0), max(halves, default=0.0)
     share = [(value - low) / (high - low) if high > low else 0.0 for value in halves]

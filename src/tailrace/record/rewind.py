@@ -38,7 +38,7 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
 
 
 def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drop lines. A line that a kill cut short is dropped with all that follow."""
+    """Drop lines, and the file if none is left. A line that a kill cut short is dropped, too."""
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -47,6 +47,9 @@ def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
             break
         if keep(row):
             kept.append(line)
+    if not kept:
+        path.unlink()
+        return
     partial = path.with_suffix(".partial")
     partial.write_bytes(b"".join(kept))
     partial.replace(path)

@@ -1,6 +1,7 @@
 """Measures rounds: `rows.RoundRow` says what each figure is."""
 
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 
 from tailrace.record.events import (
@@ -14,8 +15,7 @@ from tailrace.record.events import (
     RoundStarted,
     Stepped,
 )
-from tailrace.record.lengths import LengthStats
-from tailrace.record.moments import mean
+from tailrace.record.moments import LengthStats, mean
 from tailrace.record.rows import RoundRow
 from tailrace.types import SampleId
 
@@ -26,7 +26,7 @@ class _OpenRound:
     running: set[SampleId] = field(default_factory=set)
     """Requests that started in this round and have not ended."""
     rollout_end_s: float = 0.0
-    first_dispatch_s: float | None = None
+    first_dispatch_s: float = inf
     train_end_s: float = 0.0
     compute_s: float = 0.0
     publish_s: float = 0.0
@@ -35,11 +35,9 @@ class _OpenRound:
     rewards: list[float] = field(default_factory=list)
     lengths_by_step: list[list[int]] = field(default_factory=list)
 
-    def dispatch(self, time_s: float) -> None:
-        if self.first_dispatch_s is None:
-            self.first_dispatch_s = max(time_s, self.start.time_s)
-
     def measure(self, event: Event) -> None:
+        if isinstance(event, Accumulated | Stepped):
+            self.first_dispatch_s = min(self.first_dispatch_s, max(event.start_s, self.start.time_s))
         match event:
             case RequestStarted():
                 self.running.add(event.sample)
@@ -49,24 +47,17 @@ class _OpenRound:
                 if event.sample in self.running:
                     self.running.remove(event.sample)
                     self.rollout_end_s = event.time_s
-            case Accumulated():
-                self.dispatch(event.start_s)
             case Stepped():
-                self.step(event)
+                self.train_end_s = event.end_s
+                self.compute_s += event.stats.compute_s
+                self.rewards += [sample.reward for sample in event.samples if sample.reward is not None]
+                self.lengths_by_step.append([sample.num_tokens for sample in event.samples])
             case Published():
                 self.publish_s += event.end_s - event.start_s
             case GroupEnded(fate="trained"):
                 self.num_groups += 1
 
-    def step(self, event: Stepped) -> None:
-        self.dispatch(event.start_s)
-        self.train_end_s = event.end_s
-        self.compute_s += event.stats.compute_s
-        self.rewards += [sample.reward for sample in event.samples if sample.reward is not None]
-        self.lengths_by_step.append([sample.num_tokens for sample in event.samples])
-
     def report(self, end_s: float) -> RoundRow:
-        assert self.first_dispatch_s is not None
         start_s = self.start.time_s
         first_dispatch_s = self.first_dispatch_s - start_s
         main_time_s = self.train_end_s - start_s

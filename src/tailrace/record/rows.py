@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_origin
 import msgspec
 from msgspec import field
 
-from tailrace.record.lengths import LengthStats
+from tailrace.record.moments import LengthStats
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -53,17 +53,20 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
         return Counts(**sums)
 
 
-class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step. Means are over the step's trained samples or tokens."""
-
+class _RowInTime(msgspec.Struct, frozen=True, kw_only=True):
     step: int
-    """Optimizer steps so far, this one included."""
+    """Optimizer steps so far, this row's included."""
     round: int
-    """Rounds before this one."""
+    """The index of the round: of an evaluation, the one that is about to start."""
     time_s: float = field(name="time")
-    """End of the step, in seconds on the run's clock."""
+    """Seconds on the run's clock; of a step, its end."""
     wall_time: float
     """Unix seconds; in virtual time, virtual seconds."""
+
+
+class StepRow(_RowInTime, frozen=True, kw_only=True):
+    """One optimizer step. Means are over the step's trained samples or tokens."""
+
     num_tokens: int
     """Tokens trained so far, prompts and completions, as TRL counts them: cumulative."""
     trained_tokens: int = field(name="tokens/trained")
@@ -185,28 +188,18 @@ class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """Counted since the round's last step."""
 
 
-class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationRow(_RowInTime, frozen=True, kw_only=True):
     """One evaluation on held-out prompts."""
 
-    step: int
-    """Optimizer steps so far."""
-    round: int
-    """The round that is about to start."""
-    time_s: float = field(name="time")
-    wall_time: float
     accuracy: float = field(name="eval/accuracy")
     """Mean reward."""
     mean_tokens: float = field(name="eval/mean_tokens")
     num_samples: int = field(name="eval/num_samples")
 
 
-class ClosingRow(msgspec.Struct, frozen=True, kw_only=True):
+class ClosingRow(_RowInTime, frozen=True, kw_only=True):
     """What was counted after the last step or round."""
 
-    step: int
-    round: int
-    time_s: float = field(name="time")
-    wall_time: float
     counts: Counts
 
 

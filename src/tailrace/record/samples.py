@@ -12,19 +12,9 @@ from tailrace.types import Sample
 class SamplesWriter:
     """Sink: appends a step's samples to its round's file, and writes a file for each evaluation."""
 
-    def __init__(self, folder: Path, *, first_round: int = 0) -> None:
-        """
-        Args:
-            folder: where the files go.
-            first_round: the round that comes first; files of it and of later ones are removed.
-        """
-        self._folder, self._evaluations = folder, folder / "eval"
-        self._path = folder / _name(first_round)
-        for each in (self._folder, self._evaluations):
-            each.mkdir(parents=True, exist_ok=True)
-            for path in each.glob("round_*.jsonl"):
-                if path.name >= _name(first_round):
-                    path.unlink()
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / _name(0)
+        (folder / "eval").mkdir(parents=True, exist_ok=True)
 
     def on(self, event: Event) -> None:
         match event:
@@ -36,7 +26,7 @@ class SamplesWriter:
                     file.writelines(lines)
             case Evaluated(samples=(_, *_)):
                 lines = [_evaluated_line(sample) for sample in event.samples]
-                (self._evaluations / _name(event.round)).write_bytes(b"".join(lines))
+                (self._folder / "eval" / _name(event.round)).write_bytes(b"".join(lines))
 
     def close(self) -> None:
         """Nothing to do: the files are complete after each event."""

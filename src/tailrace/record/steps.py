@@ -1,9 +1,7 @@
 """Turns the events of a run into rows: one an optimizer step, one a round, one an evaluation."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import TypedDict
 
 from msgspec.structs import replace
 
@@ -14,6 +12,7 @@ from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
+    Recorder,
     RequestEnded,
     RoundEnded,
     RoundStarted,
@@ -24,11 +23,10 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.lags import mean_of
-from tailrace.record.lengths import LengthStats
-from tailrace.record.moments import mean, standard_deviation
+from tailrace.record.moments import LengthStats, mean, standard_deviation
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.rows import ClosingRow, Counts, EvaluationRow, Row, StepRow
-from tailrace.types import Group, Sample
+from tailrace.types import Sample
 
 
 class StepMeter:
@@ -47,7 +45,7 @@ class StepMeter:
             wall_clock: Unix seconds now; virtual seconds in virtual time.
             earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
         """
-        self._sinks = sinks
+        self._sinks = Recorder(*sinks)
         self._wall_clock = wall_clock
         last = next((row for row in reversed(earlier) if isinstance(row, StepRow)), None)
         self._step, self._num_tokens = (last.step, last.num_tokens) if last else (0, 0)
@@ -59,28 +57,22 @@ class StepMeter:
         self._rounds = RoundMeter()
 
     def on(self, event: Event) -> None:
-        self._pass_on(event)
+        self._sinks.emit(event)
         self._rounds.on(event)
         for row in self._measure(event):
-            self._pass_on(row)
+            self._sinks.emit(row)
 
     def close(self) -> None:
         if self._counts != Counts():
-            self._pass_on(
-                ClosingRow(
-                    step=self._step,
-                    round=self._round,
-                    time_s=self._last_end_s,
-                    wall_time=self._wall_clock(),
-                    counts=self._take_counts(),
-                )
+            row = ClosingRow(
+                step=self._step,
+                round=self._round,
+                time_s=self._last_end_s,
+                wall_time=self._wall_clock(),
+                counts=self._take_counts(),
             )
-        for sink in self._sinks:
-            sink.close()
-
-    def _pass_on(self, event: Event) -> None:
-        for sink in self._sinks:
-            sink.on(event)
+            self._sinks.emit(row)
+        self._sinks.close()
 
     def _measure(self, event: Event) -> Iterator[Row]:
         match event:
@@ -93,7 +85,15 @@ class StepMeter:
                 if self._rounds.reports:  # none if the round did not train
                     yield replace(self._rounds.reports.pop(), counts=self._take_counts())
             case Evaluated():
-                yield self._evaluation_row(event)
+                yield EvaluationRow(
+                    step=self._step,
+                    round=event.round,
+                    time_s=event.time_s,
+                    wall_time=self._wall_clock(),
+                    accuracy=event.accuracy,
+                    mean_tokens=event.mean_tokens,
+                    num_samples=event.num_samples,
+                )
             case EssTaken():
                 self._guards.append(event.ess)
             case ControllerLag():
@@ -105,9 +105,16 @@ class StepMeter:
                 _count(self._counts, event)
 
     def _step_row(self, event: Stepped) -> StepRow:
-        stats, step_s = event.stats, event.end_s - self._last_end_s
+        stats, samples, lags = event.stats, event.samples, event.lags
+        step_s = event.end_s - self._last_end_s
         self._step, self._last_end_s = stats.num_steps, event.end_s
-        self._num_tokens += sum(len(sample.prompt.ids) + sample.num_tokens for sample in event.samples)
+        self._num_tokens += sum(len(sample.prompt.ids) + sample.num_tokens for sample in samples)
+        groups = list(dict.fromkeys(sample.group for sample in samples))
+        stds = [standard_deviation(_known_rewards(group.trainable)) for group in groups]
+        counted_tokens = lags.publications.total()
+        versions = [len({span.version for span in sample.spans}) for sample in samples]
+        deferrals = [group.deferrals for group in groups]
+        ages = [self._round - group.round_drawn for group in groups]
         row = StepRow(
             step=self._step,
             round=self._round,
@@ -115,9 +122,11 @@ class StepMeter:
             wall_time=self._wall_clock(),
             num_tokens=self._num_tokens,
             trained_tokens=stats.num_tokens,
-            **_rewards(event.samples),
-            lengths=LengthStats.of([sample.num_tokens for sample in event.samples]),
-            clipped_ratio=fmean(sample.finish_reason == "length" for sample in event.samples),
+            reward=mean(_known_rewards(samples)),
+            reward_std=mean(stds),
+            frac_reward_zero_std=stds.count(0.0) / len(stds),
+            lengths=LengthStats.of([sample.num_tokens for sample in samples]),
+            clipped_ratio=fmean(sample.finish_reason == "length" for sample in samples),
             loss=stats.loss,
             grad_norm=stats.grad_norm,
             learning_rate=stats.learning_rate,
@@ -130,7 +139,19 @@ class StepMeter:
             ess_guard=min(self._guards, default=None),
             value_loss=stats.value_loss,
             skipped=int(stats.skipped),
-            **_ages(event, self._round),
+            staleness_mean=mean_of(lags.publications),
+            staleness_max=max(lags.publications, default=0),
+            lag_mean=mean_of(lags.steps),
+            lag_max=max(lags.steps, default=0),
+            lag_by_tenth=dict(enumerate(lags.profile)),
+            carried_tokens=1.0 - lags.publications[0] / counted_tokens if counted_tokens else 0.0,
+            carried_samples=lags.carried / len(samples),
+            versions_mean=fmean(versions),
+            versions_max=max(versions),
+            deferrals_mean=fmean(deferrals),
+            deferrals_max=max(deferrals),
+            age_mean=fmean(ages),
+            age_max=max(ages),
             step_s=step_s,
             wait_s=max(0.0, step_s - stats.compute_s),
             train_s=stats.compute_s,
@@ -141,17 +162,6 @@ class StepMeter:
         self._guards.clear()
         self._controller_lags.clear()
         return row
-
-    def _evaluation_row(self, event: Evaluated) -> EvaluationRow:
-        return EvaluationRow(
-            step=self._step,
-            round=event.round,
-            time_s=event.time_s,
-            wall_time=self._wall_clock(),
-            accuracy=event.accuracy,
-            mean_tokens=event.mean_tokens,
-            num_samples=event.num_samples,
-        )
 
     def _take_counts(self) -> Counts:
         counts, self._counts = self._counts, Counts()
@@ -180,64 +190,5 @@ def _slug(reason: str) -> str:
     return reason.replace(" ", "_")
 
 
-class _Rewards(TypedDict):
-    reward: float
-    reward_std: float
-    frac_reward_zero_std: float
-
-
-def _rewards(samples: Iterable[Sample]) -> _Rewards:
-    stds = [
-        standard_deviation(_known_rewards(group.trainable))
-        for group in dict.fromkeys(sample.group for sample in samples)
-    ]
-    return {
-        "reward": mean(_known_rewards(samples)),
-        "reward_std": mean(stds),
-        "frac_reward_zero_std": stds.count(0.0) / len(stds),
-    }
-
-
 def _known_rewards(samples: Iterable[Sample]) -> list[float]:
     return [sample.reward for sample in samples if sample.reward is not None]
-
-
-class _Ages(TypedDict):
-    staleness_mean: float
-    staleness_max: int
-    lag_mean: float
-    lag_max: int
-    lag_by_tenth: dict[int, float]
-    carried_tokens: float
-    carried_samples: float
-    versions_mean: float
-    versions_max: int
-    deferrals_mean: float
-    deferrals_max: int
-    age_mean: float
-    age_max: int
-
-
-def _ages(event: Stepped, round: int) -> _Ages:
-    """The ages of a step's tokens, samples and groups."""
-    lags = event.lags
-    num_tokens = lags.publications.total()
-    groups: dict[Group, None] = dict.fromkeys(sample.group for sample in event.samples)
-    versions = Counter(len({span.version for span in sample.spans}) for sample in event.samples)
-    deferrals = Counter(group.deferrals for group in groups)
-    ages = Counter(round - group.round_drawn for group in groups)
-    return {
-        "staleness_mean": mean_of(lags.publications),
-        "staleness_max": max(lags.publications, default=0),
-        "lag_mean": mean_of(lags.steps),
-        "lag_max": max(lags.steps, default=0),
-        "lag_by_tenth": dict(enumerate(lags.profile)),
-        "carried_tokens": 1.0 - lags.publications[0] / num_tokens if num_tokens else 0.0,
-        "carried_samples": lags.carried / len(event.samples),
-        "versions_mean": mean_of(versions),
-        "versions_max": max(versions),
-        "deferrals_mean": mean_of(deferrals),
-        "deferrals_max": max(deferrals),
-        "age_mean": mean_of(ages),
-        "age_max": max(ages),
-    }

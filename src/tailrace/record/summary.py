@@ -1,15 +1,16 @@
 """summary.json: what a whole run came to, added up from its rows. A resumed run reads the rows that were
 written before it was killed, and counts them, too."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from tailrace.record.events import Event
-from tailrace.record.rows import ClosingRow, Counts, EvaluationRow, RoundRow, Row, StepRow
+from tailrace.record.rows import Counts, EvaluationRow, RoundRow, Row, StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +41,21 @@ class TokenCounts:
     wasted: dict[str, int]
     """By reason."""
 
-    @property
-    def waste_share(self) -> float:
-        """Wasted tokens as a share of the generated ones."""
-        return sum(self.wasted.values()) / self.generated if self.generated else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """How old what was trained had become. Means are over trained tokens."""
+    """How old what was trained had become: figures of `rows.StepRow`, as means over trained tokens and as
+    maxima over steps."""
 
     staleness_mean: float
-    """Publications between the weights that produced a token and the published ones."""
     staleness_max: float
     publications_max: float
     """The same as staleness_max."""
     lag_mean: float
-    """Optimizer steps between the weights that produced a token and those that were trained (PipelineRL
-    2.2)."""
     lag_max: float
     carried_tokens: float
-    """Share of tokens older than the published weights."""
     versions_max: float
-    """Versions of the weights that produced one sample."""
     deferrals_max: float
-    """How often one group was parked or deferred."""
     rounds_max: float
     """Rounds from a group's draw to its training."""
 
@@ -106,7 +97,7 @@ class RunSummary:
 
 
 class Summary:
-    """Sink: adds the rows of a run up, and writes summary.json at the end if it has a path."""
+    """Sink: keeps the rows of a run, and writes summary.json at the end if it has a path."""
 
     def __init__(self, path: Path | None = None, *, earlier: Iterable[Row] = ()) -> None:
         """
@@ -115,25 +106,11 @@ class Summary:
             earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
         """
         self._path = path
-        self._steps: list[StepRow] = []
-        self._rounds: list[RoundRow] = []
-        self._accuracies: list[float] = []
-        self._counts = Counts()
-        for row in earlier:
-            self.on(row)
+        self._rows = list(earlier)
 
     def on(self, event: Event) -> None:
-        match event:
-            case StepRow():
-                self._steps.append(event)
-                self._counts = self._counts.plus(event.counts)
-            case RoundRow():
-                self._rounds.append(event)
-                self._counts = self._counts.plus(event.counts)
-            case ClosingRow():
-                self._counts = self._counts.plus(event.counts)
-            case EvaluationRow():
-                self._accuracies.append(event.accuracy)
+        if isinstance(event, Row):
+            self._rows.append(event)
 
     def close(self) -> None:
         if self._path:
@@ -143,11 +120,14 @@ class Summary:
 
     def summary(self) -> RunSummary:
         """The summary of all rows so far; complete after `close`."""
-        counts, steps = self._counts, self._steps
+        steps = [row for row in self._rows if isinstance(row, StepRow)]
+        rounds = [row for row in self._rows if isinstance(row, RoundRow)]
+        counted = (row.counts for row in self._rows if not isinstance(row, EvaluationRow))
+        counts = reduce(Counts.plus, counted, Counts())
         return RunSummary(
-            eval=_first_last(self._accuracies),
+            eval=_first_last([row.accuracy for row in self._rows if isinstance(row, EvaluationRow)]),
             reward=_first_last([row.reward for row in steps]),
-            rounds=len(self._rounds),
+            rounds=len(rounds),
             steps=steps[-1].step if steps else 0,
             groups=GroupCounts(
                 trained=counts.groups_trained,
@@ -165,40 +145,37 @@ class Summary:
             ),
             failures=dict(counts.failed),
             rows_skipped=dict(counts.rows_skipped),
-            ages=self._ages(),
-            mismatch_kl=self._mean("mismatch_kl") if steps else None,
-            round=self._medians(),
+            ages=Ages(
+                staleness_mean=_mean(steps, "staleness_mean"),
+                staleness_max=_max(steps, "staleness_max"),
+                publications_max=_max(steps, "staleness_max"),
+                lag_mean=_mean(steps, "lag_mean"),
+                lag_max=_max(steps, "lag_max"),
+                carried_tokens=_mean(steps, "carried_tokens"),
+                versions_max=_max(steps, "versions_max"),
+                deferrals_max=_max(steps, "deferrals_max"),
+                rounds_max=_max(steps, "age_max"),
+            ),
+            mismatch_kl=_mean(steps, "mismatch_kl") if steps else None,
+            round=RoundMedians(**{each.name: _median(rounds, each.name) for each in fields(RoundMedians)}),
         )
 
-    def _mean(self, figure: str) -> float:
-        """Mean of a figure of the steps over trained tokens."""
-        num_tokens = sum(row.trained_tokens for row in self._steps)
-        total: float = sum(getattr(row, figure) * row.trained_tokens for row in self._steps)
-        return total / max(1, num_tokens)
 
-    def _ages(self) -> Ages:
-        def largest(figure: str) -> float:
-            return max((float(getattr(row, figure)) for row in self._steps), default=0.0)
-
-        return Ages(
-            staleness_mean=self._mean("staleness_mean"),
-            staleness_max=largest("staleness_max"),
-            publications_max=largest("staleness_max"),
-            lag_mean=self._mean("lag_mean"),
-            lag_max=largest("lag_max"),
-            carried_tokens=self._mean("carried_tokens"),
-            versions_max=largest("versions_max"),
-            deferrals_max=largest("deferrals_max"),
-            rounds_max=largest("age_max"),
-        )
-
-    def _medians(self) -> RoundMedians:
-        def of(figure: str) -> float | None:
-            values = [value for row in self._rounds if (value := getattr(row, figure)) is not None]
-            return median(values) if values else None
-
-        return RoundMedians(**{figure.name: of(figure.name) for figure in fields(RoundMedians)})
+def _mean(steps: Sequence[StepRow], figure: str) -> float:
+    """Mean over trained tokens."""
+    num_tokens = sum(row.trained_tokens for row in steps)
+    total: float = sum(getattr(row, figure) * row.trained_tokens for row in steps)
+    return total / max(1, num_tokens)
 
 
-def _first_last(values: list[float]) -> FirstLast | None:
+def _max(steps: Sequence[StepRow], figure: str) -> float:
+    return max((float(getattr(row, figure)) for row in steps), default=0.0)
+
+
+def _median(rounds: Sequence[RoundRow], figure: str) -> float | None:
+    values = [value for row in rounds if (value := getattr(row, figure)) is not None]
+    return median(values) if values else None
+
+
+def _first_last(values: Sequence[float]) -> FirstLast | None:
     return FirstLast(values[0], values[-1]) if values else None

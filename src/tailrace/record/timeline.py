@@ -1,7 +1,7 @@
-"""Timeline: when engines and trainer were busy, as bars. `pictures.py` draws them. All times are seconds
-since the start of the first round."""
+"""Timeline: when engines and trainer were busy, as bars. `pictures.py` draws them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tailrace.record.events import (
     Accumulated,
@@ -22,8 +22,6 @@ PICTURED_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class RequestBar:
-    """A request, in a lane of its engine."""
-
     engine: str
     lane: int
     prompt: int
@@ -46,17 +44,24 @@ class RoundSpan:
     end_s: float
 
 
-class Timeline:
-    """Sink behind a `StepMeter`: collects the bars of a run. Evaluations are left out."""
+B = TypeVar("B", RequestBar, TrainerBar, RoundSpan)
 
-    def __init__(self) -> None:
+
+class Timeline:
+    """Sink behind a `StepMeter`: collects the bars of the last rounds. Evaluations are left out.
+
+    Times are seconds on the run's clock until `close`, and then seconds since the start of the first round
+    that is kept.
+    """
+
+    def __init__(self, max_rounds: int = PICTURED_ROUNDS) -> None:
         self.requests: list[RequestBar] = []
         self.trainer: list[TrainerBar] = []
         self.rounds: list[RoundSpan] = []
         self.steps: dict[int, int] = {}
         """The optimizer step that first trained a prompt's group, by prompt."""
         self.reports: list[RoundRow] = []
-        self._origin_s: float | None = None
+        self._max_rounds = max_rounds
         self._round_start_s = 0.0
         self._lanes: dict[str, Lanes] = {}
         self._running: dict[SampleId, tuple[RequestStarted, int]] = {}
@@ -69,7 +74,10 @@ class Timeline:
                 lane = self._lanes.setdefault(event.engine, Lanes()).take()
                 self._running[event.sample] = event, lane
             case RequestEnded() if event.sample in self._running:
-                self._end_request(event)
+                started, lane = self._running.pop(event.sample)
+                self._lanes[event.engine].give_back(lane)
+                prompt = event.sample.prompt
+                self.requests.append(RequestBar(event.engine, lane, prompt, started.time_s, event.time_s))
             case Accumulated():
                 self._pending.append(event)
             case Stepped():
@@ -77,31 +85,35 @@ class Timeline:
             case RoundRow():
                 self.reports.append(event)
             case RoundStarted():
-                if self._origin_s is None:
-                    self._origin_s = event.time_s
                 self._round_start_s = event.time_s
             case RoundEnded():
-                self.rounds.append(RoundSpan(self._since(self._round_start_s), self._since(event.time_s)))
+                self.rounds.append(RoundSpan(self._round_start_s, event.time_s))
+                self._drop_earlier_rounds()
 
     def close(self) -> None:
-        """Requests that have not ended are left out."""
-
-    def _since(self, time_s: float) -> float:
-        assert self._origin_s is not None
-        return time_s - self._origin_s
-
-    def _end_request(self, event: RequestEnded) -> None:
-        started, lane = self._running.pop(event.sample)
-        self._lanes[event.engine].give_back(lane)
-        start_s, end_s = self._since(started.time_s), self._since(event.time_s)
-        self.requests.append(RequestBar(event.engine, lane, event.sample.prompt, start_s, end_s))
+        """Leave out requests that have not ended, and the trainer's work in a round that has not ended."""
+        if self.rounds:
+            origin_s, end_s = self.rounds[0].start_s, self.rounds[-1].end_s
+            self.requests = [_since(origin_s, bar) for bar in self.requests]
+            self.trainer = [_since(origin_s, bar) for bar in self.trainer if bar.end_s <= end_s]
+            self.rounds = [_since(origin_s, span) for span in self.rounds]
 
     def _step(self, event: Stepped) -> None:
         step = event.stats.num_steps
-        self._pending.append(event)
-        self.trainer += [
-            TrainerBar(step, self._since(work.start_s), self._since(work.end_s)) for work in self._pending
-        ]
+        self.trainer += [TrainerBar(step, work.start_s, work.end_s) for work in [*self._pending, event]]
         self._pending.clear()
         for sample in event.stats.samples:
             self.steps.setdefault(sample.prompt, step)
+
+    def _drop_earlier_rounds(self) -> None:
+        self.rounds = self.rounds[-self._max_rounds :]
+        start_s = self.rounds[0].start_s
+        self.requests = [bar for bar in self.requests if bar.start_s >= start_s]
+        self.trainer = [bar for bar in self.trainer if bar.start_s >= start_s]
+        self.reports = [report for report in self.reports if report.end_s > start_s]
+        kept = {bar.step for bar in self.trainer}
+        self.steps = {prompt: step for prompt, step in self.steps.items() if step in kept}
+
+
+def _since(origin_s: float, bar: B) -> B:
+    return replace(bar, start_s=bar.start_s - origin_s, end_s=bar.end_s - origin_s)

@@ -40,7 +40,6 @@ class _Lane(NamedTuple):
 RUN_PID = 1
 ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 5))
 SCORING, SCORING_PID = "scoring", 10_000
-DEFAULT_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Open:
     """Something that has begun and not ended."""
 
     lane: _Lane
-    process: str
+    lanes: Lanes
     start_s: float
     num_tokens: int
 
@@ -56,7 +55,7 @@ class _Open:
 class TraceWriter:
     """Sink: writes the trace, which is complete after every optimizer step, round and evaluation."""
 
-    def __init__(self, path: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
         """
         Args:
             path: the first file; a longer trace goes on in files beside it (`trace_file.TraceFile`).
@@ -66,7 +65,7 @@ class TraceWriter:
         self._origin_s: float | None = None
         self._now_s = 0.0
         self._round: RoundStarted | None = None
-        self._pids: dict[str, int] = {}
+        self._pids = {SCORING: SCORING_PID}
         self._lanes: dict[str, Lanes] = {}
         self._requests: dict[SampleId, _Open] = {}
         self._unscored: dict[SampleId, _Open] = {}
@@ -79,7 +78,7 @@ class TraceWriter:
         self._name_process(RUN_PID, "run")
         names = ((ROUNDS, "rounds"), (TRAINER, "trainer"), (WEIGHTS, "weights"), (CONTROLLER, "controller"))
         for lane, name in names:
-            self._name_lane(lane, name)
+            self._label("thread_name", lane, name=name)
         self._file.flush()
 
     def on(self, event: Event) -> None:
@@ -128,18 +127,16 @@ class TraceWriter:
 
     def _open(self, process: str, num_tokens: int) -> _Open:
         """Take the lowest free lane of an engine or of the scoring stage."""
-        if process not in self._pids:
+        pid = self._pids.setdefault(process, RUN_PID + len(self._pids))
+        if process not in self._lanes:
             self._lanes[process] = Lanes()
-            self._pids[process] = SCORING_PID if process == SCORING else self._next_pid()
-            self._name_process(self._pids[process], process)
+            self._name_process(pid, process)
         lanes, known = self._lanes[process], self._lanes[process].num_lanes
-        lane = _Lane(self._pids[process], lanes.take() + 1)
+        lane = _Lane(pid, lanes.take() + 1)
         if lanes.num_lanes > known:
-            self._name_lane(lane, f"{'sample' if process == SCORING else 'slot'} {lane.tid}")
-        return _Open(lane, process, self._now_s, num_tokens)
-
-    def _next_pid(self) -> int:
-        return RUN_PID + 1 + sum(process != SCORING for process in self._pids)
+            name = f"{'sample' if process == SCORING else 'slot'} {lane.tid}"
+            self._label("thread_name", lane, name=name)
+        return _Open(lane, lanes, self._now_s, num_tokens)
 
     def _end_request(self, event: RequestEnded) -> None:
         lane = self._end_slice(self._requests, event.sample, event.outcome, event.num_tokens)
@@ -156,7 +153,7 @@ class TraceWriter:
         self, of: dict[SampleId, _Open], sample: SampleId, outcome: str, num_tokens: int | None = None
     ) -> _Lane:
         opened = of.pop(sample)
-        self._lanes[opened.process].give_back(opened.lane.tid - 1)
+        opened.lanes.give_back(opened.lane.tid - 1)
         args = {
             "sample": str(sample),
             "tokens": opened.num_tokens if num_tokens is None else num_tokens,
@@ -205,14 +202,8 @@ class TraceWriter:
         return {"pid": lane.pid, "tid": lane.tid, "ts": max(0, round((time_s - self._origin_s) * 1e6))}
 
     def _name_process(self, pid: int, name: str) -> None:
-        self._file.put_header(
-            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
-        )
-        self._file.put_header(
-            {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        )
+        self._label("process_name", _Lane(pid, 0), name=name)
+        self._label("process_sort_index", _Lane(pid, 0), sort_index=pid)
 
-    def _name_lane(self, lane: _Lane, name: str) -> None:
-        self._file.put_header(
-            {"name": "thread_name", "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": {"name": name}}
-        )
+    def _label(self, kind: str, lane: _Lane, **args: object) -> None:
+        self._file.put_header({"name": kind, "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": args})

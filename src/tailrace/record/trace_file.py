@@ -1,6 +1,5 @@
 """A JSON array on disk that is complete after every flush, in files of bounded size."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,24 +50,24 @@ class TraceFile:
         """Bring all records to the file. The file is a complete array before and after."""
         if not self._pending:
             return
-        if self._has_records and self._end + self._num_pending_bytes + len(TAIL) > self._max_bytes:
+        if self._end > 1 and self._end + self._num_pending_bytes + len(TAIL) > self._max_bytes:
             self._next_part()
         self._append(self._pending)
         self._pending, self._num_pending_bytes = [], 0
 
     def close(self) -> None:
         self.flush()
-        os.close(self._file)
+        self._file.close()
 
     def _open(self) -> None:
         partial = self._path.with_suffix(".partial")
-        self._file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._end, self._has_records = 1, False
-        _write(self._file, b"[" + TAIL, 0)
+        self._file = partial.open("wb")
+        self._write(b"[" + TAIL, 0)
+        self._end = 1
         partial.replace(self._part_path(self._part))
 
     def _next_part(self) -> None:
-        os.close(self._file)
+        self._file.close()
         self._part += 1
         if (oldest := self._part - NUM_NEWEST) > 0:
             self._part_path(oldest).unlink(missing_ok=True)
@@ -80,13 +79,11 @@ class TraceFile:
         return self._path.with_suffix(f".{part}{self._path.suffix}") if part else self._path
 
     def _append(self, records: list[bytes]) -> None:
-        data = (b",\n" if self._has_records else b"\n") + b",\n".join(records)
-        _write(self._file, data + TAIL, self._end)
+        data = (b",\n" if self._end > 1 else b"\n") + b",\n".join(records)
+        self._write(data + TAIL, self._end)
         self._end += len(data)
-        self._has_records = True
 
-
-def _write(file: int, data: bytes, offset: int) -> None:
-    while data:
-        num_written = os.pwrite(file, data, offset)
-        data, offset = data[num_written:], offset + num_written
+    def _write(self, data: bytes, offset: int) -> None:
+        self._file.seek(offset)
+        self._file.write(data)
+        self._file.flush()

@@ -23,7 +23,6 @@ def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -
     """Make the sinks that the config names.
 
     Args:
-        specs: 'package.module:function' or 'file.py:function'.
         folder: the output directory of the run, which each function is given.
         say: shows the line that tells of a sink's failure.
 
