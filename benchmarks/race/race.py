@@ -29,6 +29,7 @@ from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
+from tailrace.record.steps import StepMeter
 
 TARGET_ACCURACY = 0.8
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -92,7 +93,7 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap
     parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
     meter = LapMeter(config.sampling.max_completion_tokens, warm_up_rounds=entry.warm_up_rounds)
     log = LapLog()
-    recorder, advantages = Recorder(meter, log), advantages_of(config)
+    recorder, advantages = Recorder(StepMeter(meter, log, wall_clock=clock.wall_time)), advantages_of(config)
     await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)
     probes = await probe(parts, log.checkpoints, config.run)
     return replace(
