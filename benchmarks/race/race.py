@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -76,13 +77,10 @@ async def race(
         folder: for the initial weights, the checkpoints and the logs of the workers.
     """
     laps: dict[str, Lap] = {}
-    arena = Arena(folder)
-    try:
+    async with aclosing(Arena(folder)) as arena:
         for name in in_turn(racers, seed):
             laps[name] = await run_lap(racers[name], entries[name], arena, folder / name)
             print(f"seed {seed}: {name}: {laps[name].samples_per_s:.1f} samples/s", flush=True)
-    finally:
-        await arena.close()
     return {name: laps[name] for name in entries}
 
 

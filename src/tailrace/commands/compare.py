@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.commands.comparison import FIRST_GROUPS, Comparison
-from tailrace.commands.race import Measured, Racer, race_live, race_virtual
+from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.run import Run
 from tailrace.record.draw import draw
@@ -57,9 +57,14 @@ def compare(
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    measured = (
-        race_virtual(racers, config.compare.repeats, folder) if virtual else _live(config, racers, folder)
-    )
+    if virtual:
+        measured = race_virtual(racers, config.compare.repeats, folder)
+    else:
+        require_sections(config, "model", "data", "sampling")
+        with TemporaryDirectory() as scratch:
+            place = folder or Path(scratch)
+            race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)
+            measured = clock.run(race, virtual=False)
     comparison = Comparison(measured.laps)
     if folder:
         typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.schedules}
@@ -89,10 +94,3 @@ def _racer(config: RunConfig, name: str) -> Racer:
 def _groups_per_step(racers: Iterable[Racer]) -> int | None:
     key = "groups_per_step"
     return next((racer.schedule.keywords[key] for racer in racers if key in racer.schedule.keywords), None)
-
-
-def _live(config: RunConfig, racers: dict[str, Racer], folder: Path | None) -> Measured:
-    require_sections(config, "model", "data", "sampling")
-    with TemporaryDirectory() as scratch:
-        race = race_live(racers, config.compare.repeats, folder or Path(scratch), pictured=folder is not None)
-        return clock.run(race, virtual=False)

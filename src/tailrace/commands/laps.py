@@ -58,6 +58,21 @@ class Lap:
     """Share of the trained samples that have as many tokens as the length limit allows."""
 
 
+FIGURES = (
+    ("staleness, max (publications)", "staleness_publications", "{:.0f}"),
+    ("lag, mean (optimizer steps)", "staleness_mean", "{:.2f}"),
+    ("lag, max (optimizer steps)", "staleness_max", "{:.0f}"),
+    ("effective sample size", "ess_mean", "{:.3f}"),
+    ("carried tokens", "carried_tokens", "{:.1%}"),
+    ("carried samples", "carried_samples", "{:.1%}"),
+    ("length, mean (tokens)", "length_mean", "{:,.0f}"),
+    ("length, max (tokens)", "length_max", "{:,.0f}"),
+    ("truncated samples", "truncated_share", "{:.1%}"),
+    ("wasted tokens", "waste_share", "{:.1%}"),
+)
+"""What every table of laps shows beside its times: the label, the field of `Lap` and its format."""
+
+
 class LapMeter:
     """Sink of a `StepMeter` that measures a lap.
 
