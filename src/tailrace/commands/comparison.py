@@ -64,7 +64,7 @@ class Comparison:
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
-        table = Table(Column("medians \\[lowest - highest]", max_width=26), title=title, title_justify="left")
+        table = Table(Column("medians \\[lowest - highest]", width=26), title=title, title_justify="left")
         for name in self.schedules:
             table.add_column(name, justify="right")
         for label, cell in self._rows():
