@@ -5,7 +5,6 @@ says what is compared.
 """
 
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,18 +78,12 @@ def compare(
 
 def _racers(config: RunConfig) -> dict[str, Racer]:
     check_parameter_names(config, config.compare.schedules)
-    racers = {name: _racer(config, name) for name in config.compare.schedules}
-    if config.run.rounds == 1 and (groups := _groups_per_step(racers.values())):
+    racers: dict[str, Racer] = {}
+    for name in config.compare.schedules:
+        named = config.model_copy(update={"schedule": shared_parameters(config, name)})
+        racers[name] = Racer(with_published_defaults(named), resolve(named))
+    sizes = (racer.schedule.keywords.get("groups_per_step") for racer in racers.values())
+    if config.run.rounds == 1 and (groups_per_step := next(filter(None, sizes), None)):
         first, *_ = racers.values()
-        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups))
+        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups_per_step))
     return racers
-
-
-def _racer(config: RunConfig, name: str) -> Racer:
-    config = config.model_copy(update={"schedule": shared_parameters(config, name)})
-    return Racer(with_published_defaults(config), resolve(config))
-
-
-def _groups_per_step(racers: Iterable[Racer]) -> int | None:
-    key = "groups_per_step"
-    return next((racer.schedule.keywords[key] for racer in racers if key in racer.schedule.keywords), None)

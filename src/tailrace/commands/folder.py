@@ -44,6 +44,12 @@ class RunFolder:
         self.timeline = path / "timeline.png"
         self.counts = path / COUNTS_FOLDER
 
+    def require_run(self) -> None:
+        """Raises ConfigError if no run has begun here."""
+        if not self.config.exists():
+            remedy = "name the output directory of a run"
+            raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
+
     def trace(self, life: int) -> Path:
         """The trace of one process of the run: 1, 2, ..."""
         return self.path / ("trace.json" if life == 1 else f"trace-{life}.json")

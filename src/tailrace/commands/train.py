@@ -44,17 +44,6 @@ from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_de
 from tailrace.workers.counter import counted_tokens
 
 
-def check(config: RunConfig) -> BoundSchedule:
-    """Check a config for training without starting or writing anything. Returns the schedule, ready to run.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
-    schedule = resolve(config)
-    check_live(config)
-    return schedule
-
-
 def train(
     config: RunConfig,
     output_dir: Path,
@@ -81,23 +70,25 @@ def train(
         TailraceError: another error ended the run.
     """
     config = with_published_defaults(config)
-    if schedule is None:
-        schedule = check(config)
-    else:
-        check_live(config)
+    schedule = schedule or resolve(config)
+    check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    with folder.locked(), folder.full_disk_explained(), opened(config, folder, resume) as (store, start):
-        timeline = Timeline()
-        with signals_received(interruption.request):
-            try:
-                run = _train(config, schedule, folder, store, start, timeline, interruption)
-                outcome, summary = clock.run(run, virtual=False)
-            except asyncio.CancelledError:
-                raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
-            if outcome.checkpoint:
-                folder.export(outcome.checkpoint)
-            picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
-            _report(summary, folder, start.life, picture)
+    timeline = Timeline()
+    with (
+        folder.locked(),
+        folder.full_disk_explained(),
+        opened(config, folder, resume) as (store, start),
+        signals_received(interruption.request),
+    ):
+        try:
+            run = _train(config, schedule, folder, store, start, timeline, interruption)
+            outcome, summary = clock.run(run, virtual=False)
+        except asyncio.CancelledError:
+            raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
+        if outcome.checkpoint:
+            folder.export(outcome.checkpoint)
+        picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
+        _report(summary, folder, start.life, picture)
     if outcome.interrupted:
         raise Interrupted(_what_was_saved(interruption, outcome, folder), interruption.signal or 0)
     return summary
