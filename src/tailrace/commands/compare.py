@@ -1,8 +1,4 @@
-"""`tailrace compare`: a race of schedules, live or in virtual time.
-
-Every schedule starts from the same weights, on the same prompts, with the same seeds (race.py). comparison.py
-says what is compared.
-"""
+"""`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
 
 import json
 from functools import partial

@@ -9,7 +9,6 @@ timeline.png     the last rounds as a picture
 from dataclasses import fields
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -41,7 +40,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     timeline, meter = Timeline(), LapMeter(sim_max_tokens(config))
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [meter, summary]
+    sinks: list[Sink] = [meter, summary, Summary(json_path)]
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         sinks += [
@@ -55,8 +54,6 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
-    if json_path:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(summary.summary()), indent=2) + b"\n")
 
 
 def _set_up(config: RunConfig) -> str:
