@@ -36,7 +36,7 @@ ROOMS: Mapping[str, set[str]] = {
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
 }
 """Each room, and the rooms whose contracts it may import."""
-ABOVE = ("controller", "config", "schedules", "commands", "api", "cli", "__main__")
+ABOVE = ("controller", "config", "schedules", "commands", "api", "cli")
 """In this order: each may import those before it, and every room."""
 INSIDES = {
     # The pool writes down the fate of every sample.
@@ -58,7 +58,7 @@ INSIDES = {
 CONTRACTS = {"record.events"}
 """Files beside `base.py` that are contracts."""
 
-MAX_FILE_LINES, MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 330, 13_000, 12, 1_300
+MAX_FILE_LINES, MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 330, 16_500, 12, 1_300
 
 
 def modules() -> dict[str, Path]:
@@ -180,7 +180,7 @@ def test_the_architecture_page_names_every_room_and_every_root_file() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"^    (\w+)(?:/|\.py)", page, flags=re.MULTILINE))
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert (folders | files) - named == set()
     assert named - (folders | files) == set()
 

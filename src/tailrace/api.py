@@ -13,14 +13,16 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TypeVar
 
+from tailrace import clock
 from tailrace import config as configs
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
+from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.schedules import Schedule
-from tailrace.schedules.resolve import BoundSchedule, bind, resolve
+from tailrace.schedules.resolve import BoundSchedule, bind, resolve, with_published_defaults
 
 T = TypeVar("T")
 
@@ -105,7 +107,8 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
 
         named, bound = _named(config, schedule)
         summary = Summary()
-        run_virtual(named, bound or resolve(named), Recorder(summary))
+        recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
+        run_virtual(with_published_defaults(named), bound or resolve(named), recorder)
         return summary.summary()
 
     return _outside_of_loops(work)

@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 
 from tailrace.errors import ConfigError
 
-KEY = "model.path"
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = "max_position_embeddings"
 _INDEX = "model.safetensors.index.json"
@@ -42,10 +41,8 @@ def check_files(path: Path) -> None:
         raise folder_error(path, f"config.json: {problem}")
     end_of_text_ids(path)
     highest = _highest_token_id(path)
-    if highest >= config["vocab_size"]:
-        problem = (
-            f"config.json: vocab_size = {config['vocab_size']}, but tokenizer.json has ids up to {highest}"
-        )
+    if highest >= (size := config["vocab_size"]):
+        problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
     for file in weight_files(path):
         if defect := _safetensors_defect(file):
@@ -102,7 +99,7 @@ def rope_section(config: dict[str, Any]) -> Any:
 
 def folder_error(path: Path, problem: str, remedy: str = _SAVE) -> ConfigError:
     """A ConfigError of the setting model.path."""
-    return ConfigError(KEY, str(path), problem, remedy)
+    return ConfigError("model.path", str(path), problem, remedy)
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:
@@ -124,10 +121,9 @@ def _is_positive(value: object) -> bool:
 
 
 def _impossible(config: dict[str, Any]) -> list[str]:
-    """The values of config.json that no model can have, in words."""
-    given = {
-        name: config[name] for name in ("num_key_value_heads", "head_dim") if config.get(name) is not None
-    }
+    """What is wrong with the values of config.json, whatever the model."""
+    optional = ("num_key_value_heads", "head_dim")
+    given = {name: config[name] for name in optional if config.get(name) is not None}
     sizes = {name: config.get(name) for name in (*_SIZES, _CONTEXT)} | given
     wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
     if wrong:
@@ -151,7 +147,7 @@ def _impossible(config: dict[str, Any]) -> list[str]:
 
 
 def _highest_token_id(path: Path) -> int:
-    """Of the folder's tokenizer; -1 where there is none."""
+    """The highest id of the folder's tokenizer; -1 where there is none."""
     if not (path / "tokenizer.json").is_file():
         return -1
     tokenizer = _read_object(path, "tokenizer.json")
@@ -164,7 +160,7 @@ def _highest_token_id(path: Path) -> int:
 
 
 def _safetensors_defect(file: Path) -> str | None:
-    """What is wrong with a file by its header alone, to follow its name in a sentence; None if nothing is.
+    """What is wrong with a file by its size and its header, to follow its name in a sentence, or None.
 
     The file is the length of the header in 8 bytes, the header in JSON, and the tensors without gaps.
     Source: https://huggingface.co/docs/safetensors/index#format
@@ -182,6 +178,5 @@ def _safetensors_defect(file: Path) -> str | None:
         return "is truncated" if 8 + length > size else "is not a safetensors file"
     if size == expected:
         return None
-    return (
-        f"is {'truncated' if size < expected else 'damaged'}: it has {size} bytes and should have {expected}"
-    )
+    defect = "truncated" if size < expected else "damaged"
+    return f"is {defect}: it has {size} bytes and should have {expected}"

@@ -218,3 +218,13 @@ def test_a_request_that_continues_costs_a_prefill_of_what_the_cache_does_not_hol
         assert engine.usage().num_prefilled == prefilled
 
     on_engine(change(TEN, kv_tokens=kv_tokens), main)
+
+
+@pytest.mark.parametrize(("length", "reason"), [(9, "stop"), (10, "length")])
+def test_a_response_as_long_as_the_limit_is_cut_off(length: int, reason: str) -> None:
+    async def whole() -> None:
+        engine, one = SimEngine("engine0", TEN, lambda _: length, max_tokens=10), sample()
+        await engine.generate(one)
+        assert (one.num_tokens, one.finish_reason) == (length, reason)
+
+    clock.run(whole(), virtual=True)

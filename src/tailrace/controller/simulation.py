@@ -5,7 +5,7 @@ from tailrace.data.epochs import Epochs
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import SimRewards
-from tailrace.sim.settings import SimSettings
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
 from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 
@@ -19,7 +19,11 @@ def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
-    engines = [SimEngine(f"engine{i}", settings.engines, lengths) for i in range(settings.engines.count or 1)]
+    max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
+    engines = [
+        SimEngine(f"engine{i}", settings.engines, lengths, max_tokens)
+        for i in range(settings.engines.count or 1)
+    ]
     return Parts(
         engines=engines,
         trainer=SimTrainer(settings.trainer),

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
-from tailrace.errors import ConfigError
+from tailrace.model_folder import folder_error
 
 
 class Tokenizer(Protocol):
     """The part of a fast tokenizer of `transformers` that is used here."""
 
     chat_template: str | None
-    eos_token_id: int | None
     clean_up_tokenization_spaces: bool
     backend_tokenizer: Any
     """The tokenizer of the library `tokenizers` behind it."""
@@ -22,12 +21,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        **template_arguments: object,
+        self, conversation: Sequence[Mapping[str, object]], *, tokenize: Literal[False], **arguments: object
     ) -> str: ...
 
 
@@ -38,12 +32,8 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         ConfigError: there is no `tokenizer.json`, or it cannot be read.
     """
     if not (model_path / "tokenizer.json").is_file():
-        raise ConfigError(
-            "model.path",
-            str(model_path),
-            "the folder has no tokenizer.json",
-            "save the model's fast tokenizer there with tokenizer.save_pretrained(folder)",
-        )
+        remedy = "save the model's fast tokenizer there with tokenizer.save_pretrained(folder)"
+        raise folder_error(model_path, "the folder has no tokenizer.json", remedy)
     # AutoTokenizer would import torch, which takes longer than everything else here.
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +42,7 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     except Exception as why:
         # The tokenizers library raises bare exceptions.
         problem = f"its tokenizer cannot be read ({why})"
-        raise ConfigError("model.path", str(model_path), problem, "save the tokenizer again") from why
+        raise folder_error(model_path, problem, "save the tokenizer again") from why
     return cast(Tokenizer, tokenizer)
 
 

@@ -61,7 +61,7 @@ class StartingPoint:
     rows: dict[Group, GroupRow] = field(default_factory=dict)
     """Stored row of each group without a fate."""
     dead: set[Group] = field(default_factory=set)
-    """Groups without a fate that have tokens of a dead branch."""
+    """Groups without a fate that have tokens of a dead branch (lineage.py)."""
     origins: dict[Sample, list[Origin]] = field(default_factory=dict)
     """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)

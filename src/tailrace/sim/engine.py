@@ -9,6 +9,7 @@ the cache is full, the request that was admitted last is preempted and keeps its
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +39,18 @@ class SimEngine:
     Args:
         cost: time of a decode step, a prefill, an abort and a load; slots and room of the KV cache.
         length_of: the length of the response that a sample will have, in tokens.
+        max_tokens: a response of this length is cut off (finish reason "length").
     """
 
-    def __init__(self, name: str, cost: SimEngineSettings, length_of: Callable[[Sample], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        cost: SimEngineSettings,
+        length_of: Callable[[Sample], int],
+        max_tokens: float = math.inf,
+    ) -> None:
         self.name, self.slots, self.open, self.version = name, cost.slots or DEFAULT_SLOTS, True, 0
-        self._cost, self._length_of = cost, length_of
+        self._cost, self._length_of, self._max_tokens = cost, length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
@@ -174,7 +182,7 @@ class SimEngine:
             sample = heapq.heappop(self._ends)[2]
             request = self._running.get(sample)
             if request and request.base + self._steps >= request.length:
-                future = self._leave(sample, "stop")
+                future = self._leave(sample, "length" if request.length >= self._max_tokens else "stop")
                 if not future.done():
                     future.set_result(None)
         while self._kv_tokens > self._cost.kv_tokens and len(self._running) > 1:

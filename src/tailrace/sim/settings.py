@@ -21,9 +21,13 @@ class SimEngineSettings(Settings):
     slots: int | None = Field(default=None, ge=1)
     """Requests that decode together on one engine. None: engine.max_num_seqs of the config."""
     base_s: float = Field(default=6e-3, gt=0)
+    """Seconds of a decode step, without the part that grows with the requests."""
     slope_s: float = Field(default=0.06e-3, ge=0)
+    """Seconds that each running request adds to a decode step."""
     kv_tokens: int = Field(default=10_000_000, ge=1)
+    """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
+    """Positions of a prefill in a second."""
     abort_s: float = Field(default=0.05, ge=0)
     """Seconds from cancelling a request until the engine stops working on it."""
     load_s: float = Field(default=1.0, ge=0)
@@ -36,7 +40,9 @@ class SimTrainerSettings(Settings):
     tokens_per_s: float = Field(default=60_000.0, gt=0)
     """Tokens of forward and backward, prompts included."""
     step_s: float = Field(default=0.5, ge=0)
+    """Seconds of an optimizer step, without forward and backward."""
     publish_s: float = Field(default=0.0, ge=0)
+    """Seconds in which the trainer writes new weights."""
     drift: float = Field(default=0.5, ge=0)
     """Standard deviation that the log importance weight of a token gains with each version: a model of the
     effective sample size."""
@@ -55,11 +61,13 @@ class SimLengthSettings(Settings):
     median_tokens: float | None = Field(default=None, gt=0)
     """Median before clipping. None: 1230, or the same share of a limit that is taken from [sampling]."""
     sigma: float = Field(default=1.3, ge=0)
+    """Standard deviation of the logarithm of a length."""
     correlation: float = Field(default=0.7, ge=0, le=1)
     """Correlation of the log-lengths of two responses to one prompt."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Length limit. None: sampling.max_completion_tokens of the config, or 16,384 without [sampling]."""
     prompt_tokens: int = Field(default=100, ge=1)
+    """Tokens of each prompt."""
     rows: int | None = Field(default=None, ge=1)
     """Prompts of the data set, repeated every epoch. None: each prompt occurs once."""
 
@@ -68,9 +76,13 @@ class SimRewardSettings(Settings):
     """Rewards of lognormal duration on a fixed number of workers."""
 
     workers: int = Field(default=64, ge=1)
+    """Samples that are scored at the same time."""
     median_s: float = Field(default=0.3, ge=0)
+    """Median of the seconds for one sample."""
     sigma: float = Field(default=0.8, ge=0)
+    """Standard deviation of the logarithm of these seconds."""
     timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds after which a reward is zero."""
     failing: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose reward function raises."""
     hanging: float = Field(default=0.0, ge=0, le=1)
