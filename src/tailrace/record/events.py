@@ -18,10 +18,14 @@ from tailrace.types import FinishReason, Sample, SampleId
 
 
 class Moment(msgspec.Struct, frozen=True):
+    """Something that happened at one time."""
+
     time_s: float
 
 
 class Interval(msgspec.Struct, frozen=True):
+    """Work that took time; its event comes at the end."""
+
     start_s: float
     end_s: float
 

@@ -47,18 +47,15 @@ class Lags:
     def profile(self) -> list[float]:
         """Mean lag of each tenth of the response, in optimizer steps (PipelineRL, Fig. 3a)."""
         num_tokens, lags = self.tokens_by_tenth, np.array([lag for *_, lag in self._pieces], float)
-        profile: list[float] = (lags @ num_tokens / num_tokens.sum(0).clip(1e-9)).tolist()
-        return profile
+        return list(map(float, lags @ num_tokens / num_tokens.sum(0).clip(1e-9)))
 
     @property
     def tokens_by_tenth(self) -> NDArray[np.float64]:
         """[spans, TENTHS]: tokens of each counted span in each tenth of its response."""
         size, start, end, _ = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
         tenth = np.arange(TENTHS)
-        num_tokens: NDArray[np.float64] = np.minimum(end, (tenth + 1) * size) - np.maximum(
-            start, tenth * size
-        )
-        return num_tokens.clip(0.0)
+        overlap = np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)
+        return np.asarray(overlap.clip(0.0), float)
 
 
 def mean_of(counts: Counter[int]) -> float:

@@ -96,8 +96,8 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     """KL of the behaviour policy (engine) to the current one (trainer), in nats a token. The age of the
     tokens is in it."""
     engine_mismatch_kl: float | None = None
-    """The same over samples generated entirely by the weights that are trained: only the numerical difference
-    between engine and trainer is in it. None if the step has no such samples."""
+    """The same over samples generated entirely by the weights that are trained: the numerical difference of
+    engine and trainer. None if the step has no such samples."""
     ess: float
     """Effective sample size of the trained tokens, as a share."""
     ess_guard: float | None = field(name="ess/guard", default=None)
@@ -107,11 +107,10 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     """1 if the gradient was not finite and the weights stayed as they were."""
 
     staleness_mean: float = field(name="staleness/mean")
-    """Publications between the weights that produced a token and the published ones; mean over tokens."""
+    """Publications between the weights that produced a token and the published ones."""
     staleness_max: int = field(name="staleness/max")
     lag_mean: float = field(name="lag/mean")
-    """Optimizer steps between the weights that produced a token and those that were trained; mean over
-    tokens."""
+    """Optimizer steps between the weights that produced a token and those that were trained."""
     lag_max: int = field(name="lag/max")
     lag_by_tenth: dict[int, float] = field(name="lag/tenth")
     """Mean lag of each tenth of the response, 0 to 9 (PipelineRL, Fig. 3a)."""

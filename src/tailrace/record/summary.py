@@ -37,7 +37,6 @@ class TokenCounts:
     generated: int
     trained: int
     parked: int
-    """Tokens of groups that were parked at the end."""
     wasted: dict[str, int]
     """By reason."""
 

@@ -11,11 +11,10 @@ FLUSH_BYTES = 32 * 1024
 
 
 class TraceFile:
-    """Writes records to trace.json, then to trace.1.json, trace.2.json, ...
+    """Writes records to trace.json, then to trace.1.json, trace.2.json, ... The first and the newest are kept.
 
-    Each file is a complete JSON array of its own. A flush is one write that begins where the array's end
-    stands and brings a new end, so the file of a killed process parses. The first file and the newest ones
-    are kept.
+    A flush is one write that begins where the array's end stands and brings a new end, so the file of a
+    killed process parses.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -47,7 +46,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Bring all records to the file. The file is a complete array before and after."""
+        """Write all records to the file."""
         if not self._pending:
             return
         if self._end > 1 and self._end + self._num_pending_bytes + len(TAIL) > self._max_bytes:
