@@ -21,7 +21,7 @@ quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -129,7 +129,7 @@ class Victim:
         )
 
     def _start(self, rounds: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "tailrace", "train", str(self._config)]
+        words = [sys.executable, "-m", "tailrace.cli", "train", str(self._config)]
         words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds), "--resume"]
         words += [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
         self._log = self.folder.with_suffix(".log")

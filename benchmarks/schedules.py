@@ -28,6 +28,7 @@ from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
+from tailrace.record.steps import StepMeter
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings
 from tailrace.sim.world import Lengths
@@ -136,7 +137,8 @@ def lap(schedule: Bound, devices: Devices, rounds: int) -> Lap:
 
     async def run() -> None:
         settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-        await execute(schedule, simulated_parts(devices.sim, settings.seed), settings, Recorder(meter))
+        recorder = Recorder(StepMeter(meter, wall_clock=clock.wall_time))
+        await execute(schedule, simulated_parts(devices.sim, settings.seed), settings, recorder)
 
     clock.run(run(), virtual=True)
     return meter.lap()

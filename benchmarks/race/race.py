@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,6 +30,7 @@ from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
+from tailrace.record.steps import StepMeter
 
 TARGET_ACCURACY = 0.8
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -75,13 +77,10 @@ async def race(
         folder: for the initial weights, the checkpoints and the logs of the workers.
     """
     laps: dict[str, Lap] = {}
-    arena = Arena(folder)
-    try:
+    async with aclosing(Arena(folder)) as arena:
         for name in in_turn(racers, seed):
             laps[name] = await run_lap(racers[name], entries[name], arena, folder / name)
             print(f"seed {seed}: {name}: {laps[name].samples_per_s:.1f} samples/s", flush=True)
-    finally:
-        await arena.close()
     return {name: laps[name] for name in entries}
 
 
@@ -92,7 +91,7 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap
     parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
     meter = LapMeter(config.sampling.max_completion_tokens, warm_up_rounds=entry.warm_up_rounds)
     log = LapLog()
-    recorder, advantages = Recorder(meter, log), advantages_of(config)
+    recorder, advantages = Recorder(StepMeter(meter, log, wall_clock=clock.wall_time)), advantages_of(config)
     await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)
     probes = await probe(parts, log.checkpoints, config.run)
     return replace(

@@ -20,7 +20,7 @@ class Entry:
     """A schedule in the race."""
 
     schedule: str
-    warm_up_rounds: int = 25
+    warm_up_rounds: int = 10
     """First rounds of a lap that do not count."""
     probe_every: int = 10
     """Rounds between checkpoints, which are evaluated after the lap."""
@@ -44,8 +44,8 @@ ENTRIES: dict[str, Entry] = {
     "tailbatch_dapo": Entry("tailbatch_dapo"),
     "tailbatch_async": Entry("tailbatch_async"),
     "rollpacker": Entry("rollpacker"),
-    "conventional": Entry("conventional", 52, 8, {"run.rounds": "156"}),
-    "pipelinerl": Entry("pipelinerl", 52, 8, {"run.rounds": "156"}),
+    "conventional": Entry("conventional", 8, 4, {"run.rounds": "24"}),
+    "pipelinerl": Entry("pipelinerl", 64, 32, {"run.rounds": "192"}),
     "tailrace": Entry("tailrace"),
     "tailrace_on_policy": Entry("tailrace_on_policy"),
 }

@@ -53,11 +53,14 @@ def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
 
 
 def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.train import check, train
+    from tailrace.commands.live import check_live
+    from tailrace.commands.train import train
+    from tailrace.schedules.resolve import resolve
 
     config = _config(arguments.config, overrides)
     if arguments.dry_run:
-        check(config)
+        resolve(config)
+        check_live(config)
         print(config.toml(), end="")
         return
     train(config, arguments.output_dir, resume=arguments.resume)
@@ -92,10 +95,8 @@ def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     from tailrace.commands.folder import RunFolder
     from tailrace.commands.inspect import inspect
 
-    folder = RunFolder(arguments.run)
-    if not folder.config.exists():
-        remedy = "name the output directory of a run"
-        raise ConfigError("RUN", str(folder.path), "there is no run in it", remedy)
+    folder = RunFolder(arguments.config)
+    folder.require_run()
     config = _config(folder.config, overrides)
     inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
 
@@ -128,19 +129,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     simulate = add("simulate", _simulate, "run the schedule in virtual time, on the [sim] section's set-up")
     simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
-    evaluate = add(
-        "eval",
-        _evaluate,
-        "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
-        config="RUN or CONFIG.toml",
-    )
+    scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
+    evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")
     evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")
     evaluate.add_argument("--json", type=Path, metavar="F", help="the accuracy")
-    inspect = commands.add_parser("inspect", help="what became of every prompt and token of a run")
-    inspect.add_argument("run", type=Path, metavar="RUN", help="the output directory of a run")
+    inspect = add("inspect", _inspect, "what became of every prompt and token of a run", config="RUN")
     inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
     inspect.add_argument("--json", action="store_true")
-    inspect.set_defaults(command=_inspect)
     arguments, rest = parser.parse_known_args(argv)
     return arguments, _overrides(parser, rest)
 

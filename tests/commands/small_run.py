@@ -76,7 +76,7 @@ def write_small_run(folder: Path) -> Path:
 
 def start_training(config: Path, folder: Path, *words: str) -> "subprocess.Popen[str]":
     """A process that trains, in a process group of its own. A round has 64 optimizer steps."""
-    command = [sys.executable, "-m", "tailrace", "train", str(config), "--output-dir", str(folder)]
+    command = [sys.executable, "-m", "tailrace.cli", "train", str(config), "--output-dir", str(folder)]
     long = ["--run.eval_every", "0", "--run.checkpoint_every", "0", "--schedule.groups_per_round", "128"]
     return subprocess.Popen(
         [*command, *long, *words],

@@ -80,7 +80,7 @@ def test_a_directory_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
-    words = [sys.executable, "-m", "tailrace", "--version"]
+    words = [sys.executable, "-m", "tailrace.cli", "--version"]
     assert subprocess.run(words, capture_output=True, text=True).stdout == f"{tailrace.__version__}\n"
 
 

@@ -9,6 +9,7 @@ import pytest
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
+from tailrace.record.steps import StepMeter
 from tailrace.schedules import SCHEDULES
 
 LONGER = change(SETTINGS, rounds=6)
@@ -17,9 +18,10 @@ MAX_TOKENS = 6000
 
 def metered(outcome: Outcome, warm_up_rounds: int = 0) -> LapMeter:
     meter = LapMeter(MAX_TOKENS, warm_up_rounds=warm_up_rounds)
+    steps = StepMeter(meter, wall_clock=lambda: 0.0)
     for event in outcome.events:
-        meter.on(event)
-    meter.close()
+        steps.on(event)
+    steps.close()
     return meter
 
 

@@ -17,6 +17,7 @@ from tailrace.record.events import (
     GroupEnded,
     GroupReady,
     Published,
+    RequestEnded,
     RequestStarted,
     RoundEnded,
     Stepped,
@@ -262,3 +263,49 @@ def test_the_on_policy_form_puts_off_what_was_long_and_batches_it() -> None:
     assert sum(5 in pair for pair in rows[:3]) == 1  # unknown in the first epoch
     assert all(pair == [5, 5] for pair in rows[3:] if 5 in pair)
     assert outcome.totals.wasted_tokens == {} and outcome.run.parked.groups == []
+
+
+# -- defaults as published -----------------------------------------------------------------------------
+
+
+def test_serial_trains_groups_in_the_order_of_their_prompts_whatever_completes_first() -> None:
+    parts = worlds(EXACT, lambda sample: {0: 30, 1: 20, 2: 10}[sample.prompt.index])
+    schedule = partial(serial, groups_per_round=3, groups_per_step=1)
+    outcome = simulate(schedule, PAIRS, EXACT, parts=parts)
+    assert [event.prompt for event in outcome.of(GroupReady)] == [2, 1, 0]
+    assert outcome.trained == [0, 1, 2]
+
+
+def test_rolloutpipe_trains_groups_in_the_order_in_which_they_complete() -> None:
+    parts = worlds(EXACT, lambda sample: {0: 30, 1: 20, 2: 10}[sample.prompt.index])
+    schedule = partial(rolloutpipe, groups_per_round=3, groups_per_step=1)
+    assert simulate(schedule, PAIRS, EXACT, parts=parts).trained == [2, 1, 0]
+
+
+@pytest.mark.parametrize("schedule", [tailbatch, rollpacker])
+def test_a_race_ends_when_responses_are_generated_and_not_when_they_are_scored(schedule) -> None:  # type: ignore[no-untyped-def]
+    """Group 0 is generated at 10 s and scored at 15 s; group 1 is stopped at 10 s with 10 of 40 tokens."""
+    sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
+    outcome = simulate(
+        partial(schedule, groups_per_round=1, prompt_speculation=2.0, response_speculation=1.0),
+        PAIRS,
+        sim,
+        parts=worlds(sim, lambda sample: 40 if sample.prompt.index == 1 else 10),
+    )
+    cancelled = [event for event in outcome.of(RequestEnded) if event.outcome == "cancelled"]
+    assert [(event.time_s, event.sample.prompt, event.num_tokens) for event in cancelled] == [(10, 1, 10)] * 2
+    assert outcome.of(GroupReady)[0].time_s == 15
+
+
+@pytest.mark.parametrize(("kv", "num_prefilled"), [({}, 2 + 11 + 11), ({"kv": "keep"}, 2)])
+def test_april_recomputes_the_cache_of_resumed_responses_unless_it_is_kept(
+    kv: dict[str, str], num_prefilled: int
+) -> None:
+    """Two prompts of one token are computed once each; responses to prompt 1 are parked with 10 tokens."""
+    parts = worlds(EXACT, lambda sample: 20 if sample.prompt.index == 1 else 10)
+    schedule = partial(april, groups_per_round=1, groups_launched=2, **kv)
+    outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
+    resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens == 10]
+    assert [event.sample.prompt for event in resumed] == [1, 1]
+    drawn_later = outcome.totals.num_drawn - 2
+    assert outcome.usages[0].num_prefilled == num_prefilled + drawn_later

@@ -1,11 +1,6 @@
-"""`tailrace compare`: a race of schedules, live or in virtual time.
-
-Every schedule starts from the same weights, on the same prompts, with the same seeds (race.py). comparison.py
-says what is compared.
-"""
+"""`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
 
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +9,7 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.commands.comparison import FIRST_GROUPS, Comparison
-from tailrace.commands.race import Measured, Racer, race_live, race_virtual
+from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.run import Run
 from tailrace.record.draw import draw
@@ -57,9 +52,14 @@ def compare(
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    measured = (
-        race_virtual(racers, config.compare.repeats, folder) if virtual else _live(config, racers, folder)
-    )
+    if virtual:
+        measured = race_virtual(racers, config.compare.repeats, folder)
+    else:
+        require_sections(config, "model", "data", "sampling")
+        with TemporaryDirectory() as scratch:
+            place = folder or Path(scratch)
+            race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)
+            measured = clock.run(race, virtual=False)
     comparison = Comparison(measured.laps)
     if folder:
         typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.schedules}
@@ -74,25 +74,12 @@ def compare(
 
 def _racers(config: RunConfig) -> dict[str, Racer]:
     check_parameter_names(config, config.compare.schedules)
-    racers = {name: _racer(config, name) for name in config.compare.schedules}
-    if config.run.rounds == 1 and (groups := _groups_per_step(racers.values())):
+    racers: dict[str, Racer] = {}
+    for name in config.compare.schedules:
+        named = config.model_copy(update={"schedule": shared_parameters(config, name)})
+        racers[name] = Racer(with_published_defaults(named), resolve(named))
+    sizes = (racer.schedule.keywords.get("groups_per_step") for racer in racers.values())
+    if config.run.rounds == 1 and (groups_per_step := next(filter(None, sizes), None)):
         first, *_ = racers.values()
-        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups))
+        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups_per_step))
     return racers
-
-
-def _racer(config: RunConfig, name: str) -> Racer:
-    config = config.model_copy(update={"schedule": shared_parameters(config, name)})
-    return Racer(with_published_defaults(config), resolve(config))
-
-
-def _groups_per_step(racers: Iterable[Racer]) -> int | None:
-    key = "groups_per_step"
-    return next((racer.schedule.keywords[key] for racer in racers if key in racer.schedule.keywords), None)
-
-
-def _live(config: RunConfig, racers: dict[str, Racer], folder: Path | None) -> Measured:
-    require_sections(config, "model", "data", "sampling")
-    with TemporaryDirectory() as scratch:
-        race = race_live(racers, config.compare.repeats, folder or Path(scratch), pictured=folder is not None)
-        return clock.run(race, virtual=False)

@@ -8,10 +8,11 @@ generated."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
+from typing import Any
 
 from rich.table import Column, Table
 
-from tailrace.commands.laps import Lap
+from tailrace.commands.laps import FIGURES, Lap
 
 BASELINE = "serial"
 FIRST_GROUPS = "first-groups"
@@ -39,11 +40,6 @@ class Comparison:
         values = (getattr(lap, figure) for lap in self.laps[name])
         return [value for value in values if value is not None]
 
-    def median(self, name: str, figure: str) -> float | None:
-        """None if no lap has the figure."""
-        values = self.values(name, figure)
-        return float(median(values)) if values else None
-
     def typical(self, name: str) -> int:
         """The number of the lap whose main time is nearest to the median."""
         times = self.values(name, "main_time_s")
@@ -63,12 +59,12 @@ class Comparison:
         schedules = {name: self._numbers(name) for name in self.schedules}
         numbers: dict[str, object] = {"schedules": schedules, "bound_s": self.bound_s}
         if FIRST_GROUPS in self.laps:
-            numbers["first_groups_alone_s"] = self.median(FIRST_GROUPS, "first_dispatch_s")
+            numbers["first_groups_alone_s"] = self._median(FIRST_GROUPS, "first_dispatch_s")
         return numbers
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
-        table = Table(Column("medians [lowest - highest]", no_wrap=True), title=title, title_justify="left")
+        table = Table(Column("medians \\[lowest - highest]", width=26), title=title, title_justify="left")
         for name in self.schedules:
             table.add_column(name, justify="right")
         for label, cell in self._rows():
@@ -82,15 +78,15 @@ class Comparison:
         return table
 
     def _numbers(self, name: str) -> dict[str, object]:
-        figures: dict[str, object] = {}
+        figures: dict[str, Any] = {}
         for figure in (field.name for field in fields(Lap)):
+            values = self.values(name, figure)
+            middle = float(median(values)) if values else None
             group, _, kind = figure.rpartition("_")
             if group in NESTED:
-                nested = figures.setdefault(group, {})
-                assert isinstance(nested, dict)
-                nested[kind] = self.median(name, figure)
+                figures.setdefault(group, {})[kind] = middle
             else:
-                figures[figure] = self.median(name, figure)
+                figures[figure] = middle
         times = self.values(name, "main_time_s")
         return figures | {
             "main_time_s_spread": [min(times), max(times)],
@@ -110,16 +106,7 @@ class Comparison:
             ("samples/s", lambda name: self._spread(name, "samples_per_s", "{:.1f}")),
             self._row("tokens/s", "tokens_per_s", "{:,.0f}"),
             self._row("rollout tokens/s", "rollout_tokens_per_s", "{:,.0f}"),
-            self._row("staleness, publications", "staleness_publications", "{:.0f}"),
-            self._row("lag, optimizer steps", "staleness_mean", "{:.2f}"),
-            self._row("lag, max", "staleness_max", "{:.0f}"),
-            self._row("effective sample size", "ess_mean", "{:.3f}"),
-            self._row("carried tokens", "carried_tokens", "{:.1%}"),
-            self._row("carried samples", "carried_samples", "{:.1%}"),
-            self._row("length, mean", "length_mean", "{:,.0f}"),
-            self._row("length, max", "length_max", "{:,.0f}"),
-            self._row("truncated samples", "truncated_share", "{:.1%}"),
-            self._row("wasted tokens", "waste_share", "{:.1%}"),
+            *(self._row(*figure) for figure in FIGURES),
         ]
 
     def _row(self, label: str, figure: str, form: str) -> Row:

@@ -30,9 +30,8 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
         ConfigError: the config cannot be read, or the run has no checkpoint.
     """
     folder = RunFolder(path) if path.is_dir() else None
-    if folder and not folder.config.exists():
-        remedy = "name the output directory of a run, or a config file"
-        raise ConfigError("RUN", str(path), "there is no run in it", remedy)
+    if folder:
+        folder.require_run()
     config = load_config(folder.config if folder else path, overrides)
     if not folder:
         check_parameter_names(config)

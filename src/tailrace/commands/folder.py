@@ -44,6 +44,12 @@ class RunFolder:
         self.timeline = path / "timeline.png"
         self.counts = path / COUNTS_FOLDER
 
+    def require_run(self) -> None:
+        """Raises ConfigError if no run has begun here."""
+        if not self.config.exists():
+            remedy = "name the output directory of a run"
+            raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
+
     def trace(self, life: int) -> Path:
         """The trace of one process of the run: 1, 2, ..."""
         return self.path / ("trace.json" if life == 1 else f"trace-{life}.json")
@@ -102,16 +108,16 @@ class RunFolder:
         """
         partial = self.model.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        for file in checkpoint.iterdir():
-            if file.name in ONLY_OF_THE_TRAINER:
-                continue
-            target = partial / file.name
-            if file.suffix == ".safetensors":
-                with suppress(OSError):
-                    os.link(file, target)
-            if not target.exists():
-                shutil.copy(file, target)
+        ignore = shutil.ignore_patterns(*ONLY_OF_THE_TRAINER)
+        shutil.copytree(checkpoint, partial, ignore=ignore, copy_function=_link_weights)
         shutil.rmtree(self.model, ignore_errors=True)
         partial.rename(self.model)
         return self.model
+
+
+def _link_weights(file: str, target: str) -> None:
+    if file.endswith(".safetensors"):
+        with suppress(OSError):
+            os.link(file, target)
+            return
+    shutil.copy(file, target)

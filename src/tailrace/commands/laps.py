@@ -1,13 +1,10 @@
 """A lap: one run of a schedule in a race, as the figures that races compare."""
 
-from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 
-from tailrace.record.events import Event, RequestEnded, RoundEnded, RoundStarted, Stepped, TokensWasted
-from tailrace.record.lags import mean_of
-from tailrace.record.rounds import RoundMeter
-from tailrace.record.rows import RoundRow
+from tailrace.record.events import Event, RoundStarted, Stepped
+from tailrace.record.rows import ClosingRow, Counts, RoundRow, StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,23 @@ class Lap:
     """Share of the trained samples that have as many tokens as the length limit allows."""
 
 
+FIGURES = (
+    ("staleness, max (publications)", "staleness_publications", "{:.0f}"),
+    ("lag, mean (optimizer steps)", "staleness_mean", "{:.2f}"),
+    ("lag, max (optimizer steps)", "staleness_max", "{:.0f}"),
+    ("effective sample size", "ess_mean", "{:.3f}"),
+    ("carried tokens", "carried_tokens", "{:.1%}"),
+    ("carried samples", "carried_samples", "{:.1%}"),
+    ("length, mean (tokens)", "length_mean", "{:,.0f}"),
+    ("length, max (tokens)", "length_max", "{:,.0f}"),
+    ("truncated samples", "truncated_share", "{:.1%}"),
+    ("wasted tokens", "waste_share", "{:.1%}"),
+)
+"""What every table of laps shows beside its times: the label, the field of `Lap` and its format."""
+
+
 class LapMeter:
-    """Sink that measures a lap.
+    """Sink of a `StepMeter` that measures a lap.
 
     Args:
         max_tokens: length limit of a completion.
@@ -71,82 +83,62 @@ class LapMeter:
 
     def __init__(self, max_tokens: int, *, warm_up_rounds: int = 0) -> None:
         self._max_tokens, self._warm_up = max_tokens, warm_up_rounds
-        self._rounds = RoundMeter()
+        self.rounds: list[RoundRow] = []
+        """The counted rounds that have trained."""
         self._round = 0
-        self._starts_s: dict[int, float] = {}
-        self._ends_s: dict[int, float] = {}
-        self._num_generated = self._num_wasted = 0
-        # Of the trained samples of counted rounds:
-        self._steps: Counter[int] = Counter()  # tokens by lag in optimizer steps
-        self._publications: Counter[int] = Counter()  # tokens by staleness in publications
-        self._lengths: Counter[int] = Counter()  # samples by length
-        self._num_carried = self._deferrals_max = 0
-        self._kl_sum = 0.0
-        self._ess: list[float] = []
+        self._counts = Counts()
+        # Of the optimizer steps of counted rounds:
+        self._steps: list[StepRow] = []
+        self._num_samples: list[int] = []
+        self._num_truncated = 0
 
     def on(self, event: Event) -> None:
-        self._rounds.on(event)
+        if isinstance(event, StepRow | RoundRow | ClosingRow):
+            self._counts = self._counts.plus(event.counts)
         match event:
             case RoundStarted():
                 self._round = event.round
-                self._starts_s[event.round] = event.time_s
-            case RoundEnded():
-                self._ends_s[event.round] = event.time_s
-            case RequestEnded() if event.sample.prompt >= 0:
-                self._num_generated += event.num_gained
-            case TokensWasted():
-                self._num_wasted += event.num_tokens
             case Stepped() if self._round >= self._warm_up:
-                self._step(event)
+                self._num_samples.append(len(event.samples))
+                self._num_truncated += sum(sample.num_tokens >= self._max_tokens for sample in event.samples)
+            case StepRow() if self._round >= self._warm_up:
+                self._steps.append(event)
+            case RoundRow() if self._round >= self._warm_up:
+                self.rounds.append(event)
 
     def close(self) -> None:
         """A round that did not end is not counted."""
 
-    def _step(self, event: Stepped) -> None:
-        self._steps += event.lags.steps
-        self._publications += event.lags.publications
-        self._num_carried += event.lags.carried
-        self._lengths.update(sample.num_tokens for sample in event.samples)
-        deferrals = (sample.group.deferrals for sample in event.samples)
-        self._deferrals_max = max(self._deferrals_max, *deferrals)
-        self._kl_sum += event.stats.kl * event.stats.num_tokens
-        self._ess.append(event.stats.ess)
-
-    @property
-    def rounds(self) -> list[RoundRow]:
-        """The counted rounds."""
-        return [report for report in self._rounds.reports if report.round >= self._warm_up]
-
     def lap(self) -> Lap:
         """The figures of the lap. At least one counted round has trained."""
-        rounds = self.rounds
-        num_samples = sum(report.num_samples for report in rounds)
-        num_tokens = sum(report.num_tokens for report in rounds)
-        whole_s = self._ends_s[rounds[-1].round] - self._starts_s[rounds[0].round]
-        stops = all(report.rollout_time_s for report in rounds)
-        rollout_s = sum(report.rollout_time_s or 0.0 for report in rounds) if stops else whole_s
-        truncated = sum(n for length, n in self._lengths.items() if length >= self._max_tokens)
+        rounds, steps, counts = self.rounds, self._steps, self._counts
+        weights = [row.trained_tokens for row in steps]
+        num_samples = sum(row.num_samples for row in rounds)
+        num_tokens = sum(row.num_tokens for row in rounds)
+        whole_s = rounds[-1].end_s - rounds[0].end_s + rounds[0].duration_s
+        stops = all(row.rollout_time_s for row in rounds)
+        rollout_s = sum(row.rollout_time_s or 0.0 for row in rounds) if stops else whole_s
         return Lap(
-            main_time_s=fmean(report.main_time_s for report in rounds),
-            waiting_ratio=fmean(report.waiting_ratio for report in rounds),
-            first_dispatch_s=fmean(report.first_dispatch_s for report in rounds),
-            trainer_compute_s=fmean(report.trainer_compute_s for report in rounds),
-            rollout_time_s=fmean(report.rollout_time_s or 0.0 for report in rounds),
-            reward=fmean(report.reward for report in rounds),
+            main_time_s=fmean(row.main_time_s for row in rounds),
+            waiting_ratio=fmean(row.waiting_ratio for row in rounds),
+            first_dispatch_s=fmean(row.first_dispatch_s for row in rounds),
+            trainer_compute_s=fmean(row.trainer_compute_s for row in rounds),
+            rollout_time_s=fmean(row.rollout_time_s or 0.0 for row in rounds),
+            reward=fmean(row.reward for row in rounds),
             samples_per_s=num_samples / whole_s,
             tokens_per_s=num_tokens / whole_s,
             rollout_tokens_per_s=num_tokens / rollout_s,
-            staleness_mean=mean_of(self._steps),
-            staleness_max=max(self._steps, default=0),
-            carried_tokens=1.0 - self._publications[0] / self._publications.total(),
-            carried_samples=self._num_carried / num_samples,
-            waste_share=self._num_wasted / self._num_generated if self._num_generated else 0.0,
-            deferrals_max=self._deferrals_max,
-            mismatch_kl=self._kl_sum / num_tokens,
-            ess_mean=fmean(self._ess),
-            main_s_per_1000_samples=1000.0 * sum(report.main_time_s for report in rounds) / num_samples,
-            staleness_publications=max(self._publications, default=0),
-            length_mean=mean_of(self._lengths),
-            length_max=max(self._lengths),
-            truncated_share=truncated / num_samples,
+            staleness_mean=fmean((row.lag_mean for row in steps), weights),
+            staleness_max=max(row.lag_max for row in steps),
+            carried_tokens=fmean((row.carried_tokens for row in steps), weights),
+            carried_samples=fmean((row.carried_samples for row in steps), self._num_samples),
+            waste_share=sum(counts.wasted.values()) / counts.generated if counts.generated else 0.0,
+            deferrals_max=max(row.deferrals_max for row in steps),
+            mismatch_kl=fmean((row.mismatch_kl for row in steps), weights),
+            ess_mean=fmean(row.ess for row in steps),
+            main_s_per_1000_samples=1000.0 * sum(row.main_time_s for row in rounds) / num_samples,
+            staleness_publications=max(row.staleness_max for row in steps),
+            length_mean=num_tokens / num_samples,
+            length_max=max(row.lengths.max for row in rounds),
+            truncated_share=self._num_truncated / num_samples,
         )

@@ -6,7 +6,7 @@ repetition has another seed, because the same seed gives the same lap."""
 
 import json
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,21 +66,20 @@ class Arena:
     async def parts(self, racer: Racer) -> Parts:
         """The workers of a racer, rewound. Workers of another set-up are closed first."""
         if self._parts is None or racer.setup != self._setup:
-            await self.close()
+            await self.aclose()
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
-        if self._setup not in self._setups:
+        first_use = self._setup not in self._setups
+        if first_use:
             self._setups.append(self._setup)
-            await self._parts.trainer.save(self._start)
-        await rewind(self._parts, self._start, version=0)
+        # One for each set-up: what a trainer keeps beside the weights depends on its algorithm.
+        start = self._folder / f"start-{self._setups.index(self._setup)}"
+        if first_use:
+            await self._parts.trainer.save(start)
+        await rewind(self._parts, start, version=0)
         return self._parts
 
-    @property
-    def _start(self) -> Path:
-        """One for each set-up: what a trainer keeps beside the weights depends on its algorithm."""
-        return self._folder / f"start-{self._setups.index(self._setup)}"
-
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         self._parts = None
         await self._open.aclose()
 
@@ -94,8 +93,8 @@ async def race_live(
         folder: where the weights at the start and the logs of the workers go.
         pictured: whether to write a trace of each racer's last lap.
     """
-    measured, arena = Measured(), Arena(folder)
-    try:
+    measured = Measured()
+    async with aclosing(Arena(folder)) as arena:
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
                 racer = racers[name]
@@ -109,13 +108,11 @@ async def race_live(
                     racer.schedule,
                     await arena.parts(racer),
                     settings,
-                    _recorder(meter, *_pictures(name, timeline, folder if pictured else None)),
+                    _recorder(name, meter, timeline, folder if pictured else None),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
                     measured.add(name, meter, timeline)
-    finally:
-        await arena.close()
     return measured
 
 
@@ -131,7 +128,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
             meter, timeline = LapMeter(sim_max_tokens(racer.config)), Timeline()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(meter, *_pictures(name, timeline, folder)))
+            run_virtual(config, racer.schedule, _recorder(name, meter, timeline, folder))
             measured.add(name, meter, timeline)
     return measured
 
@@ -145,9 +142,8 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _pictures(name: str, timeline: Timeline, folder: Path | None) -> list[Sink]:
-    return [timeline, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")] if folder else []
-
-
-def _recorder(*sinks: Sink) -> Recorder:
+def _recorder(name: str, meter: LapMeter, timeline: Timeline, folder: Path | None) -> Recorder:
+    sinks: list[Sink] = [meter]
+    if folder:
+        sinks += [timeline, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")]
     return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))

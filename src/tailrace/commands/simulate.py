@@ -9,12 +9,11 @@ timeline.png     the last rounds as a picture
 from dataclasses import fields
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
-from tailrace.commands.laps import Lap, LapMeter
+from tailrace.commands.laps import FIGURES, Lap, LapMeter
 from tailrace.commands.virtual import run_virtual, sim_max_tokens, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
@@ -41,7 +40,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     timeline, meter = Timeline(), LapMeter(sim_max_tokens(config))
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [meter, summary]
+    sinks: list[Sink] = [meter, summary, Summary(json_path)]
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -56,8 +55,6 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
-    if json_path:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(summary.summary()), indent=2) + b"\n")
 
 
 def _set_up(config: RunConfig) -> str:
@@ -72,26 +69,12 @@ def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Lap
     for figure in fields(summary.round):
         value = getattr(summary.round, figure.name)
         table.add_row(f"{figure.name}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    for label, cell in _figures(lap).items():
-        table.add_row(label, cell)
+    table.add_row("samples/s", f"{lap.samples_per_s:,.2f}")
+    table.add_row("seconds per 1,000 samples", f"{1000 / lap.samples_per_s:,.1f}")
+    table.add_row("tokens/s", f"{lap.tokens_per_s:,.0f}")
+    for label, name, form in FIGURES:
+        table.add_row(label, form.format(getattr(lap, name)))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")
     return table
-
-
-def _figures(lap: Lap) -> dict[str, str]:
-    return {
-        "samples/s": f"{lap.samples_per_s:,.2f}",
-        "seconds per 1,000 samples": f"{1000 / lap.samples_per_s:,.1f}",
-        "tokens/s": f"{lap.tokens_per_s:,.0f}",
-        "staleness, max (publications)": f"{lap.staleness_publications:.0f}",
-        "lag, mean (optimizer steps)": f"{lap.staleness_mean:.2f}",
-        "lag, max (optimizer steps)": f"{lap.staleness_max:.0f}",
-        "carried tokens": f"{lap.carried_tokens:.1%}",
-        "carried samples": f"{lap.carried_samples:.1%}",
-        "length, mean (tokens)": f"{lap.length_mean:,.0f}",
-        "length, max (tokens)": f"{lap.length_max:,.0f}",
-        "truncated samples": f"{lap.truncated_share:.1%}",
-        "wasted tokens, share of generated": f"{lap.waste_share:.1%}",
-    }

@@ -44,17 +44,6 @@ from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_de
 from tailrace.workers.counter import counted_tokens
 
 
-def check(config: RunConfig) -> BoundSchedule:
-    """Check a config for training without starting or writing anything. Returns the schedule, ready to run.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
-    schedule = resolve(config)
-    check_live(config)
-    return schedule
-
-
 def train(
     config: RunConfig,
     output_dir: Path,
@@ -81,25 +70,27 @@ def train(
         TailraceError: another error ended the run.
     """
     config = with_published_defaults(config)
-    if schedule is None:
-        schedule = check(config)
-    else:
-        check_live(config)
+    schedule = schedule or resolve(config)
+    check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    with folder.locked(), folder.full_disk_explained(), opened(config, folder, resume) as (store, start):
-        timeline = Timeline()
-        with signals_received(interruption.request):
-            try:
-                run = _train(config, schedule, folder, store, start, timeline, interruption)
-                outcome, summary = clock.run(run, virtual=False)
-            except asyncio.CancelledError:
-                raise Interrupted(_before_training(interruption, start), interruption.signal or 0) from None
-            if outcome.checkpoint:
-                folder.export(outcome.checkpoint)
-            picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
-            _report(summary, folder, start.life, picture)
+    timeline = Timeline()
+    with (
+        folder.locked(),
+        folder.full_disk_explained(),
+        opened(config, folder, resume) as (store, start),
+        signals_received(interruption.request),
+    ):
+        try:
+            run = _train(config, schedule, folder, store, start, timeline, interruption)
+            outcome, summary = clock.run(run, virtual=False)
+        except asyncio.CancelledError:
+            raise _interrupted(interruption, _before_training(start)) from None
+        if outcome.checkpoint:
+            folder.export(outcome.checkpoint)
+        picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
+        _report(summary, folder, start.life, picture)
     if outcome.interrupted:
-        raise Interrupted(_what_was_saved(interruption, outcome, folder), interruption.signal or 0)
+        raise _interrupted(interruption, _what_was_saved(outcome, folder))
     return summary
 
 
@@ -213,16 +204,19 @@ def _report(summary: RunSummary, folder: RunFolder, life: int, picture: str) -> 
         console.print(f"model     {folder.model}")
 
 
-def _before_training(interruption: Interruption, start: StartingPoint) -> str:
+def _interrupted(interruption: Interruption, state: str) -> Interrupted:
+    number = interruption.signal or 0
+    return Interrupted(f"{Signals(number).name}{state}", number)
+
+
+def _before_training(start: StartingPoint) -> str:
     """What a signal found while the workers were starting."""
-    name = Signals(interruption.signal or 0).name
     if start.checkpoint:
-        return f"{name} before training went on; --resume continues from {start.checkpoint}, as before"
-    return f"{name} before training began: there is nothing to save; start the run again"
+        return f" before training went on; --resume continues from {start.checkpoint}, as before"
+    return " before training began: there is nothing to save; start the run again"
 
 
-def _what_was_saved(interruption: Interruption, outcome: Outcome, folder: RunFolder) -> str:
-    name = Signals(interruption.signal or 0).name
+def _what_was_saved(outcome: Outcome, folder: RunFolder) -> str:
     if outcome.checkpoint is None:
-        return f"{name} before the first optimizer step: no weights to save; start again, or --resume"
-    return f"{name}: saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"
+        return " before the first optimizer step: no weights to save; start again, or --resume"
+    return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"
