@@ -62,7 +62,7 @@ class DecodeAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [step.attend(layer, q[step.rows], k[step.rows], v[step.rows]) for step in self._steps]
-        return torch.cat(outs)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class PrefillAttention:

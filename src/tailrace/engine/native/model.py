@@ -134,18 +134,22 @@ class Model:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self._dtype)
 
+    def _matrix(self, num_out: int, num_in: int) -> Tensor:
+        # Stored [in, out]: on a CPU the product with a few rows, as in the long tail, is up to twice as fast.
+        return self._empty(num_in, num_out).T
+
     def _empty_layer(self) -> Layer:
         config, dim, num_rotated = self._config, self._head_dim, sum(self._heads)
         hidden, qkv_size = config.hidden_size, (num_rotated + self._heads[1]) * dim
         return Layer(
             input_norm=self._empty(hidden),
-            qkv=self._empty(qkv_size, hidden),
+            qkv=self._matrix(qkv_size, hidden),
             qkv_bias=self._empty(qkv_size) if config.model_type == "qwen2" else None,
             qk_norm=self._empty(num_rotated, dim) if config.model_type == "qwen3" else None,
-            out=self._empty(hidden, self._heads[0] * dim),
+            out=self._matrix(hidden, self._heads[0] * dim),
             post_norm=self._empty(hidden),
-            gate_up=self._empty(2 * config.intermediate_size, hidden),
-            down=self._empty(hidden, config.intermediate_size),
+            gate_up=self._matrix(2 * config.intermediate_size, hidden),
+            down=self._matrix(hidden, config.intermediate_size),
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
