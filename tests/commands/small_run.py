@@ -1,6 +1,7 @@
 """The quickstart's model on a run small enough for a test."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ def start_training(config: Path, folder: Path, *words: str) -> "subprocess.Popen
     return subprocess.Popen(
         [*command, *long, *words],
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
