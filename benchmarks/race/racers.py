@@ -20,9 +20,9 @@ class Entry:
     """A schedule in the race."""
 
     schedule: str
-    warm_up_rounds: int = 10
+    warm_up_rounds: int = 5
     """First rounds of a lap that do not count."""
-    probe_every: int = 10
+    probe_every: int = 5
     """Rounds between checkpoints, which are evaluated after the lap."""
     overrides: dict[str, str] = field(default_factory=dict)
     """Settings that differ from race.toml."""
@@ -44,8 +44,8 @@ ENTRIES: dict[str, Entry] = {
     "tailbatch_dapo": Entry("tailbatch_dapo"),
     "tailbatch_async": Entry("tailbatch_async"),
     "rollpacker": Entry("rollpacker"),
-    "conventional": Entry("conventional", 8, 4, {"run.rounds": "24"}),
-    "pipelinerl": Entry("pipelinerl", 64, 32, {"run.rounds": "192"}),
+    "conventional": Entry("conventional", 4, 2, {"run.rounds": "14"}),
+    "pipelinerl": Entry("pipelinerl", 32, 16, {"run.rounds": "112"}),
     "tailrace": Entry("tailrace"),
     "tailrace_on_policy": Entry("tailrace_on_policy"),
 }
