@@ -133,7 +133,7 @@ SPLITS = [
 
 def lap(schedule: Bound, devices: Devices, rounds: int) -> Lap:
     """Run a schedule to its end in virtual time."""
-    meter = LapMeter(MAX_TOKENS, warm_up_rounds=WARM_UP_ROUNDS)
+    meter = LapMeter(warm_up_rounds=WARM_UP_ROUNDS)
 
     async def run() -> None:
         settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)

@@ -89,7 +89,7 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap
     config = racer.config
     assert config.sampling
     parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
-    meter = LapMeter(config.sampling.max_completion_tokens, warm_up_rounds=entry.warm_up_rounds)
+    meter = LapMeter(warm_up_rounds=entry.warm_up_rounds)
     log = LapLog()
     recorder, advantages = Recorder(StepMeter(meter, log, wall_clock=clock.wall_time)), advantages_of(config)
     await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)

@@ -17,7 +17,7 @@ MAX_TOKENS = 6000
 
 
 def metered(outcome: Outcome, warm_up_rounds: int = 0) -> LapMeter:
-    meter = LapMeter(MAX_TOKENS, warm_up_rounds=warm_up_rounds)
+    meter = LapMeter(warm_up_rounds=warm_up_rounds)
     steps = StepMeter(meter, wall_clock=lambda: 0.0)
     for event in outcome.events:
         steps.on(event)

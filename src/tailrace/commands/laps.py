@@ -77,12 +77,11 @@ class LapMeter:
     """Sink of a `StepMeter` that measures a lap.
 
     Args:
-        max_tokens: length limit of a completion.
         warm_up_rounds: first rounds of the lap that do not count.
     """
 
-    def __init__(self, max_tokens: int, *, warm_up_rounds: int = 0) -> None:
-        self._max_tokens, self._warm_up = max_tokens, warm_up_rounds
+    def __init__(self, *, warm_up_rounds: int = 0) -> None:
+        self._warm_up = warm_up_rounds
         self.rounds: list[RoundRow] = []
         """The counted rounds that have trained."""
         self._round = 0
@@ -100,7 +99,7 @@ class LapMeter:
                 self._round = event.round
             case Stepped() if self._round >= self._warm_up:
                 self._num_samples.append(len(event.samples))
-                self._num_truncated += sum(sample.num_tokens >= self._max_tokens for sample in event.samples)
+                self._num_truncated += sum(sample.finish_reason == "length" for sample in event.samples)
             case StepRow() if self._round >= self._warm_up:
                 self._steps.append(event)
             case RoundRow() if self._round >= self._warm_up:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.live import advantages_of, open_parts, rewind
-from tailrace.commands.virtual import run_virtual, sim_max_tokens
+from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
@@ -98,12 +98,11 @@ async def race_live(
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
                 racer = racers[name]
-                assert racer.config.sampling
                 settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
                 if repeat < 0:
                     rounds = min(settings.rounds, WARM_UP_ROUNDS)
                     settings = settings.model_copy(update={"rounds": rounds})
-                meter, timeline = LapMeter(racer.config.sampling.max_completion_tokens), Timeline()
+                meter, timeline = LapMeter(), Timeline()
                 await execute(
                     racer.schedule,
                     await arena.parts(racer),
@@ -125,7 +124,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     measured = Measured()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            meter, timeline = LapMeter(sim_max_tokens(racer.config)), Timeline()
+            meter, timeline = LapMeter(), Timeline()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
             run_virtual(config, racer.schedule, _recorder(name, meter, timeline, folder))

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from tailrace import clock
 from tailrace.commands.laps import FIGURES, Lap, LapMeter
-from tailrace.commands.virtual import run_virtual, sim_max_tokens, sim_settings
+from tailrace.commands.virtual import run_virtual, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
@@ -38,7 +38,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     """
     schedule, name = resolve(config), str(config.schedule["name"])
     config = with_published_defaults(config)
-    timeline, meter = Timeline(), LapMeter(sim_max_tokens(config))
+    timeline, meter = Timeline(), LapMeter()
     summary = Summary(folder / "summary.json" if folder else None)
     sinks: list[Sink] = [meter, summary, Summary(json_path)]
     if folder:
