@@ -34,6 +34,7 @@ from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
+from tailrace.engine.counter import counted_tokens
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
 from tailrace.ledger.journal import Journal, NullJournal
@@ -44,7 +45,6 @@ from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
 from tailrace.record.rounds import RoundMeter
 from tailrace.schedules.resolve import BoundSchedule, resolve
-from tailrace.workers.counter import counted_tokens
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCHEDULES = {

@@ -26,11 +26,12 @@ def native(model: str) -> Generate:
 
     import torch
 
-    from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+    from tailrace.engine.base import GenerationRequest
     from tailrace.engine.native.engine import NativeEngine
+    from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 
     torch.set_num_threads(1)
-    settings = EngineSettings(max_num_seqs=MAX_REQUESTS, kv_cache_tokens=524_288)
+    settings = NativeEngineSettings(max_num_seqs=MAX_REQUESTS, kv_cache_tokens=524_288)
     engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
 
     def generate(requests: Requests) -> int:

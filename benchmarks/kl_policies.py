@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.types import KV, Prompt
 
 LENGTH, MAX_LAG = 128, 32
@@ -78,7 +79,9 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Prompt]) -> list[Res
         folder: the Hugging Face folder of the policy's first model.
     """
     responses = [Response(prompt.ids) for prompt in prompts]
-    settings = EngineSettings(max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM)
+    settings = NativeEngineSettings(
+        max_num_seqs=len(responses), kv_cache_tokens=ROOM, max_prefill_tokens=ROOM
+    )
     engine = NativeEngine.from_pretrained(folder, settings, SamplingSettings(max_completion_tokens=LENGTH))
     for seed, response in enumerate(responses):
         engine.submit(GenerationRequest(str(seed), response.prompt_ids, (), seed))

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from tailrace.devices import check_device
-from tailrace.engine.base import EngineSettings
+from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 
 MALFORMED = ["", "5", "tpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", " cpu", "cpu\n"]
@@ -16,12 +16,12 @@ def test_a_malformed_device_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=r'this is not a device; write "cpu", "cuda" or "cuda:N"'):
         check_device("engine.device", device)
     with pytest.raises(ValidationError, match='a device is "cpu", "cuda" or "cuda:N"'):
-        EngineSettings(device=device)
+        NativeEngineSettings(device=device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:12"])
 def test_a_well_formed_device_is_a_setting(device: str) -> None:
-    assert EngineSettings(device=device).device == device
+    assert NativeEngineSettings(device=device).device == device
 
 
 def test_a_cuda_device_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

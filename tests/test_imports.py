@@ -49,16 +49,16 @@ INSIDES = {
     ("sim", "data.epochs"),
     # A worker process is where the insides of these rooms run.
     ("workers", "data.tokenizer"),
-    ("workers", "engine.native"),
+    ("workers", "engine"),
     ("workers", "reward"),
     ("workers", "trainer"),
     ("workers", "weights.shared_memory"),
 }
 """A room, and a file or folder of another room that it may import."""
-CONTRACTS = {"record.events"}
+CONTRACTS = {"record.events", "engine.settings"}
 """Files beside `base.py` that are contracts."""
 
-MAX_FILE_LINES, MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 330, 16_050, 12, 1_300
+MAX_FILE_LINES, MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 330, 16_450, 12, 1_300
 
 
 def modules() -> dict[str, Path]:
@@ -162,7 +162,7 @@ def test_files_are_short_and_the_package_is_small() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
     assert sum(lines.values()) <= MAX_PACKAGE_LINES
-    assert sum(count for name, count in lines.items() if room_of(name) == "engine") <= MAX_ENGINE_LINES
+    assert sum(count for name, count in lines.items() if is_inside(name, "engine.native")) <= MAX_ENGINE_LINES
 
 
 def test_pytorch_is_the_only_compiler() -> None:

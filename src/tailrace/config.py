@@ -20,7 +20,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.check import check_algorithm
 from tailrace.controller.base import RunSettings
 from tailrace.data.base import DataSettings
-from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
 from tailrace.record.base import RecordSettings
@@ -30,7 +30,7 @@ from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.base import HostSettings
 
-_KINDS = ("reasoning_gym", "rows", "at_most", "frontier", "frontier_first")
+_KINDS = ("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first")
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 MAY_CHANGE = (
@@ -73,7 +73,7 @@ class RunConfig(Settings):
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
     reward: RewardSettings = RewardSettings()
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = NativeEngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()

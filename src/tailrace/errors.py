@@ -90,6 +90,10 @@ class EngineDied(Evicted):
     """The engine has ended."""
 
 
+class EnginesLost(TailraceError):
+    """All engines are dead and none came back in time. The message says how each ended."""
+
+
 class RewardBroken(TailraceError):
     """The reward function failed so often in sequence that the run ends.
 

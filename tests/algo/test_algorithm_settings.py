@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from tailrace.algo.base import PRESETS, AlgorithmSettings, Preset
 from tailrace.algo.check import check_algorithm
-from tailrace.engine.base import SamplingSettings
+from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import ConfigError
 
 

@@ -13,10 +13,10 @@ from small_run import num_steps, start_training, wait_for_steps
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.train import opened
 from tailrace.config import load_config
+from tailrace.engine.counter import counted_tokens
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.workers.counter import counted_tokens
 
 
 def test_sigterm_saves_the_weights_and_says_where(

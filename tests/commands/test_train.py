@@ -18,12 +18,12 @@ from tailrace.cli import main
 from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
 from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
+from tailrace.engine.counter import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.trainer.checkpoint import CRITIC_FILE, TRAINER_FILE
-from tailrace.workers.counter import counted_tokens
 
 
 def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) -> None:

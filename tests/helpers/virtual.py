@@ -235,12 +235,11 @@ def dying(*deaths: Death) -> Beside:
         await asyncio.sleep(death.at_s)
         engine = parts.engines[death.engine]
         assert isinstance(engine, SimEngine)
-        if not engine.open:
+        if engine.state != "open":
             return
         engine.die()
         await asyncio.sleep(death.down_s)
-        engine.version, engine.open = run.version, True
-        run.router.engines_changed()
+        engine.revive()
 
     async def all_of_them(parts: Parts, run: Run) -> None:
         await asyncio.gather(*(one(death, parts, run) for death in deaths))

@@ -30,7 +30,8 @@ def served(*lots: list[Sample], gone: str = "") -> Counter[str | None]:
         settings = SimEngineSettings(slots=SLOTS)
         engines = [SimEngine(name, settings, lambda sample: 100) for name in ("a", "b")]
         for engine in engines:
-            engine.open = engine.name != gone
+            if engine.name == gone:
+                engine.die()
         router = Router(engines, Recorder())
         async with asyncio.TaskGroup() as tasks:
             for lot in lots:
@@ -63,7 +64,7 @@ def test_nor_if_it_has_no_slot_left_or_is_away() -> None:
 def test_an_engine_that_gave_a_request_back_holds_nothing_of_it() -> None:
     class Full(SimEngine):
         async def generate(self, sample: Sample) -> None:
-            self.open = False
+            self.state = "dead"
             raise Evicted(self.name)
 
     async def main() -> Sample:

@@ -147,7 +147,7 @@ def test_a_dead_engine_gives_everything_back_with_its_tokens() -> None:
         assert [one.num_tokens for one in samples] == [4, 4, 0]  # the third waited for a slot
         with pytest.raises(Evicted):
             await engine.generate(samples[0])
-        engine.open = True
+        engine.revive()
         await engine.generate(samples[0])
         assert (clock.now(), samples[0].num_tokens) == (10.0, 10)
 

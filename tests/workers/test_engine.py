@@ -18,14 +18,9 @@ from worker_cases import DEADLINE_S
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.tiny_models import VOCABULARY, save_tiny_model
-from tailrace.engine.base import (
-    Engine,
-    EngineSettings,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingSettings,
-)
+from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import WorkerDied
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
@@ -46,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(model: Path, *, report_every_s: float = 0.5) -> EngineJob:
     sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS)
-    engine = EngineSettings(max_num_seqs=8)
+    engine = NativeEngineSettings(max_num_seqs=8)
     return EngineJob(model=model, engine=engine, sampling=sampling, report_every_s=report_every_s)
 
 

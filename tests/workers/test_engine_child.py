@@ -9,10 +9,11 @@ import msgspec
 import torch
 
 from helpers.tiny_models import save_tiny_model
-from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.base import GenerationRequest
+from tailrace.engine.counter import TokenCounter, counted_tokens
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.counter import TokenCounter, counted_tokens
 from tailrace.workers.engine_child import EngineLoop
 from tailrace.workers.messages import FromEngine, Report, ToEngine
 
@@ -24,7 +25,7 @@ def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: 
     torch.set_num_threads(1)
     save_tiny_model(folder / "model")
     sampling = SamplingSettings(max_completion_tokens=LIMIT)
-    engine = NativeEngine.from_pretrained(folder / "model", EngineSettings(), sampling)
+    engine = NativeEngine.from_pretrained(folder / "model", NativeEngineSettings(), sampling)
     mine, theirs = socket.socketpair()
     with mine, theirs:
         controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))

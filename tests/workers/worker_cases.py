@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import RowsSettings
-from tailrace.engine.base import EngineSettings, SamplingSettings
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -74,7 +74,7 @@ async def workers(
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
-        engine=EngineSettings(),
+        engine=NativeEngineSettings(),
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
         trainer=TrainerSettings(learning_rate=1e-2),

@@ -1,7 +1,7 @@
 """Refuses settings of an algorithm that contradict each other."""
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.base import SamplingSettings
+from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import ConfigError
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from tailrace.engine.counter import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
-from tailrace.workers.counter import COUNTS_FOLDER
 
 ONLY_OF_THE_TRAINER = ("trainer.safetensors", "critic.safetensors")
 """Files of a checkpoint that are not part of the model (trainer/checkpoint.py)."""

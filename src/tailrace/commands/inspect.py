@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace.config import RunConfig
+from tailrace.engine.counter import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.open import open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
-from tailrace.workers.counter import COUNTS_FOLDER, counted_tokens
 
 NUM_OLDEST = 5
 

@@ -38,7 +38,8 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     check_model(config.model.path)
-    check_device("engine.device", config.engine.device)
+    if config.engine.kind == "native":
+        check_device("engine.device", config.engine.device)
     check_device("trainer.device", config.trainer.device)
     check_lengths(
         max_context_tokens=context_length(config.model.path),

@@ -21,6 +21,7 @@ from tailrace.config import RunConfig, check_resumable
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
+from tailrace.engine.counter import counted_tokens
 from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal
@@ -41,7 +42,6 @@ from tailrace.record.trace import TraceWriter
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
-from tailrace.workers.counter import counted_tokens
 
 
 def train(

@@ -9,7 +9,7 @@ from tailrace.weights.base import Weights
 
 
 class WeightUpdate:
-    """Loads one version into every open engine, between two decode steps.
+    """Loads one version into every engine, between two decode steps.
 
     Args:
         tasks: the loads run in this task group.
@@ -25,7 +25,7 @@ class WeightUpdate:
         kv: KV,
         in_flight: Sequence[Group],
     ) -> None:
-        self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines if engine.open]
+        self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines]
         self._without_tokens = {group for group in in_flight if group.oldest_version is None}
 
     def may_start_older(self, group: Group) -> bool:

@@ -65,13 +65,13 @@ class Run:
         self._accumulated: dict[SampleId, Sample] = {}
         self._lags = Lags()
         self._update: WeightUpdate | None = None
-        self._generated_before = start.num_generated - self._num_generated()
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
         self.history = History(start.longest)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
+        self._generated_before = start.num_generated - self.router.num_generated
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.checkpoints = Checkpoints(
             parts, settings, self._ledger, journal, recorder, folder=folder, start=start
@@ -306,7 +306,8 @@ class Run:
         await self._evaluations.run_if_due(self.round, last=last)
 
     async def _close_ledger(self) -> None:
-        self._ledger.check(self._num_generated() + self._generated_before)
+        self._ledger.check(self.router.num_generated + self._generated_before)
+        self.router.check_counts()
         self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
         await self._journal.finish()
 
@@ -314,6 +315,3 @@ class Run:
         if self._update is not None:
             await self._update.arrived()
             self._update = None
-
-    def _num_generated(self) -> int:
-        return sum(engine.usage().num_generated for engine in self._parts.engines)

@@ -1,58 +1,16 @@
-"""The contract of rollout engines: settings, requests, outputs and the `Engine` protocol."""
+"""The contract of rollout engines: requests, outputs and the `Engine` protocol."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
-from pydantic import Field
 
-from tailrace.devices import Device
-from tailrace.settings import Settings
 from tailrace.types import KV, FinishReason, Sample
 from tailrace.weights.base import Weights
 
-
-class SamplingSettings(Settings):
-    """How completions are sampled. Log-probs are recorded at this temperature over the whole vocabulary."""
-
-    max_completion_tokens: int = Field(gt=0, le=2**24)
-    """The longest completion, in tokens; 1 to 2^24, and less than the model's context."""
-    temperature: float = Field(default=1.0, gt=0, le=1000)
-    """Logits are divided by it; above 0, at most 1000."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the likeliest tokens that together have this probability; above 0, at most 1.
-    1: all tokens."""
-    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
-    """The number of likeliest tokens that may be drawn; 0 to 2^31 - 1. 0: all tokens."""
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Token ids, 0 or greater, that end a completion in addition to the model's end-of-text tokens. The stop
-    token is the last token of the completion."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings, not empty, that end a completion when they appear in its text."""
-
-
-class EngineSettings(Settings):
-    """The rollout engines."""
-
-    kind: Literal["native"] = "native"
-    """The engine; "native" is the embedded one."""
-    replicas: int = Field(default=1, ge=1, le=1024)
-    """Engine processes; 1 to 1024."""
-    threads: int = Field(default=1, ge=1, le=1024)
-    """Torch threads of each process; 1 to 1024."""
-    device: Device = "cpu"
-    """The torch device: "cpu", "cuda" or "cuda:N"."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of weights and KV cache."""
-    max_num_seqs: int = Field(default=128, ge=1, le=65_536)
-    """Requests that one engine decodes together; 1 to 65,536."""
-    kv_cache_tokens: int = Field(default=262_144, ge=1, le=2**40)
-    """Size of one engine's KV cache, in token positions; 1 to 2^40. When it is full, the most recently
-    admitted request is preempted and recomputed later."""
-    max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
-    """Context tokens computed between two decode steps, at most; 1 to 2^31. A longer context is computed
-    alone."""
+EngineState = Literal["open", "asleep", "dead"]
+"""open: serves requests. asleep: its device is lent. dead: it does not answer; it may come back."""
 
 
 class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
@@ -94,7 +52,10 @@ class Usage:
 
     Args:
         kv_tokens: positions of the KV cache that running requests occupy.
-        num_generated: tokens generated since the start.
+        num_generated: tokens that samples have gained since the start. The controller counts them when they
+            arrive; the ledger is balanced with this number.
+        num_counted: tokens generated since the start by the engine's own count, which must agree when the
+            engine is idle. None: it keeps no count.
         num_prefilled: context positions computed since the start, for prompts and for resumed, preempted or
             recomputed requests.
         num_preempted: preemptions since the start.
@@ -106,6 +67,38 @@ class Usage:
     num_generated: int = 0
     num_prefilled: int = 0
     num_preempted: int = 0
+    num_counted: int | None = None
+
+    def __add__(self, other: "Usage") -> "Usage":
+        counts = (self.num_counted, other.num_counted)
+        return Usage(
+            self.num_running + other.num_running,
+            self.num_waiting + other.num_waiting,
+            self.kv_tokens + other.kv_tokens,
+            self.num_generated + other.num_generated,
+            self.num_prefilled + other.num_prefilled,
+            self.num_preempted + other.num_preempted,
+            None if None in counts else sum(count or 0 for count in counts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one engine can do and another cannot."""
+
+    kv: frozenset[KV] = frozenset({"keep", "recompute"})
+    """The values of `load(kv=...)` that it carries out."""
+    seeded_noise: bool = False
+    """The noise of token t of a sample is a function of (seed, t): a sample that is interrupted, moved or
+    batched otherwise draws the same noise."""
+    version_spans: bool = False
+    """The engine itself says which version generated each token. Without it the controller knows the version
+    from the order of its own requests."""
+    sleep: bool = False
+    """`sleep` gives the device's memory back."""
+    sampling_mask: bool = False
+    """With top_p or top_k, log-probs are those of the whole vocabulary, or the engine says which tokens could
+    be drawn."""
 
 
 class Engine(Protocol):
@@ -114,8 +107,10 @@ class Engine(Protocol):
     name: str
     slots: int
     """Requests that it decodes together."""
-    open: bool
-    """False while the engine is dead, asleep or lent."""
+    capabilities: Capabilities
+    state: EngineState
+    on_state: Callable[[str], None]
+    """Called after each change of `state`, with the reason in words. The router sets it."""
 
     async def generate(self, sample: Sample) -> None:
         """Extend the sample in place, from the tokens it has, until it ends.
@@ -124,15 +119,23 @@ class Engine(Protocol):
         another call, on any replica, continues from them.
 
         Raises:
-            Evicted: the engine gives the request back; its tokens are kept.
+            Evicted: the engine is dead or asleep, or becomes so; the sample keeps its tokens.
         """
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """Take new weights between two decode steps. No request ends.
 
+        An engine that is dead or asleep takes them before it opens again.
+
         Args:
             kv: "keep" keeps the KV cache of the old weights; "recompute" computes it with the new ones.
         """
+
+    async def sleep(self) -> None:
+        """Give every request back (`Evicted`) and the device's memory free."""
+
+    async def wake(self) -> None:
+        """Serve again, with the newest weights that `load` was given."""
 
     def usage(self) -> Usage:
         """The latest known load and counters."""

@@ -1,9 +1,9 @@
 """The ledger of a run: what became of each token and each prompt.
 
 Each sample ends with exactly one fate: trained, or wasted for a reason. A sample without a fate is held: it
-is parked or in flight. Two balances must close. The engines count the tokens that they produce on their own.
+is parked or in flight. Two balances must close.
 
-    tokens produced by the engines = trained + held + wasted + evaluated
+    tokens that samples gained     = trained + held + wasted + evaluated
     prompts drawn                  = trained + filtered + dropped + held
 
 Each fate is reported to the journal, which stores it (journal.py).
@@ -119,7 +119,7 @@ class Ledger:
         """Check that both balances close.
 
         Args:
-            num_generated: tokens produced, by the engines' own count.
+            num_generated: tokens that samples gained, as counted when they arrived (engine/counter.py).
 
         Raises:
             LedgerError: tokens or prompts are unaccounted for.
@@ -129,7 +129,7 @@ class Ledger:
         known = totals.num_known_tokens + held
         if num_generated != known:
             raise LedgerError(
-                f"the engines produced {num_generated} tokens, the ledger knows {known}: "
+                f"samples gained {num_generated} tokens, the ledger knows {known}: "
                 f"trained {totals.trained_tokens}, held {held}, "
                 f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
             )

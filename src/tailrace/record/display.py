@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.record.base import RecordSettings
-from tailrace.record.events import Evaluated, Event, SampleScored, Sink, Waiting
+from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Sink, Waiting
 from tailrace.record.progress import Progress, duration, lengths, number, sparkline, step_line
 from tailrace.record.rows import StepRow
 
@@ -43,6 +43,8 @@ class Notices:
             case Evaluated():
                 accuracy = f"Accuracy {number(event.accuracy)}"
                 return [f"Evaluation | Round {event.round} | {accuracy} | {event.num_samples} samples"]
+            case EngineStateChanged():
+                return [f"{event.engine} is {event.state}: {event.why}"]
             case Waiting():
                 return [f"No step for {event.quiet_s:.0f} s | {event.what}"]
             case SampleScored(failure=str(reason)) if reason not in self._failures:

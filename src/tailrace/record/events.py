@@ -197,6 +197,14 @@ class Waiting(Moment, frozen=True):
     """What each waiting task waits for."""
 
 
+class EngineStateChanged(Moment, frozen=True):
+    """An engine opened, fell asleep or died."""
+
+    engine: str
+    state: str
+    why: str
+
+
 class ControllerLag(Moment, frozen=True):
     """The controller's event loop ran a timer, later than it was due."""
 

@@ -1,11 +1,12 @@
 """Router: chooses the engine for a request."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
-from tailrace.errors import Evicted
-from tailrace.record.events import Recorder, RequestEnded, RequestStarted
+from tailrace.errors import Evicted, LedgerError
+from tailrace.record.events import EngineStateChanged, Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
 
 SLACK = 1 / 8
@@ -23,16 +24,37 @@ class Router:
         self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
         self._load = {engine.name: 0 for engine in engines}
+        for engine in engines:
+            engine.on_state = partial(self._engine_changed, engine)
 
     @property
     def slots(self) -> int:
         """Requests that all open engines serve at the same time."""
-        return sum(engine.slots for engine in self.engines if engine.open)
+        return sum(engine.slots for engine in self.engines if engine.state == "open")
 
     @property
     def num_open(self) -> int:
         """Engines that are open."""
-        return sum(engine.open for engine in self.engines)
+        return sum(engine.state == "open" for engine in self.engines)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that samples have gained from all engines."""
+        return sum(engine.usage().num_generated for engine in self.engines)
+
+    def check_counts(self) -> None:
+        """Compare the own count of each idle engine with the tokens that arrived.
+
+        Raises:
+            LedgerError: they differ.
+        """
+        for engine in self.engines:
+            usage = engine.usage()
+            if usage.num_counted not in (None, usage.num_generated):
+                raise LedgerError(
+                    f"{engine.name} counts {usage.num_counted} tokens of its own, and {usage.num_generated} "
+                    "arrived"
+                )
 
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""
@@ -55,17 +77,17 @@ class Router:
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )
 
-    def engines_changed(self) -> None:
-        """Call this after an engine opened or closed."""
-        self.changed.fire()
-        self.on_changed()
-
     async def _pick(self, sample: Sample) -> Engine:
-        while not (candidates := [engine for engine in self.engines if engine.open]):
-            await self.changed.wait("an engine that is awake")
+        while not (candidates := [each for each in self.engines if each.state == "open"]):
+            await self.changed.wait("an engine that is open")
         least = min(candidates, key=self._share)
         last = next((engine for engine in candidates if engine.name == sample.engine), least)
         return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
+
+    def _engine_changed(self, engine: Engine, why: str) -> None:
+        self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
+        self.changed.fire()
+        self.on_changed()
 
     def _share(self, engine: Engine) -> float:
         """Share of the engine's slots that are taken."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tailrace.clock import now
-from tailrace.engine.base import Usage
+from tailrace.engine.base import Capabilities, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
 from tailrace.types import KV, FinishReason, Group, Sample
@@ -49,7 +49,11 @@ class SimEngine:
         length_of: Callable[[Sample], int],
         max_tokens: float = math.inf,
     ) -> None:
-        self.name, self.slots, self.open, self.version = name, cost.slots or DEFAULT_SLOTS, True, 0
+        self.name, self.slots, self.version = name, cost.slots or DEFAULT_SLOTS, 0
+        self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
+        self.state: EngineState = "open"
+        self.on_state: Callable[[str], None] = lambda why: None
+        self._newest = 0  # version of the weights that wait for the engine to open
         self._cost, self._length_of, self._max_tokens = cost, length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
@@ -64,7 +68,7 @@ class SimEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, sample: Sample) -> None:
-        if not self.open:
+        if self.state != "open":
             raise Evicted(self.name)
         self._queue[sample] = future = asyncio.get_running_loop().create_future()
         self._change()
@@ -83,6 +87,9 @@ class SimEngine:
                 self._change()
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
+        self._newest = weights.version
+        if self.state != "open":
+            return
         self.report()
         self.version = weights.version
         self._prompts.clear()
@@ -94,6 +101,12 @@ class SimEngine:
         self._stall(stall_s)
         self._change()
         await asyncio.sleep(stall_s)
+
+    async def sleep(self) -> None:
+        self._close("asleep", Evicted(self.name), "its device is lent")
+
+    async def wake(self) -> None:
+        self._open("its device is back")
 
     def report(self) -> None:
         """Write the tokens generated so far into every running sample, as a live engine does now and then."""
@@ -114,17 +127,30 @@ class SimEngine:
 
     def die(self) -> None:
         """End the engine. Every request is given back with its tokens."""
+        self._close("dead", EngineDied(self.name), "it was told to die")
+
+    def revive(self) -> None:
+        """Start it again, with the newest weights."""
+        self._open("it was started again")
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _close(self, state: EngineState, error: Evicted, why: str) -> None:
         self._settle()
-        self.open = False
+        self.state = state
         self._clear_suspended()
         futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
         self._change()
         for future in futures:
             if not future.done():
-                future.set_exception(EngineDied(self.name))
+                future.set_exception(error)
+        self.on_state(why)
 
-    # -- inside ------------------------------------------------------------------------------------
+    def _open(self, why: str) -> None:
+        self.version, self.state = self._newest, "open"
+        self._prompts.clear()
+        self.on_state(why)
 
     @property
     def _kv_tokens(self) -> int:
@@ -158,7 +184,7 @@ class SimEngine:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if not self.open:
+        if self.state != "open":
             return
         self._settle()
         if not self._in_mid_step:

@@ -1,11 +1,15 @@
 """The controller's side of an engine process: samples grow here while the engine generates there."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from tailrace.engine.base import GenerationRequest, Usage
+from tailrace.engine.base import Capabilities, GenerationRequest, Usage
+from tailrace.engine.counter import TokenCounter
+from tailrace.errors import EngineDied, WorkerDied
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
 from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
@@ -27,16 +31,18 @@ class _Request:
 
 
 class RemoteEngine(RemoteWorker[EngineJob]):
-    """An Engine (engine/base.py) in a process of its own."""
+    """One process of the embedded engine: an EngineLife (engine/supervised.py).
+
+    Once the process has ended, every method raises EngineDied.
+    """
 
     module = "tailrace.workers.engine_child"
     decoder = msgspec.msgpack.Decoder(FromEngine)
-    open = True
-    """Stays True when the process dies: `generate` then raises how it died."""
+    capabilities = Capabilities(seeded_noise=True, version_spans=True)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
-        self.name, self.slots = process.name, job.engine.max_num_seqs
+        self.counter = TokenCounter()
         process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
         self._usage = Usage()
@@ -45,26 +51,41 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
         are in the sample. Cancelling it again in the meantime has no effect."""
         id = str(sample.id)
-        self.process.send(
-            GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed, sample.greedy)
-        )
-        self._requests[id] = request = _Request(sample, self.process.promise())
-        try:
-            await request.ended
-        except asyncio.CancelledError:
-            await self._abort(id, request)
-            raise
-        finally:
-            del self._requests[id]
+        with _deaths():
+            self.process.send(
+                GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed, sample.greedy)
+            )
+            self._requests[id] = request = _Request(sample, self.process.promise())
+            try:
+                await request.ended
+            except asyncio.CancelledError:
+                with suppress(WorkerDied):  # then there is nothing more to come
+                    await self._abort(id, request)
+                raise
+            finally:
+                del self._requests[id]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """As Engine.load."""
-        await self.process.ask(Load(weights, kv), Done)
+        with _deaths():
+            await self.process.ask(Load(weights, kv), Done)
+
+    async def sleep(self) -> None:
+        """As EngineLife.sleep."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        """As EngineLife.wake."""
+        raise NotImplementedError
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
         requests have ended."""
-        return self._usage
+        return replace(self._usage, num_generated=self.counter.num)
+
+    async def died(self) -> str:
+        """Wait until the process has ended, and return how."""
+        return await self.process.last_words()
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.process.promise()
@@ -86,6 +107,7 @@ class RemoteEngine(RemoteWorker[EngineJob]):
             if request is None:  # submitted at its limit, and aborted before the engine looked at it
                 assert not output.ids, output
                 continue
+            self.counter.add(len(output.ids))
             request.sample.extend(output.ids, output.behavior_logprobs, output.version)
             if output.finish_reason is not None:
                 request.sample.finish_reason = output.finish_reason
@@ -95,3 +117,12 @@ class RemoteEngine(RemoteWorker[EngineJob]):
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)
+
+
+@contextmanager
+def _deaths() -> Iterator[None]:
+    """Turn WorkerDied into EngineDied: the sample keeps its tokens, and another engine continues it."""
+    try:
+        yield
+    except WorkerDied as died:
+        raise EngineDied(str(died)) from died

@@ -13,7 +13,6 @@ from tailrace.engine.native.engine import NativeEngine
 from tailrace.weights.shared_memory import read_weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.counter import TokenCounter
 from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Report, ToEngine
 
 
@@ -25,9 +24,8 @@ class EngineLoop:
         engine: NativeEngine,
         channel: WorkerChannel[ToEngine],
         report_every_s: float,
-        counter: TokenCounter | None = None,
     ) -> None:
-        self._engine, self._channel, self._counter = engine, channel, counter
+        self._engine, self._channel = engine, channel
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
@@ -40,8 +38,6 @@ class EngineLoop:
                 self._handle(message)
             if not self._engine.idle:
                 self._outputs += self._engine.step()
-                if self._counter is not None:
-                    self._counter.set(self._engine.num_generated)
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._outputs += self._engine.report()
                 self._reported_s = time.monotonic()
@@ -74,8 +70,7 @@ def main() -> None:
     with config_errors_sent(channel):
         engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling)
     channel.send(Ready())
-    counter = TokenCounter(job.count) if job.count else None
-    EngineLoop(engine, channel, job.report_every_s, counter).run()
+    EngineLoop(engine, channel, job.report_every_s).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.engine.base import EngineSettings, SamplingSettings
-from tailrace.errors import WorkerDied, first_cause
+from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
+from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
+from tailrace.engine.supervised import EngineLife, SupervisedEngine, watch_engines
+from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
-from tailrace.workers.counter import COUNTS_FOLDER
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.process import RemoteWorker, WorkerProcess
@@ -27,7 +28,7 @@ from tailrace.workers.trainer import RemoteTrainer
 class Workers:
     """The worker processes of a run, ready for requests."""
 
-    engines: tuple[RemoteEngine, ...]
+    engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
     reference: RemoteReference | None
@@ -54,18 +55,20 @@ async def open_local(
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
-    If a worker dies, the block is cancelled. To train again from the start with the same workers: first
+    An engine that dies is restarted. The block is cancelled if another worker dies, or if no engine comes
+    back. To train again from the start with the same workers: first
     `trainer.save`; later `trainer.restore`, publish, and load with kv="recompute".
 
     Args:
         model: a Hugging Face folder, for engines and trainer.
         folder: folder of the run; the workers' output goes to its `logs/`.
-        life: number of the run's life; the engines then keep their token counts in `counts/`.
+        life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
 
     Raises:
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
+        EnginesLost: all engines were dead for `engine.give_up_s`.
     """
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
     started: list[RemoteWorker[Any]] = []
@@ -75,10 +78,15 @@ async def open_local(
         started.append(worker)
         return worker
 
-    async def start_engine(name: str, pin: int | None) -> RemoteEngine:
+    def supervised(name: str, pin: int | None) -> SupervisedEngine:
         count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
-        job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling, count=count)
-        return await start(RemoteEngine, name, job, pin)
+        assert isinstance(engine, NativeEngineSettings)
+        job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
+
+        async def begin() -> EngineLife:
+            return await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
+
+        return SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
 
     trainer_job = TrainerJob(
         threads=trainer.threads, model=model, trainer=trainer, algorithm=algorithm, sampling=sampling
@@ -87,37 +95,42 @@ async def open_local(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     scorer_job = ScorerJob(reward=reward, data=data)
+    engines = [supervised(f"engine-{i}", pin) for i, pin in enumerate(cpus[:-1])]
     try:
-        engines = [await start_engine(f"engine-{i}", pin) for i, pin in enumerate(cpus[:-1])]
         remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, cpus[-1])
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
         reference = None
         if algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
-        await asyncio.gather(*(worker.ready() for worker in started))
-        async with ended_by_death([worker.process for worker in started]):
+        await asyncio.gather(*(each.open() for each in engines), *(worker.ready() for worker in started))
+        watched = watch_engines(engines, engine.give_up_s)
+        async with ended_by_death([worker.process for worker in started], watched):
             rewards = RewardPool(scorers, tokenizer, reward)
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
-        await asyncio.gather(*(worker.close() for worker in started))
+        await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
 
 
 @asynccontextmanager
-async def ended_by_death(processes: Iterable[WorkerProcess]) -> AsyncIterator[None]:
-    """Cancel the block when a process ends.
+async def ended_by_death(
+    processes: Iterable[WorkerProcess], watched: Coroutine[Any, Any, None] | None = None
+) -> AsyncIterator[None]:
+    """Cancel the block when a process ends, or when the watch over the engines gives up.
 
     Raises:
         WorkerDied: of that process.
+        EnginesLost: of the watch.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(process.died()) for process in processes]
+            watchers += [tasks.create_task(watched)] if watched else []
             try:
                 yield
             finally:
                 for watcher in watchers:
                     watcher.cancel()
     except BaseExceptionGroup as group:
-        deaths = group.subgroup(WorkerDied)
+        deaths = group.subgroup((WorkerDied, EnginesLost))
         error = first_cause(deaths) if deaths else group.exceptions[0]
         raise error from error.__cause__

@@ -11,7 +11,8 @@ import msgspec
 from tailrace import errors
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
-from tailrace.engine.base import EngineSettings, GenerationOutput, GenerationRequest, SamplingSettings, Usage
+from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
@@ -34,10 +35,8 @@ class EngineJob(Job):
     """Serve a model."""
 
     model: Path
-    engine: EngineSettings
+    engine: NativeEngineSettings
     sampling: SamplingSettings
-    count: Path | None = None
-    """The file of the engine's token count (counter.py)."""
     report_every_s: float = 0.5
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 

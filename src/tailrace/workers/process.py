@@ -160,8 +160,12 @@ class WorkerProcess:
         Raises:
             WorkerDied: always; cancel this wait before an intended end.
         """
+        raise WorkerDied(await self.last_words())
+
+    async def last_words(self) -> str:
+        """Wait until the process ends. Returns its exit cause and the end of its log."""
         await asyncio.shield(self._watcher)
-        raise WorkerDied(self._last_words)
+        return self._last_words
 
     def kill(self) -> None:
         """Send SIGKILL to its process group."""

@@ -9,8 +9,8 @@ from native_cases import TEMPERATURE
 from transformers import PreTrainedModel
 
 from helpers.tiny_models import FAMILIES, save_tiny_model
-from tailrace.engine.base import EngineSettings, SamplingSettings
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 
 MakeEngine = Callable[..., NativeEngine]
 
@@ -31,13 +31,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
 def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
     def make(
         family: str = "qwen3",
-        settings: EngineSettings | None = None,
+        settings: NativeEngineSettings | None = None,
         sampling: SamplingSettings | None = None,
         max_completion_tokens: int = 60,
     ) -> NativeEngine:
         return NativeEngine.from_pretrained(
             models[family][0],
-            settings or EngineSettings(),
+            settings or NativeEngineSettings(),
             sampling
             or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
         )

@@ -13,8 +13,9 @@ from native_cases import (
     submit_all,
 )
 
-from tailrace.engine.base import EngineSettings, GenerationRequest
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.cache import capacities
+from tailrace.engine.settings import NativeEngineSettings
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
@@ -52,7 +53,7 @@ def test_resumed_on_another_replica_gives_the_tokens_of_an_undisturbed_run(make_
 
 
 def test_preempted_responses_give_the_same_tokens_and_logprobs(make_engine, models):
-    roomy, tight = make_engine(), make_engine(settings=EngineSettings(kv_cache_tokens=400))
+    roomy, tight = make_engine(), make_engine(settings=NativeEngineSettings(kv_cache_tokens=400))
     for engine in (roomy, tight):
         submit_all(engine, PROMPTS)
     expected, preempted = finish(roomy), finish(tight)
@@ -75,7 +76,7 @@ def test_reports_and_aborts_add_up_to_the_completion(make_engine):
 
 
 def test_bfloat16_stays_near_float32(make_engine, models):
-    engine = make_engine(settings=EngineSettings(dtype="bfloat16"))
+    engine = make_engine(settings=NativeEngineSettings(dtype="bfloat16"))
     submit_all(engine, PROMPTS)
     errors = [
         torch.tensor(output.behavior_logprobs) - reference(models["qwen3"][1], PROMPTS[id], output.ids)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
-from tailrace.engine.base import GenerationRequest, SamplingSettings
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.sampler import draw, noise, noise_stream
+from tailrace.engine.settings import SamplingSettings
 
 MASK = 2**64 - 1
 

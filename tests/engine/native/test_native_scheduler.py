@@ -6,9 +6,10 @@ import pytest
 from native_cases import PROMPTS, TEMPERATURE, assert_consistent, finish, random_ids, submit_all
 
 from helpers.tiny_models import LETTERS, save_tiny_model, tiny_model
-from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.cache import capacities
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ def test_a_late_sibling_copies_the_prompt_of_one_that_runs(make_engine):
 
 
 def test_a_step_prefills_no_more_than_its_budget_but_one_long_prompt_goes_alone(make_engine):
-    engine = make_engine(settings=EngineSettings(max_prefill_tokens=30))
+    engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=30))
     submit_all(engine, {"a": random_ids(0, 50), "b": random_ids(1, 14), "c": random_ids(2, 14), "d": [1, 2]})
     running = []
     for _ in range(3):
@@ -41,7 +42,7 @@ def test_a_step_prefills_no_more_than_its_budget_but_one_long_prompt_goes_alone(
 
 
 def test_no_more_run_than_may_and_the_rest_wait_in_order(make_engine):
-    engine = make_engine(settings=EngineSettings(max_num_seqs=3), max_completion_tokens=5)
+    engine = make_engine(settings=NativeEngineSettings(max_num_seqs=3), max_completion_tokens=5)
     submit_all(engine, PROMPTS)
     order = []
     while not engine.idle:
@@ -104,7 +105,7 @@ def test_the_models_own_end_token_stops(tmp_path):
     sampling = SamplingSettings(max_completion_tokens=60)
 
     def generate():
-        engine = NativeEngine.from_pretrained(tmp_path, EngineSettings(), sampling)
+        engine = NativeEngine.from_pretrained(tmp_path, NativeEngineSettings(), sampling)
         engine.submit(GenerationRequest("x", [1, 2, 3], (), 0))
         return finish(engine)["x"]
 
@@ -132,7 +133,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     sampling = SamplingSettings(max_completion_tokens=5, stop=("x",))
     with pytest.raises(ConfigError, match=r"sampling.stop needs a tokenizer.json; save the tokenizer"):
-        NativeEngine.from_pretrained(tmp_path, EngineSettings(), sampling)
+        NativeEngine.from_pretrained(tmp_path, NativeEngineSettings(), sampling)
 
 
 def test_aborting_an_unknown_or_ended_request_gives_none(make_engine):
@@ -156,7 +157,9 @@ def test_books_close_under_random_aborts_resumes_and_a_tight_cache(make_engine):
     submit_all(whole, prompts)
     expected = {id: output.ids for id, output in finish(whole).items()}
 
-    engine = make_engine(settings=EngineSettings(kv_cache_tokens=500, max_num_seqs=6, max_prefill_tokens=64))
+    engine = make_engine(
+        settings=NativeEngineSettings(kv_cache_tokens=500, max_num_seqs=6, max_prefill_tokens=64)
+    )
     submit_all(engine, prompts)
     chance, gained, seeds = random.Random(0), {id: [] for id in prompts}, list(prompts)
     while not engine.idle:
@@ -179,7 +182,7 @@ def test_tiers_grow_up_to_the_longest_context(longest):
 
 
 def test_an_id_that_is_being_served_is_refused_and_free_again_afterwards(make_engine):
-    engine = make_engine(settings=EngineSettings(max_num_seqs=1), max_completion_tokens=3)
+    engine = make_engine(settings=NativeEngineSettings(max_num_seqs=1), max_completion_tokens=3)
     for id in ("runs", "waits"):
         engine.submit(GenerationRequest(id, [1, 2], (), 0))
     engine.step()

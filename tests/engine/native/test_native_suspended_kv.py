@@ -15,7 +15,8 @@ from native_cases import (
 )
 
 from helpers.tiny_models import tiny_model
-from tailrace.engine.base import EngineSettings, GenerationRequest
+from tailrace.engine.base import GenerationRequest
+from tailrace.engine.settings import NativeEngineSettings
 
 PROMPT = PROMPTS["17"]
 
@@ -76,7 +77,7 @@ def test_a_request_that_comes_back_different_is_computed(make_engine, models, ch
 
 def test_what_is_parked_gives_way_to_what_runs_within_one_budget(make_engine, models):
     """Requests come, are aborted and come back at random in a cache that holds few of them."""
-    engine, chance = make_engine(settings=EngineSettings(kv_cache_tokens=700)), random.Random(3)
+    engine, chance = make_engine(settings=NativeEngineSettings(kv_cache_tokens=700)), random.Random(3)
     had = {id: [] for id in PROMPTS}
     running, done = set(), {}
     while len(done) < len(PROMPTS):

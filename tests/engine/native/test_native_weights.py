@@ -15,8 +15,9 @@ from native_cases import (
 )
 
 from helpers.tiny_models import save_tiny_model, tiny_model
-from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ def test_load_reports_what_the_old_version_produced(make_engine, models, new_mod
 
 
 def test_recomputed_cache_equals_a_forward_of_the_new_weights(make_engine, new_model):
-    engine = make_engine(settings=EngineSettings(max_prefill_tokens=100))
+    engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=100))
     half_way(engine)
     gained = {
         output.id: output.ids for output in engine.load(new_model.state_dict(), version=1, kv="recompute")
@@ -130,7 +131,9 @@ def test_a_folder_whose_weights_do_not_fit_its_config_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"6 of 24 weights are missing or of another shape: model\.layers\.0\."
     ):
-        NativeEngine.from_pretrained(tmp_path, EngineSettings(), SamplingSettings(max_completion_tokens=1))
+        NativeEngine.from_pretrained(
+            tmp_path, NativeEngineSettings(), SamplingSettings(max_completion_tokens=1)
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -140,10 +143,10 @@ def test_what_broken_weights_left_in_the_cache_harms_nobody_under_better_ones(ma
         submit_all(engine, {id: prompt[:2] for id, prompt in PROMPTS.items()})
         return {id: output.ids for id, output in finish(engine).items()}
 
-    broken = make_engine(settings=EngineSettings(dtype=dtype))
+    broken = make_engine(settings=NativeEngineSettings(dtype=dtype))
     nonsense = {name: tensor * torch.nan for name, tensor in new_model.state_dict().items()}
     broken.load(nonsense, version=1, kv="keep")
     submit_all(broken, PROMPTS)
     finish(broken)
-    fresh = make_engine(settings=EngineSettings(dtype=dtype))
+    fresh = make_engine(settings=NativeEngineSettings(dtype=dtype))
     assert served(broken, version=2) == served(fresh, version=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tailrace.engine.base import EngineSettings, GenerationOutput, GenerationRequest, SamplingSettings, Usage
+from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
 from tailrace.engine.native.cache import Cache
 from tailrace.engine.native.model import Model
@@ -24,6 +24,7 @@ from tailrace.engine.native.sampler import draw, noise, noise_stream
 from tailrace.engine.native.scheduler import Admission, Scheduler
 from tailrace.engine.native.sequence import Block, Sequence
 from tailrace.engine.native.stops import StopConditions
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.types import KV, FinishReason
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,7 +54,7 @@ class NativeEngine:
 
     @classmethod
     def from_pretrained(
-        cls, path: Path, settings: EngineSettings, sampling: SamplingSettings, *, version: int = 0
+        cls, path: Path, settings: NativeEngineSettings, sampling: SamplingSettings, *, version: int = 0
     ) -> "NativeEngine":
         """Load a Hugging Face model folder.
 
@@ -142,6 +143,7 @@ class NativeEngine:
             num_waiting=len(self._scheduler.waiting),
             kv_tokens=self._scheduler.cache.num_occupied,
             num_generated=self.num_generated,
+            num_counted=self.num_generated,
             num_prefilled=self._num_prefilled,
             num_preempted=self._scheduler.num_preempted,
         )

@@ -7,9 +7,9 @@ admission.
 from collections import deque
 from dataclasses import dataclass
 
-from tailrace.engine.base import EngineSettings
 from tailrace.engine.native.cache import Cache
 from tailrace.engine.native.sequence import Block, Sequence
+from tailrace.engine.settings import NativeEngineSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Admission:
 class Scheduler:
     """Decides which sequences run."""
 
-    def __init__(self, cache: Cache, settings: EngineSettings) -> None:
+    def __init__(self, cache: Cache, settings: NativeEngineSettings) -> None:
         self.cache = cache
         self.waiting: deque[Sequence] = deque()
         self.running: dict[str, Sequence] = {}

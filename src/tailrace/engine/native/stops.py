@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tailrace.engine.base import SamplingSettings
 from tailrace.engine.native.sequence import Sequence
+from tailrace.engine.settings import SamplingSettings
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import FinishReason
 

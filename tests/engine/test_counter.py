@@ -1,4 +1,4 @@
-"""The engines' own count of tokens, which a kill cannot take."""
+"""The count of tokens that samples gained, which a kill cannot take."""
 
 import subprocess
 import sys
@@ -6,22 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.engine.counter import TokenCounter, counted_tokens
 from tailrace.errors import LedgerError
-from tailrace.workers.counter import TokenCounter, counted_tokens
 
 KILLED = """
 import os, signal, sys, time
-from itertools import count
 from pathlib import Path
-from tailrace.workers.counter import TokenCounter
+from tailrace.engine.counter import TokenCounter
 for number in range(100):
     path = Path(sys.argv[1]) / f"engine-{number}-1.count"
     child = os.fork()
     if child == 0:
         signal.alarm(60)
         counter = TokenCounter(path)
-        for n in count(1000):
-            counter.set(n)
+        while True:
+            counter.add(1000)
     while not (path.exists() and any(path.read_bytes())):
         time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
@@ -34,14 +33,14 @@ def test_a_count_survives_sigkill_whole_and_the_next_one_goes_on_from_it(tmp_pat
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True)
     counts = [int.from_bytes(path.read_bytes(), sys.byteorder) for path in tmp_path.iterdir()]
     assert len(counts) == 100 and min(counts) >= 1000
-    TokenCounter(tmp_path / "engine-0-1.count").set(5)
+    TokenCounter(tmp_path / "engine-0-1.count").add(5)
     assert counted_tokens(tmp_path) == sum(counts) + 5
 
 
 def test_counts_of_all_engines_and_lives_are_one_sum(tmp_path: Path) -> None:
     assert counted_tokens(tmp_path / "counts") == 0
     for number in range(3):
-        TokenCounter(tmp_path / "counts" / f"engine-{number}-1.count").set(10 + number)
+        TokenCounter(tmp_path / "counts" / f"engine-{number}-1.count").add(10 + number)
     assert counted_tokens(tmp_path / "counts") == 33
 
 

@@ -1,0 +1,109 @@
+"""Settings of the rollout engines and of sampling."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from tailrace.devices import Device
+from tailrace.settings import Settings
+
+
+class SamplingSettings(Settings):
+    """How completions are sampled. Log-probs are recorded at this temperature over the whole vocabulary."""
+
+    max_completion_tokens: int = Field(gt=0, le=2**24)
+    """The longest completion, in tokens; 1 to 2^24, and less than the model's context."""
+    temperature: float = Field(default=1.0, gt=0, le=1000)
+    """Logits are divided by it; above 0, at most 1000."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the likeliest tokens that together have this probability; above 0, at most 1.
+    1: all tokens."""
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    """The number of likeliest tokens that may be drawn; 0 to 2^31 - 1. 0: all tokens."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Token ids, 0 or greater, that end a completion in addition to the model's end-of-text tokens. The stop
+    token is the last token of the completion."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings, not empty, that end a completion when they appear in its text."""
+
+
+class ReplicaSettings(Settings):
+    """What the settings of all kinds of engines have in common."""
+
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Engines; 1 to 1024. Each is a process, or a server."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of weights and KV cache."""
+    max_num_seqs: int = Field(default=128, ge=1, le=65_536)
+    """Requests that one engine decodes together; 1 to 65,536."""
+    health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds without an answer after which an engine counts as dead; above 0."""
+    give_up_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends."""
+
+
+class NativeEngineSettings(ReplicaSettings):
+    """The embedded engine."""
+
+    kind: Literal["native"] = "native"
+    """Selects this kind of engine."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    """Torch threads of each process; 1 to 1024."""
+    device: Device = "cpu"
+    """The torch device: "cpu", "cuda" or "cuda:N"."""
+    kv_cache_tokens: int = Field(default=262_144, ge=1, le=2**40)
+    """Size of one engine's KV cache, in token positions; 1 to 2^40. When it is full, the most recently
+    admitted request is preempted and recomputed later."""
+    max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
+    """Context tokens computed between two decode steps, at most; 1 to 2^31. A longer context is computed
+    alone."""
+
+
+class ServerEngineSettings(ReplicaSettings):
+    """An inference server that is reached over HTTP: started and supervised by the run, or joined."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = ()
+    """Addresses of running servers to join, for example `http://10.0.0.7:8000`; one engine each. Without them
+    the run starts `replicas` servers itself."""
+    python: str | None = None
+    """The Python interpreter whose environment has the server. Without it: $VLLM_PYTHON or $SGLANG_PYTHON."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Devices of one server that was started by the run; 1 to 1024."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each server that the run starts, for example `["0,1", "2,3"]`. Without it the
+    servers inherit the environment."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments of a server that the run starts, passed on as they are."""
+    env: dict[str, str] = {}
+    """Further environment variables of a server that the run starts."""
+    start_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds that a server may take to start; above 0."""
+    max_logprob_difference: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,
+    in nats."""
+
+
+class VllmEngineSettings(ServerEngineSettings):
+    """vLLM."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Selects this kind of engine."""
+
+
+class SglangEngineSettings(ServerEngineSettings):
+    """SGLang."""
+
+    kind: Literal["sglang"] = "sglang"
+    """Selects this kind of engine."""
+
+
+def _kind_of(value: Any) -> str:
+    return str(value.get("kind", "native") if isinstance(value, dict) else getattr(value, "kind", "native"))
+
+
+EngineSettings = Annotated[
+    Annotated[NativeEngineSettings, Tag("native")]
+    | Annotated[VllmEngineSettings, Tag("vllm")]
+    | Annotated[SglangEngineSettings, Tag("sglang")],
+    Discriminator(_kind_of),
+]
