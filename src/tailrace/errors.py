@@ -14,6 +14,8 @@ TailraceError
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
+|-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
+|-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -88,6 +90,16 @@ class Evicted(TailraceError):
 
 class EngineDied(Evicted):
     """The engine has ended."""
+
+
+class TransferFailed(TailraceError):
+    """Weights did not reach an engine, which keeps the old ones. The message names the peer. Sending again,
+    over a new link, may succeed."""
+
+
+class WeightsRefused(TailraceError):
+    """The published tensors are not those of the served model. The message names them. The engine was not
+    touched. Sending again does not help."""
 
 
 class EnginesLost(TailraceError):
