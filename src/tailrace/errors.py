@@ -13,7 +13,7 @@ TailraceError
 |-- DiskFull             a file of the run could not be written; names the file
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
-|   `-- EngineDied
+|   `-- EngineDied      the engine has ended
 |-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- RewardBroken         the reward function always fails; carries the first traceback

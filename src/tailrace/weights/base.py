@@ -78,6 +78,13 @@ WeightsSettings = Annotated[
 ]
 
 
+def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
+    """The settings with a folder, where the transport needs one."""
+    if isinstance(settings, FilesystemSettings) and settings.folder is None:
+        return settings.model_copy(update={"folder": run_folder / "weights"})
+    return settings
+
+
 class TensorInfo(NamedTuple):
     """One tensor of a publication."""
 
@@ -142,7 +149,7 @@ def new_link(engine: str, num_ranks: int = 1) -> Link:
     return Link(engine, next(_link_numbers), num_ranks)
 
 
-Send = Callable[[Weights, Link], Awaitable[None]]
+Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
 """The controller's way to the trainer's half. Raises TransferFailed."""
 
 

@@ -46,7 +46,8 @@ def unpack(data: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         data: [num_bytes], uint8.
     """
     tensors: dict[str, Tensor] = {}
-    for info, part in zip(bucket, data.split([info.num_bytes for info in bucket]), strict=True):
+    sizes = [info.num_bytes for info in bucket]
+    for info, part in zip(bucket, data.split_with_sizes(sizes), strict=True):
         dtype: torch.dtype = getattr(torch, info.dtype)
         aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
         tensors[info.name] = aligned.view(dtype).view(info.shape)

@@ -13,10 +13,11 @@ The groups are made from the backends' classes, not by init_process_group: that 
 process, which belongs to the ranks of a trainer.
 """
 
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
@@ -24,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tailrace.errors import ConfigError, TransferFailed
 from tailrace.weights.base import Link, ProcessGroupSettings, Weights
@@ -33,6 +35,7 @@ from tailrace.weights.tensors import manifest
 KEPT_VERSIONS = 2
 """As in shared_memory.py."""
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 
 
 class Address(NamedTuple):
@@ -77,16 +80,14 @@ class Group:
         self.device = torch.device(_DEVICES[address.backend])
         with socket.create_connection((address.host, address.port), address.timeout_s) as route:
             own_host = route.getsockname()[0]
-        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-        prefix = dist.PrefixStore(f"{link.engine}/{link.number}", store)
-        kind: Any = getattr(dist, f"ProcessGroup{address.backend.title()}", None) or dist.ProcessGroupNCCL
-        if address.backend == "gloo":
-            # Listen on the way to the trainer only: loopback, where both are on one host.
-            options: Any = kind._Options()
-            options._devices = [kind.create_device(hostname=own_host)]
-        else:
-            options = kind.Options()
+        store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        prefix = PrefixStore(f"{link.engine}/{link.number}", store)
+        kind: Any = getattr(dist, _CLASSES[address.backend])
+        options = (getattr(kind, "_Options", None) or kind.Options)()
         options._timeout = timeout
+        if hasattr(kind, "create_device"):
+            # Gloo listens on the way to the trainer only: on loopback, where both are on one host.
+            options._devices = [kind.create_device(hostname=own_host)]
         self._group = kind(prefix, rank, 1 + link.num_ranks, options)
 
     def broadcast(self, data: Tensor) -> None:
@@ -119,7 +120,7 @@ class ProcessGroupSender:
         self._address = Address(
             settings.backend, settings.host, port, settings.bucket_bytes, settings.timeout_s
         )
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             settings.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         self._kept: dict[int, list[Tensor]] = {}
@@ -196,7 +197,6 @@ def _failures(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, ValueError) as why:
-        reason = str(why).partition("\n")[0]
-        with suppress(ValueError):  # "[file:line] reason"
-            reason = reason[reason.index("] ") + 2 :]
+        reason = re.sub(r"^\[\S+\] ", "", str(why))  # without the file and line of the library
+        reason = re.split(r"\n|\. ", reason)[0]
         raise TransferFailed(f"{what}: {reason}") from why

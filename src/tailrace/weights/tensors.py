@@ -44,7 +44,9 @@ class Publisher:
         """The share of weights whose bfloat16 value differs from that of the call before."""
         num = num_changed = 0
         for name, tensor in tensors.items():
-            for old, new in zip(self._last[name].split(CHUNK), tensor.reshape(-1).split(CHUNK), strict=True):
+            last, flat = self._last[name], tensor.reshape(-1)
+            for start in range(0, len(flat), CHUNK):
+                old, new = last[start : start + CHUNK], flat[start : start + CHUNK]
                 rounded = new.to(torch.bfloat16).view(torch.int16)
                 num_changed += int((rounded != old.view(torch.int16)).count_nonzero())
                 old.view(torch.int16).copy_(rounded)

@@ -17,6 +17,7 @@ from tailrace.weights.base import (
     FilesystemSettings,
     Link,
     ProcessGroupSettings,
+    TensorInfo,
     Weights,
     WeightSender,
     WeightsSettings,
@@ -84,13 +85,14 @@ class WeightReceiver:
 def _file_parts(weights: Weights) -> Iterator[dict[str, Tensor]]:
     """Read the tensors of each file. They stay valid after the file is removed."""
     location = Path(weights.location)
-    found = []
+    found: list[TensorInfo] = []
     try:
         for file in weight_files(location) if location.is_dir() else [location]:
             part = load_file(file)
             found += manifest(part)
             yield part
     except (OSError, SafetensorError, ConfigError) as why:
-        raise TransferFailed(f"version {weights.version} of the weights cannot be read: {why}") from why
+        reason = f"{why.value}: {why.problem}" if isinstance(why, ConfigError) else f"{location}: {why}"
+        raise TransferFailed(f"version {weights.version} of the weights cannot be read: {reason}") from why
     if weights.tensors:
         check_tensors(found, weights.tensors)
