@@ -1,0 +1,54 @@
+"""What a trainer publishes: host copies in the engines' type, and how much of them has changed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tailrace.weights import tensors as module
+from tailrace.weights.base import DTYPE, TensorInfo, new_link
+from tailrace.weights.filesystem import FilesystemSender
+from tailrace.weights.tensors import Publisher
+from tailrace.weights.transports import WeightReceiver
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> FilesystemSender:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return FilesystemSender(tmp_path / "weights", tmp_path / "model", 10**9)
+
+
+def weights(value: float) -> dict[str, Tensor]:
+    return {"a": torch.full((3, 5), value).T, "b": torch.full((7,), -value)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_published_in_the_type_of_the_engines(sender: FilesystemSender, dtype: DTYPE) -> None:
+    published = Publisher(sender, dtype, weights(1.0)).publish(weights(1.001), 1)
+    assert published.tensors == (TensorInfo("a", (5, 3), dtype), TensorInfo("b", (7,), dtype))
+    got = WeightReceiver().receive(published, new_link("engine-0"))
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(1.001).items()}
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("chunk", [2, 2**20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_has_changed_if_its_bfloat16_value_has(
+    sender: FilesystemSender, dtype: DTYPE, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    current = weights(1.0)
+    publisher = Publisher(sender, dtype, current)
+    assert publisher.publish(current, 1).changed == 0.0
+    current["a"][0, :2] += 1e-5  # less than half of a step of bfloat16
+    assert publisher.publish(current, 2).changed == 0.0
+    current["a"][1, 2] += 0.1
+    current["b"][:3] = 0.0
+    assert publisher.publish(current, 3).changed == 4 / 22
+    assert publisher.publish(current, 4).changed == 0.0
+    current["b"][:2] = -0.0
+    current["b"][6] = torch.nan
+    assert publisher.publish(current, 5).changed == 3 / 22
+    assert publisher.publish(current, 6).changed == 0.0
