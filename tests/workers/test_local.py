@@ -17,7 +17,6 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerD
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
-from tailrace.weights.shared_memory import read_weights
 from tailrace.workers import process as process_module
 from tailrace.workers.local import Workers, ended_by_death
 
@@ -56,7 +55,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
     assert stats.grad_norm > 0
     weights = await publish(opened, 1)
-    before, after = load_file(model / "model.safetensors"), read_weights(weights)
+    before, after = load_file(model / "model.safetensors"), load_file(weights.location)
     assert after.keys() == before.keys()
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)

@@ -1,0 +1,154 @@
+"""Weights from a trainer's process to engines' processes, by each transport that can leave the host."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.engine_contract import fresh_samples
+from helpers.tiny_models import save_tiny_model
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.base import GenerationRequest
+from tailrace.engine.native.engine import NativeEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.errors import EngineDied, TransferFailed, WeightsRefused
+from tailrace.trainer.base import TrainerSettings
+from tailrace.types import Sample
+from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, WeightsSettings
+from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.trainer import RemoteTrainer
+
+Execute = Callable[[Any], Any]
+SAMPLING = SamplingSettings(max_completion_tokens=300)
+NUM_TOKENS = 300
+ENGINE = NativeEngineSettings()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the engines start with, and what the trainer has."""
+    served, trained = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("trained")
+    save_tiny_model(served)
+    save_tiny_model(trained, seed=1)
+    return served, trained
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path]) -> list[list[int]]:
+    """The completions of `fresh_samples(4)` by the trainer's model."""
+    engine = NativeEngine.from_pretrained(models[1], ENGINE, SAMPLING)
+    for sample in fresh_samples(4):
+        engine.submit(GenerationRequest(str(sample.id), sample.prompt.ids, [], sample.seed))
+    ended: dict[str, list[int]] = {}
+    while not engine.idle:
+        ended |= {output.id: output.ids for output in engine.step()}
+    return [ended[str(sample.id)] for sample in fresh_samples(4)]
+
+
+@asynccontextmanager
+async def started(
+    models: tuple[Path, Path], weights: WeightsSettings, logs: Path, num_engines: int
+) -> AsyncIterator[tuple[RemoteTrainer, list[RemoteEngine]]]:
+    served, trained = models
+    job = TrainerJob(
+        model=trained,
+        trainer=TrainerSettings(),
+        algorithm=AlgorithmSettings(),
+        sampling=SAMPLING,
+        weights=weights,
+        published_dtype="float32",
+    )
+    trainer = await RemoteTrainer.spawn("trainer", job, logs=logs)
+    engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
+    engines = [await RemoteEngine.spawn(f"engine-{n}", engine_job, logs=logs) for n in range(num_engines)]
+    for engine in engines:
+        engine.send = trainer.send
+    try:
+        await asyncio.gather(trainer.ready(), *(engine.ready() for engine in engines))
+        yield trainer, engines
+    finally:
+        await asyncio.gather(trainer.close(), *(engine.close() for engine in engines))
+
+
+async def completions(engine: RemoteEngine, num: int = 4) -> list[list[int]]:
+    samples = fresh_samples(num)
+    await asyncio.gather(*(engine.generate(sample) for sample in samples))
+    return [sample.completion_ids for sample in samples]
+
+
+async def under_way(samples: Sequence[Sample]) -> None:
+    while not all(sample.num_tokens for sample in samples):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "process_group"])
+def test_requests_under_way_go_on_with_the_trainers_weights(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, transport: str, execute: Execute
+) -> None:
+    settings: WeightsSettings = (
+        FilesystemSettings(folder=tmp_path / "weights")
+        if transport == "filesystem"
+        else ProcessGroupSettings(bucket_bytes=10_000)
+    )
+
+    async def main() -> None:
+        async with started(models, settings, tmp_path, 2) as (trainer, engines):
+            weights = await trainer.publish(1)
+            assert (weights.version, weights.changed) == (1, 0.0)
+            groups = [fresh_samples(4), fresh_samples(4)]
+            generation = asyncio.gather(
+                *(engine.generate(s) for engine, group in zip(engines, groups, strict=True) for s in group)
+            )
+            await under_way([*groups[0], *groups[1]])
+            await asyncio.gather(*(engine.load(weights, kv="keep") for engine in engines))
+            await generation
+            for sample in [*groups[0], *groups[1]]:
+                assert sample.num_tokens == NUM_TOKENS
+                assert [span.version for span in sample.spans] == [0, 1]
+            for _ in range(2):
+                await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in engines))
+            assert [await completions(engine) for engine in engines] == [expected] * 2
+
+    execute(main())
+
+
+def test_a_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        settings = ProcessGroupSettings(bucket_bytes=10_000, timeout_s=1.0)
+        async with started(models, settings, tmp_path, 2) as (trainer, (dying, engine)):
+            old = await completions(engine)
+            weights = await trainer.publish(1)
+            first, *others = weights.tensors
+            misshapen = replace(weights, tensors=(first._replace(shape=(1, *first.shape)), *others))
+            with pytest.raises(WeightsRefused, match=f"1 of another shape: {first.name}"):
+                await engine.load(misshapen, kv="keep")
+
+            os.kill(engine.process.pid, signal.SIGSTOP)
+            loading = asyncio.create_task(engine.load(weights, kv="keep"))
+            with pytest.raises(TransferFailed, match="engine-1 did not take version 1"):
+                await trainer.send(weights, engine._link)
+            os.kill(engine.process.pid, signal.SIGCONT)
+            with pytest.raises(TransferFailed, match="version 1"):
+                await loading
+            assert await completions(engine) == old
+
+            os.kill(dying.process.pid, signal.SIGSTOP)
+            loading = asyncio.create_task(dying.load(weights, kv="keep"))
+            await asyncio.sleep(0.1)
+            os.kill(dying.process.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="engine-0"):
+                await loading
+
+            await engine.load(weights, kv="keep")
+            assert await completions(engine) == expected
+
+    execute(main())
