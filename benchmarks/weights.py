@@ -1,0 +1,184 @@
+"""What an in-flight weight update costs, by each transport: time to publish, pause of the engine, lost tokens.
+
+    python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--json FILE]
+
+One embedded engine serves 32 sequences; when all are under way, a trainer publishes its weights and the
+engine loads them with the KV cache kept. There is a trainer process for each transport, all beside one
+engine process, and the transports take turns. Random weights of a Qwen3 shape, float32, one thread for each
+process, on one host.
+
+    publish_s    from asking the trainer to publish to its answer: a file, a folder, or a copy in its memory
+    pause_s      the longest time without a token, from asking the engine to load to its first token of the
+                 new version, less a median decode step: what is not in files is sent in it
+    tokens_lost  tokens that the engine counted and no sample has, and tokens that a sample lacks
+    bytes        size of the published tensors
+
+The file has the figures of the last size for each transport, and those of every size under "sizes".
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from engine import SIZES, VOCABULARY, make_model
+
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.weights.base import (
+    FilesystemSettings,
+    ProcessGroupSettings,
+    SharedMemorySettings,
+    WeightsSettings,
+)
+from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.messages import EngineJob, Report, TrainerJob
+from tailrace.workers.trainer import RemoteTrainer
+
+NUM_SEQUENCES, NUM_TOKENS = 32, 48
+SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one update, or the medians of several."""
+
+    publish_s: float
+    pause_s: float
+    tokens_lost: int
+    bytes: int
+
+
+class TimedEngine(RemoteEngine):
+    """Keeps the times at which tokens arrived. It reports after every decode step."""
+
+    arrivals: list[float]
+
+    def _on_message(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Report) and message.outputs:
+            self.arrivals.append(time.perf_counter())
+        super()._on_message(message)
+
+
+def transports(folder: Path) -> dict[str, WeightsSettings]:
+    return {
+        "shared_memory": SharedMemorySettings(),
+        "filesystem": FilesystemSettings(folder=folder / "weights"),
+        "process_group": ProcessGroupSettings(),
+    }
+
+
+@asynccontextmanager
+async def opened(model: Path, folder: Path) -> AsyncIterator[tuple[TimedEngine, dict[str, RemoteTrainer]]]:
+    """An engine, and a trainer for each transport."""
+    engine_job = EngineJob(model=model, engine=NativeEngineSettings(), sampling=SAMPLING, report_every_s=0.0)
+    async with AsyncExitStack() as stack:
+        engine = await TimedEngine.spawn("engine-0", engine_job, logs=folder / "logs")
+        stack.push_async_callback(engine.close)
+        trainers = {}
+        for name, settings in transports(folder).items():
+            job = TrainerJob(
+                model=model,
+                trainer=TrainerSettings(),
+                algorithm=AlgorithmSettings(),
+                sampling=SAMPLING,
+                weights=settings,
+                published_dtype="float32",
+            )
+            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, logs=folder / "logs")
+            stack.push_async_callback(trainers[name].close)
+        await asyncio.gather(engine.ready(), *(trainer.ready() for trainer in trainers.values()))
+        yield engine, trainers
+
+
+def fresh_samples() -> list[Sample]:
+    group = Group(Prompt(0, [n % VOCABULARY for n in range(32)]), NUM_SEQUENCES, [])
+    return [Sample(SampleId(0, 0, number), group, seed=number) for number in range(NUM_SEQUENCES)]
+
+
+async def update(engine: TimedEngine, trainer: RemoteTrainer, version: int) -> Figures:
+    """Publish and load while all sequences are under way, and let them end."""
+    engine.arrivals, engine.send = [], trainer.send
+    counted, samples = engine.usage().num_counted or 0, fresh_samples()
+    generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
+    while min(sample.num_tokens for sample in samples) < NUM_TOKENS // 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    start_s = time.perf_counter()
+    weights = await trainer.publish(version)
+    published_s = time.perf_counter()
+    await engine.load(weights, kv="keep")
+    await generation
+    assert all(sample.spans[-1].version == version for sample in samples)
+    arrivals = engine.arrivals
+    gaps = [(after - before, after) for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    longest = max(gap for gap, end_s in gaps if end_s > published_s)
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    lost = (engine.usage().num_counted or 0) - counted - num_tokens
+    return Figures(
+        publish_s=published_s - start_s,
+        pause_s=max(0.0, longest - median(gap for gap, _ in gaps)),
+        tokens_lost=abs(lost) + NUM_SEQUENCES * NUM_TOKENS - num_tokens,
+        bytes=weights.num_bytes,
+    )
+
+
+async def measure(model: Path, folder: Path, repeats: int) -> dict[str, Figures]:
+    """The medians of each transport. The first update of each is not counted: it connects."""
+    figures: dict[str, list[Figures]] = {}
+    async with opened(model, folder) as (engine, trainers):
+        for version in range(repeats + 1):
+            for name, trainer in trainers.items():
+                figures.setdefault(name, []).append(await update(engine, trainer, version + 1))
+    return {
+        name: Figures(
+            publish_s=median(each.publish_s for each in updates[1:]),
+            pause_s=median(each.pause_s for each in updates[1:]),
+            tokens_lost=sum(each.tokens_lost for each in updates),
+            bytes=updates[0].bytes,
+        )
+        for name, updates in figures.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The cost of an in-flight weight update.")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--size", choices=SIZES, action="append", help="parameters; default: both")
+    parser.add_argument("--repeats", type=int, default=3, help="counted updates of each transport")
+    options = parser.parse_args(arguments)
+    sizes: dict[str, dict[str, Figures]] = {}
+    for size in options.size or SIZES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            num_parameters = make_model(folder / "model", SIZES[size])
+            where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 thread a process"
+            print(f"{size}: {NUM_SEQUENCES} sequences under way; {where}")
+            sizes[size] = clock.run(measure(folder / "model", folder, options.repeats), virtual=False)
+            for transport, found in sizes[size].items():
+                print(
+                    f"  {transport:14} publish {1e3 * found.publish_s:7.1f} ms; pause"
+                    f" {1e3 * found.pause_s:7.1f} ms; {found.tokens_lost} tokens lost;"
+                    f" {found.bytes / 1e6:.1f} MB; {where}"
+                )
+    if options.json:
+        last = sizes[list(sizes)[-1]]
+        report = {
+            transport: asdict(last[transport])
+            | {"sizes": {size: asdict(figures[transport]) for size, figures in sizes.items()}}
+            for transport in last
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
