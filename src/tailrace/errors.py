@@ -13,7 +13,9 @@ TailraceError
 |-- DiskFull             a file of the run could not be written; names the file
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
-|   `-- EngineDied
+|   `-- EngineDied      the engine has ended
+|-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
+|-- EnginesLost          all engines are dead and none came back in time
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -88,6 +90,11 @@ class Evicted(TailraceError):
 
 class EngineDied(Evicted):
     """The engine has ended."""
+
+
+class TransferFailed(TailraceError):
+    """Weights did not reach an engine, which keeps the old ones. The message names the peer. Sending again,
+    over a new link, may succeed."""
 
 
 class EnginesLost(TailraceError):

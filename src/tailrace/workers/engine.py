@@ -12,7 +12,18 @@ from tailrace.engine.counter import TokenCounter
 from tailrace.errors import EngineDied, WorkerDied
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
-from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
+from tailrace.workers.messages import (
+    Abort,
+    Alive,
+    Done,
+    EngineJob,
+    FromEngine,
+    Load,
+    Ping,
+    Report,
+    Sleep,
+    Wake,
+)
 from tailrace.workers.process import RemoteWorker, WorkerProcess
 
 
@@ -38,7 +49,7 @@ class RemoteEngine(RemoteWorker[EngineJob]):
 
     module = "tailrace.workers.engine_child"
     decoder = msgspec.msgpack.Decoder(FromEngine)
-    capabilities = Capabilities(seeded_noise=True, version_spans=True)
+    capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
@@ -46,6 +57,8 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
         self._usage = Usage()
+        self._alive: asyncio.Future[None] | None = None
+        """Done when the last Ping is answered."""
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
@@ -66,17 +79,19 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 del self._requests[id]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load."""
+        """As EngineLife.load."""
         with _deaths():
             await self.process.ask(Load(weights, kv), Done)
 
     async def sleep(self) -> None:
         """As EngineLife.sleep."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Sleep(), Done)
 
     async def wake(self) -> None:
         """As EngineLife.wake."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Wake(), Done)
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
@@ -84,8 +99,27 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         return replace(self._usage, num_generated=self.counter.num)
 
     async def died(self) -> str:
-        """Wait until the process has ended, and return how."""
-        return await self.process.last_words()
+        """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is
+        stopped or a decode step does not end. It is then killed."""
+        limit_s = self.job.engine.health_timeout_s
+        ended = asyncio.ensure_future(self.process.last_words())
+        try:
+            while not ended.done():
+                self._alive = alive = self.process.promise()
+                self.process.send(Ping())
+                await asyncio.wait([alive], timeout=limit_s)
+                if not alive.done():
+                    self.process.kill()
+                    return (
+                        f"{self.process.name} (process {self.process.pid}) did not answer for {limit_s:g} s "
+                        "(engine.health_timeout_s) and was killed"
+                    )
+                await asyncio.wait([ended], timeout=limit_s / 4)
+            return ended.result()
+        except WorkerDied as died:
+            return str(died)
+        finally:
+            ended.cancel()
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.process.promise()
@@ -98,6 +132,10 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         aborted.result()
 
     def _on_message(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Alive):
+            if self._alive is not None and not self._alive.done():
+                self._alive.set_result(None)
+            return
         if not isinstance(message, Report):
             self.process.answer(message)
             return

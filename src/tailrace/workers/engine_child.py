@@ -7,13 +7,30 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 import time
 
 import msgspec
+from safetensors import SafetensorError
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.errors import TransferFailed
+from tailrace.types import KV
+from tailrace.weights.base import Weights
 from tailrace.weights.shared_memory import read_weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Report, ToEngine
+from tailrace.workers.messages import (
+    Abort,
+    Alive,
+    Done,
+    EngineJob,
+    Load,
+    Ping,
+    Ready,
+    Refused,
+    Report,
+    Sleep,
+    ToEngine,
+    Wake,
+)
 
 
 class EngineLoop:
@@ -53,10 +70,25 @@ class EngineLoop:
                 self._outputs += [output] if output else []
                 self._aborted.append(id)
             case Load(weights=weights, kv=kv):
-                tensors = read_weights(weights)
-                self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
-                self._report()
+                self._load(weights, kv)
+            case Ping():
+                self._channel.send(Alive())
+            case Sleep():
+                self._engine.sleep()
                 self._channel.send(Done())
+            case Wake():
+                self._engine.wake()
+                self._channel.send(Done())
+
+    def _load(self, weights: Weights, kv: KV) -> None:
+        try:
+            tensors = read_weights(weights)
+            self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+        except (OSError, SafetensorError, ValueError) as why:
+            self._channel.send(Refused.of(TransferFailed(f"version {weights.version}: {why}")))
+        else:
+            self._report()
+            self._channel.send(Done())
 
     def _report(self) -> None:
         self._channel.send(Report(self._outputs, self._aborted, self._engine.usage()))

@@ -102,13 +102,23 @@ async def open_local(
         reference = None
         if algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
-        await asyncio.gather(*(each.open() for each in engines), *(worker.ready() for worker in started))
+        await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)
         async with ended_by_death([worker.process for worker in started], watched):
             rewards = RewardPool(scorers, tokenizer, reward)
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
+
+
+async def _all_done(*starts: Coroutine[Any, Any, None]) -> None:
+    """Wait for all. If one fails, the others are cancelled, and an engine that is about to start is ended."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for start in starts:
+                tasks.create_task(start)
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
 
 
 @asynccontextmanager
