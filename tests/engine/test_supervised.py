@@ -371,6 +371,7 @@ def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record
 
     async def main() -> None:
         await world.engine.load(Weights(1), kv="keep")
+        await until(lambda: world.engine.state == "dead")
         while world.engine.state != "open" or len(world.lives) < 6:
             await asyncio.sleep(0.125)
             if world.engine.why_dead not in causes:
