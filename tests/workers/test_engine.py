@@ -257,6 +257,7 @@ def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
             assert [type(error) for error in errors] == [EngineDied] * 3 + [asyncio.CancelledError]
             assert f"engine-0 (process {remote.process.pid}) ended: signal SIGKILL" in str(errors[0])
             assert await remote.died() == str(errors[0])
+            assert remote.usage().num_counted is None
             for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):
                 with pytest.raises(EngineDied, match="engine-0"):
                     await call

@@ -42,7 +42,7 @@ class _Request:
 
 
 class RemoteEngine(RemoteWorker[EngineJob]):
-    """One process of the embedded engine: an EngineLife (engine/supervised.py).
+    """One process of the embedded engine: an EngineLife (engine/life.py).
 
     Once the process has ended, every method raises EngineDied.
     """
@@ -95,8 +95,9 @@ class RemoteEngine(RemoteWorker[EngineJob]):
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
-        requests have ended."""
-        return replace(self._usage, num_generated=self.counter.num)
+        requests have ended. A process that has ended cannot tell its own count any more."""
+        num_counted = None if self.process.has_ended else self._usage.num_counted
+        return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
     async def died(self) -> str:
         """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is

@@ -11,8 +11,9 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
+from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
-from tailrace.engine.supervised import EngineLife, SupervisedEngine, watch_engines
+from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
