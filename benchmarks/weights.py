@@ -1,4 +1,4 @@
-"""What an in-flight weight update costs, by each transport: time to publish, pause of the engine, lost tokens.
+"""What an in-flight weight update costs, by transport: time to publish, pause of the engine, lost tokens.
 
     python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--json FILE]
 
@@ -24,12 +24,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import msgspec
-from engine import SIZES, VOCABULARY, make_model
 
+from engine import SIZES, VOCABULARY, make_model
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
@@ -120,7 +121,7 @@ async def update(engine: TimedEngine, trainer: RemoteTrainer, version: int) -> F
     await generation
     assert all(sample.spans[-1].version == version for sample in samples)
     arrivals = engine.arrivals
-    gaps = [(after - before, after) for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [(after - before, after) for before, after in pairwise(arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > published_s)
     num_tokens = sum(sample.num_tokens for sample in samples)
     lost = (engine.usage().num_counted or 0) - counted - num_tokens

@@ -16,6 +16,7 @@ TailraceError
 |   `-- EngineDied      the engine has ended
 |-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
+|-- EnginesLost          all engines are dead and none came back in time
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash

@@ -1,5 +1,7 @@
 """Buckets: whatever the tensors are, they arrive as they were, in messages of bounded size."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_a_bucket_is_full_and_not_larger_than_allowed_unless_it_has_one_tensor(
     divided = buckets(manifest(make(kinds)), bucket_bytes)
     for bucket in divided:
         assert num_bytes(bucket) <= bucket_bytes or num_bytes(bucket) == max(i.num_bytes for i in bucket)
-    for bucket, following in zip(divided, divided[1:], strict=False):
+    for bucket, following in pairwise(divided):
         assert num_bytes(bucket) + following[0].num_bytes > bucket_bytes
 
 

@@ -116,7 +116,7 @@ def test_a_trainer_killed_while_it_writes_leaves_no_version_and_the_next_one_cle
     assert done.returncode == -signal.SIGKILL
     assert sorted(path.name for path in folder.glob("[a-z]*")) == ["partial-2", "version-1"]
     assert read(Weights(1, str(folder / "version-1")))["a"].tolist() == [0.0] * 3
-    with pytest.raises(TransferFailed, match="version 2 of the weights cannot be read: .*version-2"):
+    with pytest.raises(TransferFailed, match=r"version 2 of the weights cannot be read: .*version-2"):
         read(Weights(2, str(folder / "version-2")))
     FilesystemSender(folder, served, 1).close()
     assert list(folder.glob("[a-z]*")) == []

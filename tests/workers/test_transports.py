@@ -123,7 +123,7 @@ def test_a_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
     models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
-        settings = ProcessGroupSettings(bucket_bytes=10_000, timeout_s=1.0)
+        settings = ProcessGroupSettings(bucket_bytes=10_000, timeout_s=3.0)
         async with started(models, settings, tmp_path, 2) as (trainer, (dying, engine)):
             old = await completions(engine)
             weights = await trainer.publish(1)

@@ -7,6 +7,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 import time
 
 import msgspec
+from torch import Tensor
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
@@ -16,7 +17,20 @@ from tailrace.weights.base import Link, Weights
 from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Refused, Report, ToEngine
+from tailrace.workers.messages import (
+    Abort,
+    Alive,
+    Done,
+    EngineJob,
+    Load,
+    Ping,
+    Ready,
+    Refused,
+    Report,
+    Sleep,
+    ToEngine,
+    Wake,
+)
 
 
 class EngineLoop:
@@ -58,10 +72,21 @@ class EngineLoop:
                 self._aborted.append(id)
             case Load(weights=weights, link=link, kv=kv):
                 self._load(weights, link, kv)
+            case Ping():
+                self._channel.send(Alive())
+            case Sleep():
+                self._engine.sleep()
+                self._channel.send(Done())
+            case Wake():
+                self._engine.wake()
+                self._channel.send(Done())
 
     def _load(self, weights: Weights, link: Link, kv: KV) -> None:
+        tensors: dict[str, Tensor] = {}
         try:
-            tensors = self._receiver.receive(weights, link)
+            for part in self._receiver.parts(weights, link):
+                tensors |= part
+                self._channel.send(Alive())  # a transfer may take longer than the health check waits
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except (TransferFailed, WeightsRefused) as error:
             self._channel.send(Refused.of(error))

@@ -106,11 +106,27 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Take new weights. Answered by Done or Refused."""
+    """Take new weights. Answered by Done, or by Refused: the old weights stay."""
 
     weights: Weights
     link: Link
     kv: KV
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Answered by Alive between two decode steps."""
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The engine's loop runs."""
+
+
+class Sleep(msgspec.Struct, tag=True):
+    """Free the memory of weights and KV cache. Nothing runs. Answered by Done."""
+
+
+class Wake(msgspec.Struct, tag=True):
+    """The reverse, with the weights of the model folder. Answered by Done."""
 
 
 class Report(msgspec.Struct, tag=True):
@@ -121,8 +137,8 @@ class Report(msgspec.Struct, tag=True):
     usage: Usage
 
 
-ToEngine = GenerationRequest | Abort | Load
-FromEngine = Ready | Refused | Report | Done
+ToEngine = GenerationRequest | Abort | Load | Ping | Sleep | Wake
+FromEngine = Ready | Refused | Report | Done | Alive
 
 
 class Accumulate(msgspec.Struct, tag=True):
