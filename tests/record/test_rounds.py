@@ -1,6 +1,6 @@
 from record_story import Story, make_group, pipelined_round, play
 
-from tailrace.record.events import RequestEnded, RequestStarted, RoundEnded, RoundStarted
+from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.moments import LengthStats
 from tailrace.record.rounds import RoundMeter
 from tailrace.record.rows import RoundRow
@@ -92,3 +92,12 @@ def _only_report(story: Story) -> RoundRow:
     play(story.events, meter)
     (report,) = meter.reports
     return report
+
+
+def test_the_share_of_changed_weights_is_a_mean_over_publications() -> None:
+    *events, last = pipelined_round().events
+    assert isinstance(last, RoundEnded)
+    meter = RoundMeter()
+    published = [Published(20.0, 21.0, version, share) for version, share in enumerate((0.25, None, 0.75))]
+    play([*events, *published, last], meter)
+    assert [report.changed_weights for report in meter.reports] == [0.5]
