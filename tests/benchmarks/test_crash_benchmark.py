@@ -15,7 +15,6 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     options = OPTIONS | {
         "engine.replicas": "2",
         "run.eval_every": "0",
-        "run.group_size": "2",
         "record.sinks": json.dumps([f"{victims.__file__}:requests_sink"]),
     }
     victim = Victim("tailrace", LOSING["tailrace"], tmp_path, options)
