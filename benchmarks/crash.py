@@ -59,7 +59,6 @@ LOSING: dict[str, dict[str, object]] = {
 }
 """Schedules that lose engines."""
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
-ROUNDS_PER_KILL = 5
 EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
 REPLICAS = {"native": 3, "vllm": 2}
 
@@ -104,7 +103,7 @@ def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
             victim = Victim(schedule, LOSING[schedule], Path(name), options, EXAMPLE[kind])
             share = len(range(number, kills, len(LOSING)))
             began_s = time.monotonic()
-            victim.lose_engines(2 + ROUNDS_PER_KILL * share, share, kind, chance)
+            victim.lose_engines(share, kind, chance)
             requests, found = victim.requests(), victim.audit()
             results["kills"] += share
             results["tokens_unaccounted"] += abs(found.tokens_unaccounted)

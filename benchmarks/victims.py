@@ -31,8 +31,10 @@ ENDLESS = 100_000
 KEPT_CHECKPOINTS = 3
 LIFE_S, START_S = 2.5, 6.0
 """A kill comes within so many seconds after a life began to train; or, one in eight, after it was spawned."""
-KILL_S = 3.0
+KILL_S = 2.0
 """An engine is killed within so many seconds after the start of a round."""
+ROUNDS_PER_KILL, LAST_ROUNDS = 5, 4
+"""No engine is killed in the last rounds."""
 PATIENCE_S = 300.0
 REQUESTS = "requests.jsonl"
 
@@ -93,10 +95,11 @@ class Victim:
         self._finish(self._start(2 + max((mark.round for mark in marks if mark.undone is None), default=0)))
         self._compare()
 
-    def lose_engines(self, rounds: int, kills: int, kind: str, chance: random.Random) -> None:
+    def lose_engines(self, kills: int, kind: str, chance: random.Random) -> None:
         """One life to its last round, in which random engines are killed at random moments."""
-        process = self._start(rounds)
-        for round in sorted(chance.randrange(1, rounds) for _ in range(kills)):
+        process = self._start(kills * ROUNDS_PER_KILL + LAST_ROUNDS)
+        for number in range(kills):
+            round = number * ROUNDS_PER_KILL + chance.randrange(ROUNDS_PER_KILL)
             self._wait(process, lambda round=round: self._round() >= round, f"round {round} did not come")
             time.sleep(chance.uniform(0, KILL_S))
             self._wait(process, lambda: bool(engines_of(process.pid, kind)), "no engine came back")

@@ -37,9 +37,11 @@ class ReplicaSettings(Settings):
     max_num_seqs: int = Field(default=128, ge=1, le=65_536)
     """Requests that one engine decodes together; 1 to 65,536."""
     health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds without an answer after which an engine counts as dead; above 0."""
+    """Seconds without an answer after which an engine counts as dead; above 0. Longer than the longest decode
+    step and load."""
     give_up_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends."""
+    """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends. A restart that
+    takes longer is begun again."""
 
 
 class NativeEngineSettings(ReplicaSettings):
