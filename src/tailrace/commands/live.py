@@ -126,9 +126,14 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
+        broker=config.broker,
         life=life,
         pins=pins,
     )
+    if config.broker.url:
+        for stage in config.broker.joined:
+            words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
+            print(f"tailrace: waiting for: {words}", file=sys.stderr)
     with trainer_cpu_reserved(pins):
         async with workers as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")

@@ -9,7 +9,7 @@ from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.shared_memory import SharedWeights, own_folder
 from tailrace.workers import messages
-from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.channel import WorkerChannel, WorkerEnd
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
@@ -37,8 +37,15 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
     return Done()
 
 
-def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], shared: SharedWeights) -> None:
-    """Load the model and execute messages until the controller closes the channel."""
+def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
+    """Load the model and execute messages until the controller says no more."""
+    with own_folder() as folder:
+        serve_from(folder, job, channel)
+
+
+def serve_from(folder: Path, job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
+    """As `serve`, with the published weights in a folder."""
+    shared = SharedWeights(folder)
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
             job.model,
@@ -59,7 +66,7 @@ def main() -> None:
     end, job = begin(TrainerJob)
     with own_folder() as folder:
         end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
-        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), SharedWeights(folder))
+        serve_from(folder, job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)))
 
 
 if __name__ == "__main__":
