@@ -38,22 +38,18 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of an optimizer besides the parameters."""
+    """The state of an optimizer besides the parameters. AdamW's moments are empty before the first update."""
 
     num_steps: int
     num_updates: int
     """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
     it."""
     first_moments: Mapping[str, Tensor]
-    """AdamW's running mean of the gradient, by parameter name; empty before the first update."""
     second_moments: Mapping[str, Tensor]
-    """AdamW's running mean of the squared gradient, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriticState:
-    """Weights and optimizer state of the critic."""
-
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState
 
@@ -72,9 +68,6 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
     """Write a checkpoint, replacing the one in `folder` if there is one.
 
     Args:
-        folder: of the checkpoint.
-        model: to save.
-        state: of the trainer.
         tokenizer_from: the folder whose tokenizer files are copied.
 
     Raises:
@@ -102,12 +95,7 @@ def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] |
     """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises.
 
     Args:
-        folder: of the checkpoint.
-        model: is overwritten.
         critic: parameters of the critic, which are overwritten; None if there is no critic.
-
-    Returns:
-        The state of the trainer.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.

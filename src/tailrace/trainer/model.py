@@ -91,8 +91,6 @@ class PolicyModel:
 
     Args:
         model: with its head, in float32.
-        temperature: sampling temperature.
-        device: where the weights are kept.
         dtype: precision of the computation.
 
     Raises:

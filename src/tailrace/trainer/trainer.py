@@ -75,16 +75,13 @@ class TorchTrainer:
 
         Args:
             path: the folder. Its tokenizer is copied to checkpoints.
-            settings: of the trainer.
-            algorithm: the loss.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
-            max_completion_tokens: length limit of a completion.
 
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
         policy = PolicyModel.load(path, settings, temperature=temperature)
-        critic = Critic.load(path, settings) if algorithm.advantage == "gae" else None
+        critic = Critic(path, settings) if algorithm.advantage == "gae" else None
         return cls(policy, critic, settings, algorithm, max_completion_tokens, tokenizer_from=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
