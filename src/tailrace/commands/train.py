@@ -29,7 +29,7 @@ from tailrace.ledger.open import create_store, has_begun, has_trained, open_stor
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.writer import ThreadWriter
-from tailrace.record.display import open_display
+from tailrace.record.display import Display
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
@@ -172,7 +172,7 @@ def _recorder(
 ) -> tuple[Recorder, Summary]:
     earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
-    display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
+    display = Display(config.run.rounds, clock.who_waits, config.record)
     meter = StepMeter(
         MetricsWriter(folder.metrics),
         SamplesWriter(folder.samples),
