@@ -24,11 +24,10 @@ from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
 from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
-from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.display import Display
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
@@ -150,7 +149,7 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         recorder, summary = _recorder(config, folder, start, timeline)
         lag = asyncio.create_task(watch_controller_lag(recorder))
-        with closing(ThreadWriter(store)) if store else nullcontext() as writer:
+        with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
                 schedule,
@@ -160,7 +159,7 @@ async def _train(
                 compute_advantages=advantages_of(config),
                 folder=folder.checkpoints,
                 starting_point=start,
-                journal=Journal(writer, start, flush_s=config.ledger.flush_s) if writer else NullJournal(),
+                journal=Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal(),
                 interruption=interruption,
             )
         lag.cancel()

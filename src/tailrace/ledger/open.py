@@ -15,13 +15,9 @@ UNTRAINED = "round_000000"
 
 
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
-    """Open an empty store for a new run. The store of a run that trained nothing is replaced.
+    """Open an empty store for a new run in an output directory; None: the run is not to be stored.
 
-    Args:
-        folder: output directory of the run.
-
-    Returns:
-        The store, or None when the run is not to be stored.
+    The store of a run that trained nothing is replaced.
 
     Raises:
         LedgerError: the store holds a run that trained something, or cannot be written.
@@ -64,10 +60,6 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
 
     A run whose ledger is kept in memory has begun only when there is a checkpoint.
 
-    Args:
-        folder: output directory of the run.
-        checkpoints: folder of its checkpoints.
-
     Raises:
         LedgerError: the store is damaged, or cannot be reached.
     """
@@ -76,8 +68,8 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
-    """Return whether a run in the folder made an optimizer step, which a new run would lose. Arguments and
-    errors are those of `has_begun`."""
+    """Return whether a run in the folder made an optimizer step, which a new run would lose. Raises as
+    `has_begun`."""
     saved = checkpoints.is_dir() and any(path.name != UNTRAINED for path in checkpoints.iterdir())
     return saved or _holds(settings, folder, _trained)
 
