@@ -42,7 +42,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
-from tailrace.record.rounds import RoundMeter
+from tailrace.record.steps import RoundMeter
 from tailrace.schedules.resolve import BoundSchedule, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
