@@ -51,7 +51,7 @@ def train(
     schedule: BoundSchedule | None = None,
     interruption: Interruption | None = None,
 ) -> RunSummary:
-    """Train to the last round, from the start or from the newest checkpoint.
+    """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
 
     SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
 
@@ -59,14 +59,6 @@ def train(
         resume: continue the run in the output directory, if one has begun there.
         schedule: in place of the schedule that the config names; checked by the caller.
         interruption: lets another thread end the run in order.
-
-    Raises:
-        ConfigError: the config cannot work, the output directory holds a run and `resume` is false, or
-            another process trains in it.
-        LedgerError: the ledger is missing or damaged, or cannot be written.
-        CheckpointError: the checkpoint cannot be read.
-        Interrupted: a signal, or `interruption`, ended the run.
-        TailraceError: another error ended the run.
     """
     config = with_published_defaults(config)
     schedule = schedule or resolve(config)

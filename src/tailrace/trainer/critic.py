@@ -16,7 +16,7 @@ from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import CriticState
+from tailrace.trainer.checkpoint import SavedState
 from tailrace.trainer.model import DTYPES, hidden_states, read_model
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
@@ -47,10 +47,10 @@ class Critic:
         model = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
         return model | {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
 
-    def state(self) -> CriticState:
+    def state(self) -> SavedState:
         """Weights and optimizer state, for a checkpoint."""
         weights = {name: parameter.detach() for name, parameter in self.parameters().items()}
-        return CriticState(weights, self.optimizer.state())
+        return SavedState(self.optimizer.state(), weights)
 
 
 def token_advantages(values: Tensor, batch: MicroBatch, settings: AlgorithmSettings) -> Tensor:
