@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store, TrainingRow
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
@@ -30,10 +30,11 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return SqliteStore.create(path)
         case "redis":
-            if replaced:
-                with closing(RedisStore(*_server_and_run(settings, folder))) as store:
-                    store.forget()
-            return RedisStore.create(*_server_and_run(settings, folder))
+            store = _redis_store(settings, folder)
+            if not replaced:
+                raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
+            store.forget()
+            return store
         case "memory":
             return None
 
@@ -49,7 +50,10 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
         case "sqlite":
             return SqliteStore.open(folder / LEDGER_FILE, only_read=only_read)
         case "redis":
-            return RedisStore.open(*_server_and_run(settings, folder))
+            store = _redis_store(settings, folder)
+            if not store.has_tables:
+                raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
+            return store
         case "memory":
             problem = "the ledger of the run ended with its process"
             raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
@@ -74,8 +78,8 @@ def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bo
     return saved or _holds(settings, folder, _trained)
 
 
-def _server_and_run(settings: LedgerSettings, folder: Path) -> tuple[str, str]:
-    return str(settings.url), str(folder.resolve())
+def _redis_store(settings: LedgerSettings, folder: Path) -> RedisStore:
+    return RedisStore(str(settings.url), run=str(folder.resolve()))
 
 
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
@@ -85,7 +89,7 @@ def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool
                 return False
             opened: SqliteStore | RedisStore = SqliteStore.open(folder / LEDGER_FILE)
         case "redis":
-            opened = RedisStore(*_server_and_run(settings, folder))
+            opened = _redis_store(settings, folder)
         case "memory":
             return False
     with closing(opened) as store:

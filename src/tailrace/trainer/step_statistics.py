@@ -38,8 +38,6 @@ NUM_SUMS = len(TokenSums._fields)
 
 
 class StepTotals(NamedTuple):
-    """Totals of one optimizer step."""
-
     sums: TokenSums[float]
     num_samples: int
     num_tokens: int
