@@ -134,11 +134,8 @@ def require_sections(config: RunConfig, *names: str) -> None:
 
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the keys that differ from an earlier config, with both values; a missing value is None.
-
-    Args:
-        old: the earlier config, from `RunConfig.to_json`.
-    """
+    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values. A missing
+    value is None."""
     before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
     both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
     return {key: (one, other) for key, (one, other) in both.items() if one != other}
