@@ -18,11 +18,7 @@ _SAVE = "save the model with `save_pretrained`"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json.
-
-    Raises:
-        ConfigError: the folder or the file is missing, or the file is not a JSON object.
-    """
+    """The content of config.json. Raises a ConfigError if there is no such folder, file or JSON object."""
     if not path.is_dir():
         raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
     if not (path / "config.json").is_file():
@@ -50,11 +46,8 @@ def check_files(path: Path) -> None:
 
 
 def context_length(path: Path) -> int:
-    """The longest sequence that the model can have, prompt included.
-
-    Raises:
-        ConfigError: config.json does not say it.
-    """
+    """The longest sequence that the model can have, prompt included. Raises a ConfigError if config.json does
+    not say it."""
     length = read_config(path).get(_CONTEXT)
     if not _is_size(length):
         raise folder_error(path, f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1")

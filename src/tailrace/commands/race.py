@@ -81,10 +81,9 @@ class Arena:
 async def race_live(
     racers: Mapping[str, Racer], repeats: int, folder: Path, *, pictured: bool = False
 ) -> Measured:
-    """Race on real workers.
+    """Race on real workers, whose logs and first weights go to the folder.
 
     Args:
-        folder: where the weights at the start and the logs of the workers go.
         pictured: whether to write a trace of each racer's last lap.
     """
     measured = Measured()
@@ -110,11 +109,7 @@ async def race_live(
 
 
 def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> Measured:
-    """Race in virtual time. Repetition r of every racer has the seed run.seed + r.
-
-    Args:
-        folder: where traces go; None: none are written.
-    """
+    """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Traces go to `folder`."""
     measured = Measured()
     for repeat in range(repeats):
         for name, racer in racers.items():

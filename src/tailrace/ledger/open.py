@@ -44,7 +44,7 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
 
     Raises:
         ConfigError: the run was not stored.
-        LedgerError: the store is missing or damaged.
+        LedgerError: the store is missing, damaged or cannot be reached.
     """
     match settings.kind:
         case "sqlite":

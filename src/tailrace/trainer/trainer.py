@@ -71,14 +71,12 @@ class TorchTrainer:
         temperature: float,
         max_completion_tokens: int,
     ) -> "TorchTrainer":
-        """Load a Hugging Face folder, and a critic of it if the algorithm needs one.
+        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Raises as
+        `PolicyModel.load`.
 
         Args:
             path: the folder. Its tokenizer is copied to checkpoints.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
-
-        Raises:
-            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
         policy = PolicyModel.load(path, settings, temperature=temperature)
         critic = Critic(path, settings) if algorithm.advantage == "gae" else None
