@@ -37,13 +37,12 @@ from tailrace.controller.execution import execute
 from tailrace.engine.counter import counted_tokens
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
-from tailrace.record.rounds import RoundMeter
+from tailrace.record.steps import RoundMeter
 from tailrace.schedules.resolve import BoundSchedule, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -223,9 +222,9 @@ async def laps(
                 if with_ledger:
                     store = SqliteStore.create(folder / f"{repeat}.sqlite")
                     store.commit(starting_point.opening)
-                    with closing(store), closing(ThreadWriter(store)) as writer:
+                    with closing(store), commits_on_thread(store) as commit:
                         figures = await lap(
-                            starting_point, Journal(writer, starting_point, flush_s=config.ledger.flush_s)
+                            starting_point, Journal(commit, starting_point, flush_s=config.ledger.flush_s)
                         )
                 else:
                     figures = await lap(starting_point, NullJournal())

@@ -69,11 +69,12 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.compare import compare
 
-    names = arguments.schedules and tuple(arguments.schedules.split(","))
-    given = {"schedules": names, "repeats": arguments.repeats}
-    config = _config(arguments.config, overrides)
-    race = config.compare.model_copy(update={key: value for key, value in given.items() if value})
-    config = config.model_copy(update={"compare": race})
+    given = dict(overrides)
+    if arguments.schedules is not None:
+        given["compare.schedules"] = str(arguments.schedules.split(","))
+    if arguments.repeats is not None:
+        given["compare.repeats"] = str(arguments.repeats)
+    config = _config(arguments.config, given)
     compare(config, virtual=arguments.virtual, folder=arguments.output_dir, json_path=arguments.json)
 
 
@@ -128,7 +129,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
     compare = add("compare", _compare, "compare schedules: the same weights, prompts and seeds for each")
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
-    compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
+    compare.add_argument("--repeats", type=int, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
@@ -162,13 +163,6 @@ def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> Mapping
             parser.error(f"unknown argument {key}; {OVERRIDES}")
         overrides[key.removeprefix("--")], *words = words
     return overrides
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
-from tailrace.data.lengths import check_lengths
-from tailrace.data.open import open_prompts
+from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
