@@ -38,12 +38,11 @@ from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.counter import counted_tokens
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
-from tailrace.record.rounds import RoundMeter
+from tailrace.record.steps import RoundMeter
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from victims import EXAMPLES, Victim, regenerated_tokens
 
@@ -139,9 +138,9 @@ async def laps(
                 if with_ledger:
                     store = SqliteStore.create(folder / f"{repeat}.sqlite")
                     store.commit(starting_point.opening)
-                    with closing(store), closing(ThreadWriter(store)) as writer:
+                    with closing(store), commits_on_thread(store) as commit:
                         figures = await lap(
-                            starting_point, Journal(writer, starting_point, flush_s=config.ledger.flush_s)
+                            starting_point, Journal(commit, starting_point, flush_s=config.ledger.flush_s)
                         )
                 else:
                     figures = await lap(starting_point, NullJournal())

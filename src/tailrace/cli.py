@@ -69,11 +69,12 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.compare import compare
 
-    names = arguments.schedules and tuple(arguments.schedules.split(","))
-    given = {"schedules": names, "repeats": arguments.repeats}
-    config = _config(arguments.config, overrides)
-    race = config.compare.model_copy(update={key: value for key, value in given.items() if value})
-    config = config.model_copy(update={"compare": race})
+    given = dict(overrides)
+    if arguments.schedules is not None:
+        given["compare.schedules"] = str(arguments.schedules.split(","))
+    if arguments.repeats is not None:
+        given["compare.repeats"] = str(arguments.repeats)
+    config = _config(arguments.config, given)
     compare(config, virtual=arguments.virtual, folder=arguments.output_dir, json_path=arguments.json)
 
 
@@ -101,6 +102,12 @@ def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
 
 
+def _join(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.workers.join import join
+
+    join(arguments.stage, arguments.broker, arguments.run)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
         prog="tailrace", description="Post-train language models on verifiable rewards."
@@ -122,7 +129,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
     compare = add("compare", _compare, "compare schedules: the same weights, prompts and seeds for each")
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
-    compare.add_argument("--repeats", type=_positive, metavar="N", help="instead of compare.repeats")
+    compare.add_argument("--repeats", type=int, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
@@ -136,6 +143,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     inspect = add("inspect", _inspect, "what became of every prompt and token of a run", config="RUN")
     inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
     inspect.add_argument("--json", action="store_true")
+    summary = "do the work of one stage of a run that has a [broker], from any host"
+    join = commands.add_parser("join", help=summary, description=summary)
+    join.add_argument("stage", choices=("trainer", "reference"))
+    join.add_argument("--broker", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url")
+    join.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
+    join.set_defaults(command=_join)
     arguments, rest = parser.parse_known_args(argv)
     return arguments, _overrides(parser, rest)
 
@@ -150,13 +163,6 @@ def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> Mapping
             parser.error(f"unknown argument {key}; {OVERRIDES}")
         overrides[key.removeprefix("--")], *words = words
     return overrides
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 if __name__ == "__main__":

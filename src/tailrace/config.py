@@ -8,7 +8,6 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +28,7 @@ from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
-from tailrace.workers.base import HostSettings
+from tailrace.workers.base import BrokerSettings, HostSettings
 
 _KINDS = (
     *("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first"),
@@ -40,7 +39,17 @@ _KINDS = (
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("trainer.*", "engine.*", "weights.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
+    *(
+        "trainer.*",
+        "engine.*",
+        "weights.*",
+        "host.*",
+        "broker.*",
+        "ledger.*",
+        "record.*",
+        "sim.*",
+        "compare.*",
+    ),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
 reward means, or what is learnt."""
@@ -82,6 +91,7 @@ class RunConfig(Settings):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = SharedMemorySettings()
     host: HostSettings = HostSettings()
+    broker: BrokerSettings = BrokerSettings()
     ledger: LedgerSettings = LedgerSettings()
     record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()
@@ -139,49 +149,33 @@ def require_sections(config: RunConfig, *names: str) -> None:
             raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A key whose value differs between two configs. A missing value is None."""
-
-    key: str
-    old: object
-    new: object
-
-
-def changed_keys(old: str, config: RunConfig) -> tuple[list[Change], list[Change]]:
-    """Compare the config of an earlier life with the config with which a run is resumed.
-
-    Args:
-        old: the earlier config, from `RunConfig.to_json`.
-
-    Returns:
-        The changes that a resumed run may have, and those that it may not have.
-    """
+def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
+    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values. A missing
+    value is None."""
     before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
-    allowed: list[Change] = []
-    refused: list[Change] = []
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            may_change = any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
-            (allowed if may_change else refused).append(Change(key, before.get(key), after.get(key)))
-    return allowed, refused
+    both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
+    return {key: (one, other) for key, (one, other) in both.items() if one != other}
 
 
-def check_resumable(old: str, config: RunConfig) -> list[Change]:
-    """Check that a run can be resumed with a config, and return what changed.
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may have changed a key."""
+    return any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
+
+
+def check_resumable(old: str, config: RunConfig) -> None:
+    """Check that a run that began with an earlier config (`RunConfig.to_json`) can be resumed with this one.
 
     Raises:
-        ConfigError: a key changed that must stay; the message names each with both values.
+        ConfigError: keys changed that must stay; the message names each with both values.
     """
-    allowed, refused = changed_keys(old, config)
     errors = []
-    for change in refused:
-        begun = "without it" if change.old is None else f"with {change.old!r}"
-        remedy = "change it back, or begin a new run in another --output-dir"
-        errors.append(ConfigError(change.key, change.new, f"the run was begun {begun}", remedy))
+    for key, (before, after) in changed_keys(old, config).items():
+        if not may_change(key):
+            begun = "without it" if before is None else f"with {before!r}"
+            remedy = "change it back, or begin a new run in another --output-dir"
+            errors.append(ConfigError(key, after, f"the run was begun {begun}", remedy))
     if errors:
         raise _joined(errors)
-    return allowed
 
 
 def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:

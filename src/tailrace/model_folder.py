@@ -15,16 +15,10 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _CONTEXT = "max_position_embeddings"
 _INDEX = "model.safetensors.index.json"
 _SAVE = "save the model with `save_pretrained`"
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors' reference implementation."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json.
-
-    Raises:
-        ConfigError: the folder or the file is missing, or the file is not a JSON object.
-    """
+    """The content of config.json. Raises a ConfigError if there is no such folder, file or JSON object."""
     if not path.is_dir():
         raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
     if not (path / "config.json").is_file():
@@ -47,16 +41,13 @@ def check_files(path: Path) -> None:
         problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
     for file in weight_files(path):
-        if defect := _safetensors_defect(file):
+        if defect := weights_defect(file):
             raise folder_error(path, f"{file.name} {defect}", "copy the file again")
 
 
 def context_length(path: Path) -> int:
-    """The longest sequence that the model can have, prompt included.
-
-    Raises:
-        ConfigError: config.json does not say it.
-    """
+    """The longest sequence that the model can have, prompt included. Raises a ConfigError if config.json does
+    not say it."""
     length = read_config(path).get(_CONTEXT)
     if not _is_size(length):
         raise folder_error(path, f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1")
@@ -88,12 +79,20 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
-        try:
-            with safe_open(file, framework="np") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise folder_error(path, f"{file.name} is damaged ({error})", "copy the file again") from error
+        if defect := weights_defect(file):
+            raise folder_error(path, f"{file.name} {defect}", "copy the file again")
+        with safe_open(file, framework="numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
+
+
+def weights_defect(file: Path) -> str | None:
+    """What is wrong with a safetensors file by its size and its header, to follow its name, or None."""
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return None if tensors.keys() else "holds no tensors"
+    except (OSError, SafetensorError) as why:
+        return f"is damaged ({why})"
 
 
 def end_of_text_ids(path: Path) -> frozenset[int]:
@@ -175,26 +174,3 @@ def _highest_token_id(path: Path) -> int:
     ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
     ids += (token.get("id") for token in added if isinstance(token, dict)) if isinstance(added, list) else ()
     return max(filter(_is_size, ids), default=-1)
-
-
-def _safetensors_defect(file: Path) -> str | None:
-    """What is wrong with a file by its size and its header, to follow its name in a sentence, or None.
-
-    The file is the length of the header in 8 bytes, the header in JSON, and the tensors without gaps.
-    Source: https://huggingface.co/docs/safetensors/index#format
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > _MAX_HEADER_BYTES:
-            return "is not a safetensors file"
-        header = stream.read(length)
-    try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        expected = 8 + length + max(int(entry["data_offsets"][1]) for entry in tensors)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return "is truncated" if 8 + length > size else "is not a safetensors file"
-    if size == expected:
-        return None
-    defect = "truncated" if size < expected else "damaged"
-    return f"is {defect}: it has {size} bytes and should have {expected}"

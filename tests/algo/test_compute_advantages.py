@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.algo.compute_advantages import ComputeAdvantages, overlong_penalty
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 REWARDS = (1.0, 0.0, 0.5, None)
@@ -94,3 +94,20 @@ def test_a_kl_that_overflows_is_a_reason_and_no_crash() -> None:
     made.samples[0].reference_logprobs = [2000.0] * 10
     settings = AlgorithmSettings(kl_coef=1.0, kl_in="reward", kl_estimator="k3", advantage="none")
     assert ComputeAdvantages(settings, 10)(made) == "reward too large"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "taken"), [(0, 0.0), (16_384, 0.0), (18_432, 0.5), (20_480, 1.0), (20_481, 1.0)]
+)
+def test_the_overlong_penalty_grows_over_the_last_fifth_as_dapo_has_it(num_tokens: int, taken: float) -> None:
+    assert overlong_penalty(
+        num_tokens, max_completion_tokens=20_480, buffer=0.2, penalty=1.0
+    ) == pytest.approx(taken)
+
+
+def test_the_overlong_penalty_grows_from_30k_to_32k_as_pipelinerl_has_it() -> None:
+    taken = [
+        overlong_penalty(n, max_completion_tokens=32_000, buffer=1 / 16, penalty=0.4)
+        for n in (30_000, 31_000)
+    ]
+    assert taken == pytest.approx([0.0, 0.2])

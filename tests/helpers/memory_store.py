@@ -1,4 +1,4 @@
-"""A store in memory and a writer without a thread: a run in virtual time can be killed and resumed."""
+"""A store in memory, and commits without a thread: a run in virtual time can be killed and resumed."""
 
 import asyncio
 from typing import Any
@@ -28,14 +28,9 @@ class MemoryStore:
         """Do nothing: the rows stay for the next life."""
 
 
-class DirectWriter:
-    """A `Writer` that commits at once, for virtual time, which has no threads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def put(self, cut: Cut) -> asyncio.Future[None]:
-        self._store.commit(cut)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+def commit_at_once(store: Store, cut: Cut) -> asyncio.Future[None]:
+    """For virtual time, which has no threads."""
+    store.commit(cut)
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any, NamedTuple, TypeVar
 
-from helpers.memory_store import DirectWriter, MemoryStore
+from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.compute_advantages import ComputeAdvantages
@@ -20,11 +20,10 @@ from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
-from tailrace.ledger.journal import Journal
+from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
-from tailrace.ledger.writer import Writer
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -197,24 +196,19 @@ class Book:
 
     def open(self, starting_point: StartingPoint) -> Journal:
         self.store.commit(starting_point.opening)
-        writer: Writer = SlowWriter(self.store, self.commit_s) if self.commit_s else DirectWriter(self.store)
-        return Journal(writer, starting_point, flush_s=self.flush_s)
+        start_commit: StartCommit = (
+            self._commit_slowly if self.commit_s else partial(commit_at_once, self.store)
+        )
+        return Journal(start_commit, starting_point, flush_s=self.flush_s)
 
+    def _commit_slowly(self, cut: Cut) -> asyncio.Future[None]:
+        """What a thread does, in virtual time."""
 
-class SlowWriter:
-    """A writer's thread, in virtual time."""
-
-    def __init__(self, store: Store, commit_s: float) -> None:
-        self._store, self._commit_s = store, commit_s
-
-    def put(self, cut: Cut) -> asyncio.Future[None]:
         async def commit() -> None:
-            await asyncio.sleep(self._commit_s)
-            self._store.commit(cut)
+            await asyncio.sleep(self.commit_s)
+            self.store.commit(cut)
 
         return asyncio.ensure_future(commit())
-
-    def close(self) -> None: ...
 
 
 Beside = Callable[[Parts, Run], Coroutine[Any, Any, None]]

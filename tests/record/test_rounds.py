@@ -2,8 +2,8 @@ from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.moments import LengthStats
-from tailrace.record.rounds import RoundMeter
 from tailrace.record.rows import RoundRow
+from tailrace.record.steps import RoundMeter
 
 
 def test_a_round_is_measured_as_in_the_paper() -> None:

@@ -16,7 +16,7 @@ from tailrace.record.events import (
     TokensWasted,
     time_of,
 )
-from tailrace.record.lanes import Lanes
+from tailrace.record.timeline import Lanes
 from tailrace.record.trace import TraceWriter
 from tailrace.types import SampleId
 

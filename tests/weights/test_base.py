@@ -84,7 +84,9 @@ def test_settings_of_another_transport_are_refused() -> None:
 
 def test_versions_go_to_the_folder_of_the_run_unless_another_one_is_named() -> None:
     run, other = Path("run"), FilesystemSettings(folder=Path("other"))
-    assert in_run_folder(FilesystemSettings(), run) == FilesystemSettings(folder=Path("run/weights"))
+    assert in_run_folder(FilesystemSettings(), run) == FilesystemSettings(
+        folder=Path("run/weights").absolute()
+    )
     assert in_run_folder(other, run) == other
     assert in_run_folder(SharedMemorySettings(), run) == SharedMemorySettings()
 

@@ -15,6 +15,7 @@ from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
+from tailrace.workers.base import BrokerSettings
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.local import Workers, open_local
 from tailrace.workers.process import WorkerProcess
@@ -76,6 +77,7 @@ async def workers(
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
     weights: WeightsSettings | None = None,
+    broker: BrokerSettings | None = None,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -88,6 +90,7 @@ async def workers(
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),
         folder=folder,
+        broker=broker,
     ) as opened:
         yield opened
 

@@ -22,7 +22,6 @@ def group_advantages(rewards: Sequence[float], *, scale: Literal["group", "none"
 
     Args:
         rewards: finite numbers.
-        scale: which of the three.
 
     Returns:
         Advantages; infinite where `none` or `rloo` exceed the range of a float.
@@ -57,9 +56,6 @@ def gae(values: Sequence[float], reward: float, *, gamma: float, gae_lambda: flo
 
     Args:
         values: [T]: the critic's prediction before each token.
-        reward: of the sample.
-        gamma: discount a token.
-        gae_lambda: weight of longer returns.
 
     Example:
         >>> gae([0.5, 0.25], 1.0, gamma=1.0, gae_lambda=1.0)

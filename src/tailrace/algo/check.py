@@ -11,8 +11,6 @@ def check_algorithm(
     """Check the settings of [algorithm] against each other and against the run.
 
     Args:
-        algorithm: the section.
-        group_size: samples of a prompt.
         sampling: None in a simulated run, which samples nothing.
 
     Raises:

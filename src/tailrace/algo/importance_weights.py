@@ -23,8 +23,6 @@ def importance_weights(
         logprobs: [C] under the policy pi that the loss assumes to have generated the tokens.
         behavior_logprobs: [C] under the policies mu that generated them.
         num_tokens: [N] completion tokens of each sample, none of them zero. Their sum is C.
-        correction: which of the four.
-        cap: upper bound of a weight.
 
     Returns:
         [C]

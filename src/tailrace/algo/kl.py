@@ -14,12 +14,11 @@ def kl(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tens
         k3 = (r - 1) - log r    unbiased and never negative (GRPO, DeepSeekMath, eq. 4)
 
     In a loss, k1 therefore has no effect on average. In the reward its gradient is the KL's
-    (algo/rewards.py).
+    (algo/compute_advantages.py).
 
     Args:
         logprobs: [C] log p
         other_logprobs: [C] log q
-        estimator: k1, k2 or k3.
     """
     log_ratio = other_logprobs - logprobs
     match estimator:

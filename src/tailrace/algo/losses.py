@@ -34,9 +34,7 @@ def grpo(
 
     pi_old must not be the current weights after they have changed: rho would be 1, and clipping would have
     no effect. Unequal bounds are DAPO's (2503.14476, eq. 10).
-
-    Args:
-        clip_low, clip_high: bounds of the ratio, as distances from 1.
+    The bounds are distances from 1.
     """
     return _surrogate((logprobs - old_logprobs).exp(), advantages, clip_low, clip_high)
 
@@ -59,7 +57,6 @@ def gspo(
 
     Args:
         advantages: equal at all tokens of a sample.
-        clip_low, clip_high: bounds of the ratio, as distances from 1.
     """
     means = sums(logprobs - old_logprobs, num_tokens) / num_tokens
     return _surrogate(spread(means.exp(), num_tokens), advantages, clip_low, clip_high)
@@ -69,9 +66,6 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_hi
     """loss = -sg(min(rho, 1 + clip_high)) A log pi for each token (CISPO, MiniMax-M1, 2506.13585, eq. 4-5).
 
     The weight is bounded, and every token has a gradient. There is no lower bound, as in the paper's runs.
-
-    Args:
-        clip_high: upper bound of the weight, as a distance from 1.
     """
     ratio = (logprobs.detach() - old_logprobs).exp()
     return PolicyLoss(-ratio.clamp(max=1 + clip_high) * advantages * logprobs, ratio > 1 + clip_high)
@@ -103,8 +97,6 @@ def token_weights(
 
     Args:
         counted: [C] float32: 1, or 0 for a token that is masked and not counted.
-        normalize: which of the four.
-        max_completion_tokens: length limit of a completion.
     """
     match normalize:
         case "sample_mean":

@@ -32,7 +32,6 @@ class Comparison:
 
     @property
     def schedules(self) -> list[str]:
-        """The schedules that were asked for."""
         return [name for name in self.laps if name != FIRST_GROUPS]
 
     def values(self, name: str, figure: str) -> list[float]:

@@ -31,8 +31,6 @@ ONLY_OF_THE_TRAINER = ("trainer.safetensors", "critic.safetensors")
 
 
 class RunFolder:
-    """The files of a run by name, and what the command does with them."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
@@ -88,11 +86,7 @@ class RunFolder:
 
     @contextmanager
     def full_disk_explained(self) -> Iterator[None]:
-        """Turn an OSError of a full disk into one line.
-
-        Raises:
-            DiskFull: a file of the run could not be written to its end.
-        """
+        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy."""
         try:
             yield
         except OSError as why:

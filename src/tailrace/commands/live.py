@@ -10,8 +10,7 @@ from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
-from tailrace.data.lengths import check_lengths
-from tailrace.data.open import open_prompts
+from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
@@ -127,9 +126,14 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
+        broker=config.broker,
         life=life,
         pins=pins,
     )
+    if config.broker.url:
+        for stage in config.broker.joined:
+            words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
+            print(f"tailrace: waiting for: {words}", file=sys.stderr)
     with trainer_cpu_reserved(pins):
         async with workers as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")

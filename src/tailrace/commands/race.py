@@ -59,7 +59,6 @@ class Arena:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._setup = ""
-        self._setups: list[str] = []
         self._open = AsyncExitStack()
         self._parts: Parts | None = None
 
@@ -69,14 +68,9 @@ class Arena:
             await self.aclose()
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
-        first_use = self._setup not in self._setups
-        if first_use:
-            self._setups.append(self._setup)
-        # One for each set-up: what a trainer keeps beside the weights depends on its algorithm.
-        start = self._folder / f"start-{self._setups.index(self._setup)}"
-        if first_use:
-            await self._parts.trainer.save(start)
-        await rewind(self._parts, start, version=0)
+            # For each set-up anew: what a trainer keeps beside the weights depends on its algorithm.
+            await self._parts.trainer.save(self._folder / "start")
+        await rewind(self._parts, self._folder / "start", version=0)
         return self._parts
 
     async def aclose(self) -> None:
@@ -87,10 +81,9 @@ class Arena:
 async def race_live(
     racers: Mapping[str, Racer], repeats: int, folder: Path, *, pictured: bool = False
 ) -> Measured:
-    """Race on real workers.
+    """Race on real workers, whose logs and first weights go to the folder.
 
     Args:
-        folder: where the weights at the start and the logs of the workers go.
         pictured: whether to write a trace of each racer's last lap.
     """
     measured = Measured()
@@ -116,11 +109,7 @@ async def race_live(
 
 
 def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> Measured:
-    """Race in virtual time. Repetition r of every racer has the seed run.seed + r.
-
-    Args:
-        folder: where traces go; None: none are written.
-    """
+    """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Traces go to `folder`."""
     measured = Measured()
     for repeat in range(repeats):
         for name, racer in racers.items():

@@ -21,11 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def terminate(signal: int) -> None:
-    """Leave what the main thread does.
-
-    Raises:
-        Terminated: always.
-    """
+    """Leave what the main thread does, by raising Terminated."""
     raise Terminated(signal)
 
 

@@ -1,9 +1,6 @@
 """`tailrace simulate`: the schedule of a config in virtual time. It needs no model.
 
-metrics.jsonl    one object an optimizer step
-summary.json     the totals and medians of the run
-trace.json       for Perfetto: a lane for each engine slot, a lane for the trainer
-timeline.png     the last rounds as a picture
+It writes metrics.jsonl, summary.json, trace.json and timeline.png, as a live run does (folder.py).
 """
 
 from dataclasses import fields

@@ -24,12 +24,11 @@ from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
 from tailrace.errors import ConfigError, Interrupted
 from tailrace.ledger.base import Store
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
-from tailrace.ledger.writer import ThreadWriter
-from tailrace.record.display import open_display
+from tailrace.record.display import Display
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
@@ -52,7 +51,7 @@ def train(
     schedule: BoundSchedule | None = None,
     interruption: Interruption | None = None,
 ) -> RunSummary:
-    """Train to the last round, from the start or from the newest checkpoint.
+    """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
 
     SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
 
@@ -60,14 +59,6 @@ def train(
         resume: continue the run in the output directory, if one has begun there.
         schedule: in place of the schedule that the config names; checked by the caller.
         interruption: lets another thread end the run in order.
-
-    Raises:
-        ConfigError: the config cannot work, the output directory holds a run and `resume` is false, or
-            another process trains in it.
-        LedgerError: the ledger is missing or damaged, or cannot be written.
-        CheckpointError: the checkpoint cannot be read.
-        Interrupted: a signal, or `interruption`, ended the run.
-        TailraceError: another error ended the run.
     """
     config = with_published_defaults(config)
     schedule = schedule or resolve(config)
@@ -150,7 +141,7 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         recorder, summary = _recorder(config, folder, start, timeline)
         lag = asyncio.create_task(watch_controller_lag(recorder))
-        with closing(ThreadWriter(store)) if store else nullcontext() as writer:
+        with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
                 schedule,
@@ -160,7 +151,7 @@ async def _train(
                 compute_advantages=advantages_of(config),
                 folder=folder.checkpoints,
                 starting_point=start,
-                journal=Journal(writer, start, flush_s=config.ledger.flush_s) if writer else NullJournal(),
+                journal=Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal(),
                 interruption=interruption,
             )
         lag.cancel()
@@ -172,7 +163,7 @@ def _recorder(
 ) -> tuple[Recorder, Summary]:
     earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
-    display = open_display(rounds=config.run.rounds, waits=clock.who_waits, settings=config.record)
+    display = Display(config.run.rounds, clock.who_waits, config.record)
     meter = StepMeter(
         MetricsWriter(folder.metrics),
         SamplesWriter(folder.samples),

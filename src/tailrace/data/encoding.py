@@ -64,8 +64,7 @@ class PromptEncoder:
         """Check that not every prompt is too long. Stops at the first one that fits.
 
         Args:
-            key: setting that names the data, for the message.
-            value: value of that setting.
+            key, value: the setting that names the data, for the message.
 
         Raises:
             ConfigError: every prompt is longer than the limit.

@@ -1,10 +1,11 @@
-"""Opens the prompts that the [data] section names."""
+"""Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
 from tailrace.data.base import DataSettings, ProceduralSettings, Prompts, Split
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.procedural import ProceduralPrompts, Task
 from tailrace.data.rows import RowPrompts
 from tailrace.data.tokenizer import Tokenizer
+from tailrace.errors import ConfigError
 
 
 def open_prompts(
@@ -28,3 +29,25 @@ def open_prompts(
     if isinstance(settings, ProceduralSettings):
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
     return RowPrompts(settings, encoder, seed, split)
+
+
+def check_lengths(
+    *, max_context_tokens: int, max_completion_tokens: int, max_prompt_tokens: int | None = None
+) -> None:
+    """Check that prompts and completions of the configured lengths can fit the model's context at all.
+
+    Args:
+        max_context_tokens: positions of the model, prompt and completion together.
+
+    Raises:
+        ConfigError: a completion, or a prompt, of the configured length fills the context alone.
+    """
+    remedy = f"choose at most {max_context_tokens - 1}, or a model with a longer context"
+    for key, tokens in (
+        ("sampling.max_completion_tokens", max_completion_tokens),
+        ("data.max_prompt_tokens", max_prompt_tokens),
+    ):
+        if tokens is not None and tokens >= max_context_tokens:
+            other = "prompt" if "completion" in key else "completion"
+            problem = f"the model's context is {max_context_tokens} tokens, which leaves none for the {other}"
+            raise ConfigError(key, tokens, problem, remedy)

@@ -260,11 +260,7 @@ class Store(Protocol):
 def explained(
     name: str, problem: str, remedy: str, errors: type[Exception] | tuple[type[Exception], ...]
 ) -> Iterator[None]:
-    """Turn errors of the library behind a store into a LedgerError.
-
-    Raises:
-        LedgerError: with the name of the store, the problem and the remedy.
-    """
+    """Turn errors of the library behind a store into a LedgerError."""
     try:
         yield
     except errors as why:

@@ -2,7 +2,7 @@
 
 Groups and samples hold the state of the run. At intervals, between two events of the loop, the journal
 compares them with what it wrote last. The rows that differ are a consistent cut through the whole run at one
-instant. The writer commits the cuts in order, one at a time. While a commit is under way the next cut grows.
+instant. Cuts are committed in order, one at a time. While a commit is under way the next cut grows.
 
 A mark is committed after its checkpoint is complete, and a checkpoint without a mark is ignored. So the
 weights of a checkpoint and the ledger agree after a kill at any moment.
@@ -10,15 +10,26 @@ weights of a checkpoint and the ledger agree after a kill at any moment.
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 
 from tailrace.clock import now, waiting
-from tailrace.ledger.base import Cut, GroupRow, MarkRow, Origin, Row, SampleRow, TokensRow, TrainingRow
+from tailrace.ledger.base import (
+    Cut,
+    GroupRow,
+    MarkRow,
+    Origin,
+    Row,
+    SampleRow,
+    Store,
+    TokensRow,
+    TrainingRow,
+)
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.ledger.writer import Writer
 from tailrace.types import Group, Sample, SampleId
 
 MIN_PAUSE_RATIO = 50
@@ -26,17 +37,31 @@ MIN_PAUSE_RATIO = 50
 
 _SampleState = tuple[int, str | None, float | None, str | None]
 
+StartCommit = Callable[[Cut], asyncio.Future[None]]
+"""Starts the commit of a cut. The future fails with the LedgerError of the store."""
+
+
+@contextmanager
+def commits_on_thread(store: Store) -> Iterator[StartCommit]:
+    """Commit on a thread, so that the controller does not wait for a disk or a network. The end of the block
+    waits for the commits that were started."""
+    with ThreadPoolExecutor(1, thread_name_prefix="ledger") as thread:
+        yield lambda cut: asyncio.get_running_loop().run_in_executor(thread, store.commit, cut)
+
 
 class Journal:
-    """Writes the ledger of one life."""
+    """A `FateListener` that writes the ledger of one life.
 
-    def __init__(self, writer: Writer, starting_point: StartingPoint, *, flush_s: float) -> None:
+    Its coroutines raise the LedgerError of a store that cannot be written.
+    """
+
+    def __init__(self, start_commit: StartCommit, starting_point: StartingPoint, *, flush_s: float) -> None:
         """
         Args:
             starting_point: what the store holds already.
             flush_s: least seconds between two commits.
         """
-        self._writer, self._flush_s = writer, flush_s
+        self._start_commit, self._flush_s = start_commit, flush_s
         self._life = starting_point.life
         self._run = starting_point.run
         self._origins = starting_point.origins
@@ -58,11 +83,9 @@ class Journal:
         self._ledger = ledger
 
     def settle(self, sample: Sample, step: int | None) -> None:
-        """Record the fate of a sample. `step`: the optimizer step that trained it; None: waste."""
         self._settled.append((sample, step))
 
     def end(self, group: Group, reason: str) -> None:
-        """Record the fate of a group."""
         self._ended.append((group, reason))
 
     async def mark(
@@ -83,9 +106,6 @@ class Journal:
             parked: groups that a resumed run finds parked.
             longest: longest response to each row of the data, in tokens.
             steps_at: optimizer steps at each publication.
-
-        Raises:
-            LedgerError: it cannot be written.
         """
         self._collect_changes()
         mark = MarkRow(
@@ -103,11 +123,7 @@ class Journal:
         await self._put_and_wait()
 
     async def keep(self) -> None:
-        """Commit changes at intervals until cancelled.
-
-        Raises:
-            LedgerError: it cannot be written.
-        """
+        """Commit changes at intervals until cancelled."""
         pause_s = self._flush_s
         while True:
             await asyncio.sleep(pause_s)
@@ -118,11 +134,7 @@ class Journal:
                 pause_s = max(self._flush_s, MIN_PAUSE_RATIO * (now() - began_s))
 
     async def finish(self) -> None:
-        """Commit all changes that are left.
-
-        Raises:
-            LedgerError: it cannot be written.
-        """
+        """Commit all changes that are left."""
         self._collect_changes()
         await self._put_and_wait()
 
@@ -134,7 +146,7 @@ class Journal:
 
     def _put(self) -> None:
         if self._rows or self._pruned:
-            self._commit = self._writer.put(Cut(self._rows, self._pruned))
+            self._commit = self._start_commit(Cut(self._rows, self._pruned))
             self._commit.add_done_callback(_retrieve_error)
             self._rows, self._pruned = [], []
 

@@ -65,7 +65,6 @@ class Ledger:
         self._recorder = recorder
 
     def draw(self, group: Group) -> None:
-        """Record a newly drawn group."""
         self.totals.num_drawn += 1
         self.living[group.prompt.index] = group
 

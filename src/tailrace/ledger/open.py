@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store, TrainingRow
 from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
@@ -15,13 +15,9 @@ UNTRAINED = "round_000000"
 
 
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
-    """Open an empty store for a new run. The store of a run that trained nothing is replaced.
+    """Open an empty store for a new run in an output directory; None: the run is not to be stored.
 
-    Args:
-        folder: output directory of the run.
-
-    Returns:
-        The store, or None when the run is not to be stored.
+    The store of a run that trained nothing is replaced.
 
     Raises:
         LedgerError: the store holds a run that trained something, or cannot be written.
@@ -34,10 +30,11 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return SqliteStore.create(path)
         case "redis":
-            if replaced:
-                with closing(RedisStore(*_server_and_run(settings, folder))) as store:
-                    store.forget()
-            return RedisStore.create(*_server_and_run(settings, folder))
+            store = _redis_store(settings, folder)
+            if not replaced:
+                raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
+            store.forget()
+            return store
         case "memory":
             return None
 
@@ -47,13 +44,16 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
 
     Raises:
         ConfigError: the run was not stored.
-        LedgerError: the store is missing or damaged.
+        LedgerError: the store is missing, damaged or cannot be reached.
     """
     match settings.kind:
         case "sqlite":
             return SqliteStore.open(folder / LEDGER_FILE, only_read=only_read)
         case "redis":
-            return RedisStore.open(*_server_and_run(settings, folder))
+            store = _redis_store(settings, folder)
+            if not store.has_tables:
+                raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
+            return store
         case "memory":
             problem = "the ledger of the run ended with its process"
             raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
@@ -64,10 +64,6 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
 
     A run whose ledger is kept in memory has begun only when there is a checkpoint.
 
-    Args:
-        folder: output directory of the run.
-        checkpoints: folder of its checkpoints.
-
     Raises:
         LedgerError: the store is damaged, or cannot be reached.
     """
@@ -76,14 +72,14 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
-    """Return whether a run in the folder made an optimizer step, which a new run would lose. Arguments and
-    errors are those of `has_begun`."""
+    """Return whether a run in the folder made an optimizer step, which a new run would lose. Raises as
+    `has_begun`."""
     saved = checkpoints.is_dir() and any(path.name != UNTRAINED for path in checkpoints.iterdir())
     return saved or _holds(settings, folder, _trained)
 
 
-def _server_and_run(settings: LedgerSettings, folder: Path) -> tuple[str, str]:
-    return str(settings.url), str(folder.resolve())
+def _redis_store(settings: LedgerSettings, folder: Path) -> RedisStore:
+    return RedisStore(str(settings.url), run=str(folder.resolve()))
 
 
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
@@ -93,7 +89,7 @@ def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool
                 return False
             opened: SqliteStore | RedisStore = SqliteStore.open(folder / LEDGER_FILE)
         case "redis":
-            opened = RedisStore(*_server_and_run(settings, folder))
+            opened = _redis_store(settings, folder)
         case "memory":
             return False
     with closing(opened) as store:

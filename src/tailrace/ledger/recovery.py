@@ -73,11 +73,7 @@ class StartingPoint:
 
 
 def first_life(config: str = "{}") -> StartingPoint:
-    """Return the state with which a new run begins.
-
-    Args:
-        config: the resolved config, as JSON.
-    """
+    """Return the state with which a new run begins. `config`: the resolved config, as JSON."""
     run = RunRow(FORMAT, 0, 0)
     return StartingPoint(run, opening=Cut([run, LifeRow(1, 0, 0, 0, 0, 0, config)]))
 
@@ -99,8 +95,6 @@ def next_life(
         config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
         checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
-        prompt_of: returns the prompt of an index.
-        seed: seed of the run.
 
     Raises:
         LedgerError: the ledger knows more tokens than the engines produced.

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import ConfigError, LedgerError
+from tailrace.errors import ConfigError
 from tailrace.ledger.base import ROWS, Cut, R, Row, RunRow, TokensRow, explained
 from tailrace.types import SampleId
 
@@ -17,7 +17,7 @@ _encode = msgspec.msgpack.encode
 
 
 class RedisStore:
-    """A `Store` on a Redis server. Use `create` or `open` to make one."""
+    """A `Store` on a Redis server."""
 
     def __init__(self, url: str, run: str) -> None:
         """
@@ -42,30 +42,6 @@ class RedisStore:
         self._with_tokens = f"{self._prefix}with_tokens"
         """Key of the set of the samples that have tokens."""
         self._explained = partial(explained, self.name, errors=(redis.RedisError, msgspec.DecodeError))
-
-    @classmethod
-    def create(cls, url: str, run: str) -> "RedisStore":
-        """Open the store of a new run.
-
-        Raises:
-            LedgerError: the server holds a ledger of this run, or cannot be reached.
-        """
-        store = cls(url, run)
-        if store.has_tables:
-            raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
-        return store
-
-    @classmethod
-    def open(cls, url: str, run: str) -> "RedisStore":
-        """Open the store of an existing run.
-
-        Raises:
-            LedgerError: the server holds no ledger of this run, or cannot be reached.
-        """
-        store = cls(url, run)
-        if not store.has_tables:
-            raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
-        return store
 
     @property
     def has_tables(self) -> bool:

@@ -6,7 +6,6 @@ for while nothing happens. Events only change a few numbers.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.record.base import RecordSettings
-from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Sink, Waiting
+from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Waiting
 from tailrace.record.progress import Progress, duration, lengths, number, sparkline, step_line
 from tailrace.record.rows import StepRow
 
@@ -76,73 +75,39 @@ class Notices:
         return [f"ALARM | Step {step} | {what}: {figures} | {remedy}"] if began else []
 
 
-class Display(Sink, Protocol):
-    """A sink that shows the run to the user."""
+class Display:
+    """Sink behind a `StepMeter`: a panel that stays in place on a terminal, with notices scrolling above it;
+    on other outputs one line a step."""
 
-    def say(self, line: str) -> None:
-        """Show a line at once."""
-
-
-def open_display(
-    *,
-    rounds: int,
-    waits: Callable[[], str],
-    settings: RecordSettings | None = None,
-    console: Console | None = None,
-) -> Display:
-    """The display that fits the console: a panel on a terminal, otherwise lines. It belongs behind a
-    `StepMeter`.
-
-    Args:
-        waits: says in one line what each task waits for now; the display calls it from a thread of its own.
-        settings: the limits of the alarms.
-        console: where to show it; the standard output if None.
-    """
-    console = console or Console()
-    notices = Notices(settings or RecordSettings())
-    if console.is_terminal:
-        return LiveDisplay(console, rounds, notices, waits)
-    return PlainDisplay(console, rounds, notices)
-
-
-class PlainDisplay:
-    """Sink: one line a step, for a log."""
-
-    def __init__(self, console: Console, rounds: int, notices: Notices) -> None:
-        self._console, self._notices = console, notices
-        self._progress = Progress(rounds)
-
-    def on(self, event: Event) -> None:
-        self._progress.on(event)
-        if isinstance(event, StepRow):
-            self.say(step_line(self._progress, event))
-        for line in self._notices.of(event):
-            self.say(line)
-
-    def close(self) -> None:
-        """Nothing to do: all lines are out."""
-
-    def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-class LiveDisplay:
-    """Sink: a panel that stays in place, with notices scrolling above it."""
-
-    def __init__(self, console: Console, rounds: int, notices: Notices, waits: Callable[[], str]) -> None:
-        self._progress = Progress(rounds)
-        self._notices, self._waits = notices, waits
+    def __init__(
+        self,
+        rounds: int,
+        waits: Callable[[], str],
+        settings: RecordSettings | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """
+        Args:
+            waits: says in one line what each task waits for now; called from the thread of the panel.
+            settings: the limits of the alarms.
+            console: where to show it; the standard output if None.
+        """
+        self._progress, self._waits = Progress(rounds), waits
+        self._notices = Notices(settings or RecordSettings())
+        self._console = console or Console()
         self._live = Live(
-            console=console,
+            console=self._console,
             refresh_per_second=REFRESH_PER_S,
             get_renderable=self.panel,
             redirect_stderr=False,
         )
 
     def on(self, event: Event) -> None:
-        if not self._live.is_started:
+        if self._console.is_terminal and not self._live.is_started:
             self._live.start()
         self._progress.on(event)
+        if isinstance(event, StepRow) and not self._console.is_terminal:
+            self.say(step_line(self._progress, event))
         for line in self._notices.of(event):
             self.say(line)
 
@@ -150,7 +115,8 @@ class LiveDisplay:
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._live.console.print(Text(line, style="yellow"))
+        """Show a line at once."""
+        self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def panel(self) -> RenderableType:
         progress, row = self._progress, self._progress.row

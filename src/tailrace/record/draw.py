@@ -8,11 +8,7 @@ from tailrace.record.timeline import Timeline
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> str:
-    """Draw runs below one another on one time axis, each under its name.
-
-    Args:
-        timelines: the runs by name. Those that finished no round are left out.
-        path: the picture to write.
+    """Draw runs by name below one another on one time axis. Those that finished no round are left out.
 
     Returns:
         One line for the user: where the picture is, or why there is none.

@@ -30,7 +30,6 @@ class Lags:
         """Count the tokens of a sample that is about to be trained.
 
         Args:
-            sample: the sample.
             version: the version that is published when the sample is trained.
             steps_since: the number of optimizer steps since a version was published.
         """

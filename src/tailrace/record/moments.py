@@ -4,20 +4,15 @@ The mean and the standard deviation never raise on huge values. They are NaN whe
 """
 
 import math
+import statistics
 from collections.abc import Sequence
-from statistics import fmean
 
 import msgspec
 
 
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean of at least one value."""
-    try:
-        result = fmean(values)
-    except OverflowError:  # the sum overflows, the mean does not
-        result = math.fsum(value / len(values) for value in values)
-    except ValueError:  # infinities of both signs
-        result = math.nan
+    result = statistics.mean(values)  # its sum does not overflow, unlike that of fmean
     return result if math.isfinite(result) else math.nan
 
 
@@ -46,4 +41,4 @@ class LengthStats(msgspec.Struct, frozen=True):
         """The statistics of at least one length, in any order."""
         ordered = sorted(lengths)
         p50, p90, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 90, 99))
-        return cls(fmean(ordered), ordered[0], p50, p90, p99, ordered[-1])
+        return cls(statistics.fmean(ordered), ordered[0], p50, p90, p99, ordered[-1])

@@ -15,8 +15,7 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
     """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step.
 
     Args:
-        metrics: the file metrics.jsonl; it need not exist.
-        samples: the folder of samples; it need not exist.
+        metrics, samples: the file and the folder; they need not exist.
         round: the round in which the run goes on.
         step: optimizer steps that the checkpoint has.
     """

@@ -1,5 +1,6 @@
 """Timeline: when engines and trainer were busy, as bars. `pictures.py` draws them."""
 
+import heapq
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,7 +13,6 @@ from tailrace.record.events import (
     RoundStarted,
     Stepped,
 )
-from tailrace.record.lanes import Lanes
 from tailrace.record.rows import RoundRow
 from tailrace.types import SampleId
 
@@ -45,6 +45,23 @@ class RoundSpan:
 
 
 B = TypeVar("B", RequestBar, TrainerBar, RoundSpan)
+
+
+class Lanes:
+    """Hands out the lowest free lane, so there are as many lanes as requests that ran at once."""
+
+    def __init__(self) -> None:
+        self.num_lanes = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.num_lanes += 1
+        return self.num_lanes - 1
+
+    def give_back(self, lane: int) -> None:
+        heapq.heappush(self._free, lane)
 
 
 class Timeline:

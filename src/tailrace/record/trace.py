@@ -29,7 +29,7 @@ from tailrace.record.events import (
     TokensWasted,
     time_of,
 )
-from tailrace.record.lanes import Lanes
+from tailrace.record.timeline import Lanes
 from tailrace.record.trace_file import TraceFile
 from tailrace.types import SampleId
 

@@ -11,11 +11,7 @@ KEY = "record.sinks"
 
 
 def import_sinks(specs: Sequence[str]) -> list[Callable[[Path], Sink]]:
-    """The functions that the config names.
-
-    Raises:
-        ConfigError: one of them cannot be imported.
-    """
+    """The functions that the config names. Raises a ConfigError for one that cannot be imported."""
     return [import_function(spec, KEY) for spec in specs]
 
 

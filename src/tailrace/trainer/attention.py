@@ -30,7 +30,6 @@ def packed_causal_attention(
     """Causal attention of T packed tokens with H heads, G key and value heads, dimension D.
 
     Args:
-        module: of transformers, named in the error.
         query: [1, H, T, D]
         key, value: [1, G, T, D]
         attention_mask: ignored: the boundaries define what a token attends to.

@@ -35,7 +35,6 @@ class TrainingSample(msgspec.Struct, frozen=True):
         """Make a training sample of a sample.
 
         Args:
-            sample: finished, with an advantage.
             published: version of the weights that were published last.
         """
         ends = itertools.accumulate(span.num_tokens for span in sample.spans)

@@ -38,43 +38,31 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of an optimizer besides the parameters."""
+    """The state of an optimizer besides the parameters. AdamW's moments are empty before the first update."""
 
     num_steps: int
     num_updates: int
     """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
     it."""
     first_moments: Mapping[str, Tensor]
-    """AdamW's running mean of the gradient, by parameter name; empty before the first update."""
     second_moments: Mapping[str, Tensor]
-    """AdamW's running mean of the squared gradient, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
-class CriticState:
-    """Weights and optimizer state of the critic."""
-
-    weights: Mapping[str, Tensor]
-    optimizer: OptimizerState
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """The state of a trainer besides the model."""
+class SavedState:
+    """The state of an optimizer and what is stored in the same file."""
 
     optimizer: OptimizerState
-    random_states: Mapping[str, Tensor]
-    """uint8 states of torch's generators, by device type."""
-    critic: CriticState | None = None
+    tensors: Mapping[str, Tensor]
+    """Of the policy: uint8 states of torch's generators, by device type. Of the critic: its weights."""
 
 
-def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_from: Path) -> None:
+def write(
+    folder: Path, model: PreTrainedModel, state: SavedState, critic: SavedState | None, tokenizer_from: Path
+) -> None:
     """Write a checkpoint, replacing the one in `folder` if there is one.
 
     Args:
-        folder: of the checkpoint.
-        model: to save.
-        state: of the trainer.
         tokenizer_from: the folder whose tokenizer files are copied.
 
     Raises:
@@ -87,9 +75,9 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
         for pattern in TOKENIZER_FILES:
             for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
                 shutil.copy(file, partial)
-        _save(partial / TRAINER_FILE, state.optimizer, "random", state.random_states)
-        if state.critic:
-            _save(partial / CRITIC_FILE, state.critic.optimizer, "weight", state.critic.weights)
+        _save(partial / TRAINER_FILE, state, "random")
+        if critic:
+            _save(partial / CRITIC_FILE, critic, "weight")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
@@ -98,16 +86,13 @@ def write(folder: Path, model: PreTrainedModel, state: TrainerState, tokenizer_f
     partial.rename(folder)
 
 
-def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] | None = None) -> TrainerState:
+def read(
+    folder: Path, model: PreTrainedModel, critic: Mapping[str, Tensor] | None
+) -> tuple[SavedState, SavedState | None]:
     """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises.
 
     Args:
-        folder: of the checkpoint.
-        model: is overwritten.
         critic: parameters of the critic, which are overwritten; None if there is no critic.
-
-    Returns:
-        The state of the trainer.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
@@ -118,29 +103,27 @@ def read(folder: Path, model: PreTrainedModel, *, critic: Mapping[str, Tensor] |
         raise CheckpointError(f"{error.problem}; {_remedy(folder)}") from error
     parameters = dict(model.named_parameters())
     _must_match(folder, weights, parameters)
-    optimizer, random_states = _load(folder / TRAINER_FILE, "random", parameters)
+    state = _load(folder / TRAINER_FILE, "random", parameters)
     critic_state = None
     if critic is not None:
-        critic_optimizer, critic_weights = _load(folder / CRITIC_FILE, "weight", critic)
-        _must_match(folder / CRITIC_FILE, critic_weights, critic)
-        critic_state = CriticState(critic_weights, critic_optimizer)
-        _copy(critic_weights, critic)
+        critic_state = _load(folder / CRITIC_FILE, "weight", critic)
+        _must_match(folder / CRITIC_FILE, critic_state.tensors, critic)
+        _copy(critic_state.tensors, critic)
     _copy(weights, parameters)
-    return TrainerState(optimizer, random_states, critic_state)
+    return state, critic_state
 
 
-def _save(file: Path, optimizer: OptimizerState, section: str, others: Mapping[str, Tensor]) -> None:
-    """Write an optimizer's state and other tensors. A tensor is stored as `section.name`."""
-    sections = {"first": optimizer.first_moments, "second": optimizer.second_moments, section: others}
+def _save(file: Path, state: SavedState, section: str) -> None:
+    """Write a state. A tensor is stored as `section.name`."""
+    optimizer = state.optimizer
+    sections = {"first": optimizer.first_moments, "second": optimizer.second_moments, section: state.tensors}
     tensors = {f"{section}.{name}": named[name] for section, named in sections.items() for name in named}
     counts = {"num_steps": str(optimizer.num_steps), "num_updates": str(optimizer.num_updates)}
     save_file(tensors, file, metadata=counts)
 
 
-def _load(
-    file: Path, section: str, parameters: Mapping[str, Tensor]
-) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """Read what `_save` wrote: the state of the parameters' optimizer, and the section's tensors."""
+def _load(file: Path, section: str, parameters: Mapping[str, Tensor]) -> SavedState:
+    """Read what `_save` wrote, for an optimizer of these parameters."""
     sections: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         with safe_open(file, framework="pt") as reader:
@@ -154,7 +137,8 @@ def _load(
     if num_updates:
         _must_match(file, sections["first"], parameters)
         _must_match(file, sections["second"], parameters)
-    return OptimizerState(num_steps, num_updates, sections["first"], sections["second"]), sections[section]
+    optimizer = OptimizerState(num_steps, num_updates, sections["first"], sections["second"])
+    return SavedState(optimizer, sections[section])
 
 
 def _remedy(folder: Path) -> str:

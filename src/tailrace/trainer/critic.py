@@ -16,21 +16,18 @@ from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import CriticState
+from tailrace.trainer.checkpoint import SavedState
 from tailrace.trainer.model import DTYPES, hidden_states, read_model
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
 
 
 class Critic:
-    """Predicts the return from each token on. Its head starts at zero, so its first predictions are 0.
+    """Predicts the return from each token on. It begins with the weights of the policy's Hugging Face folder
+    and a head of zeros, so its first predictions are 0."""
 
-    Args:
-        model: without a head.
-        settings: of the trainer.
-    """
-
-    def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
+    def __init__(self, path: Path, settings: TrainerSettings) -> None:
+        model: PreTrainedModel = read_model(path).base_model
         device = torch.device(settings.device)
         model.set_attn_implementation(PACKED)
         self._model = model.to(device).eval()
@@ -41,25 +38,19 @@ class Critic:
         own = settings.model_copy(update={"learning_rate": settings.critic_learning_rate})
         self.optimizer = Optimizer(self.parameters(), own)
 
-    @classmethod
-    def load(cls, path: Path, settings: TrainerSettings) -> "Critic":
-        """Initialise the critic from the policy's Hugging Face folder, which was loaded before."""
-        return cls(read_model(path).base_model, settings)
-
     def values(self, batch: MicroBatch) -> Tensor:
         """Predict the return before each completion token: [C] float32, differentiable."""
         values: Tensor = self._head(hidden_states(self._model, batch, self._dtype).float())
         return values[:, 0]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters of model and head by name."""
         model = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
         return model | {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
 
-    def state(self) -> CriticState:
+    def state(self) -> SavedState:
         """Weights and optimizer state, for a checkpoint."""
         weights = {name: parameter.detach() for name, parameter in self.parameters().items()}
-        return CriticState(weights, self.optimizer.state())
+        return SavedState(self.optimizer.state(), weights)
 
 
 def token_advantages(values: Tensor, batch: MicroBatch, settings: AlgorithmSettings) -> Tensor:

@@ -2,6 +2,9 @@
 
 pack -> (values of the critic ->) log-probs -> weighted sum of token losses -> backward into the gradient sum
 
+The loss is sum_t weight_t (importance_weight_t policy_loss_t + kl_coef kl_t); it is not divided by a count.
+The importance weight multiplies the policy loss only, as in TRL.
+
 Samples without a gradient (advantage zero, no critic, no KL in the loss) run forward only.
 """
 
@@ -11,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tailrace.algo import losses
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.ess import weight_sums
+from tailrace.algo.importance_weights import importance_weights
 from tailrace.algo.kl import kl
-from tailrace.algo.losses import token_weights, value_loss
 from tailrace.algo.segments import spread, sums
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.critic import Critic, token_advantages
 from tailrace.trainer.model import PolicyModel
-from tailrace.trainer.objective import objective
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.step_statistics import TokenSums
@@ -44,7 +47,6 @@ class ForwardBackward:
         """Add the gradients of samples to their sum.
 
         Args:
-            samples: of any number of units.
             weights_published: whether the current weights are those of the last publication.
 
         Returns:
@@ -66,11 +68,11 @@ class ForwardBackward:
 
     def _loss(self, batch: MicroBatch, weights_published: bool) -> tuple[Tensor, TokenSums[Tensor]]:
         """The weighted sum of token losses, and the statistics."""
-        masked = batch.carried if self.algorithm.mask_carried else torch.zeros_like(batch.carried)
+        settings = self.algorithm
+        masked = batch.carried if settings.mask_carried else torch.zeros_like(batch.carried)
         counted = (~masked).float()
-        normalize = self.algorithm.normalize
-        weights = token_weights(
-            counted, batch.num_tokens, normalize, max_completion_tokens=self.max_completion_tokens
+        weights = losses.token_weights(
+            counted, batch.num_tokens, settings.normalize, max_completion_tokens=self.max_completion_tokens
         )
         advantages, critic_loss = self._advantages(batch, weights)
         old_logprobs = self.published.logprobs(batch) if self.published else batch.behavior_logprobs
@@ -78,9 +80,16 @@ class ForwardBackward:
         current = logprobs.detach()
         if old_logprobs is None:  # the current weights are the published ones
             old_logprobs = current
-        loss, clipped, reference_kl = objective(
-            self.algorithm, batch, logprobs, old_logprobs, advantages, weights
-        )
+        per_token, clipped = self._policy_loss(batch, logprobs, old_logprobs, advantages)
+        reference_kl = torch.zeros((), device=logprobs.device)
+        if settings.needs_reference:
+            estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)
+            reference_kl = estimates.detach().sum()
+            if settings.kl_bias_correction:
+                estimates = estimates * (logprobs - old_logprobs).exp()
+            if settings.kl_in == "loss":
+                per_token = per_token + settings.kl_coef * estimates
+        loss = (per_token * weights).sum()
         behavior_kl = kl(batch.behavior_logprobs, current, "k3")
         same_weights = _generated_by_published(batch) if weights_published else torch.zeros_like(masked)
         batch_sums = TokenSums(
@@ -97,13 +106,39 @@ class ForwardBackward:
         )
         return loss, batch_sums
 
+    def _policy_loss(
+        self, batch: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
+    ) -> losses.PolicyLoss:
+        """The policy loss of each token times its importance weight, and whether it was clipped."""
+        settings = self.algorithm
+        low, high = settings.clip_low, settings.clip_high
+        match settings.loss:
+            case "grpo":
+                loss = losses.grpo(logprobs, old_logprobs, advantages, clip_low=low, clip_high=high)
+            case "gspo":
+                loss = losses.gspo(
+                    logprobs, old_logprobs, advantages, batch.num_tokens, clip_low=low, clip_high=high
+                )
+            case "cispo":
+                loss = losses.cispo(logprobs, old_logprobs, advantages, clip_high=high)
+            case "reinforce":
+                loss = losses.reinforce(logprobs, advantages)
+        weights = importance_weights(
+            logprobs if settings.loss == "reinforce" else old_logprobs,
+            batch.behavior_logprobs,
+            batch.num_tokens,
+            correction=settings.correction,
+            cap=settings.correction_cap,
+        )
+        return loss._replace(per_token=loss.per_token * weights)
+
     def _advantages(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The advantage of each token, [C], and the summed loss of the critic after its backward pass."""
         if self.critic is None:
             return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self.policy.device)
         values = self.critic.values(batch)
         advantages = token_advantages(values, batch, self.algorithm)
-        loss = (value_loss(values, advantages + values.detach()) * weights).sum()
+        loss = (losses.value_loss(values, advantages + values.detach()) * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return advantages, loss.detach()
 

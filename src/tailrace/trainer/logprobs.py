@@ -40,7 +40,6 @@ def token_logprobs(
         weight: [V, D] weight of the output embedding.
         bias: [V] or None.
         targets: [C]
-        temperature: sampling temperature.
         dtype: of the matrix products; the softmax is float32.
     """
     rows = max(1, CHUNK_ELEMENTS // len(weight))

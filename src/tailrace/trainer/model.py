@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.errors import ConfigError
-from tailrace.model_folder import folder_error
+from tailrace.model_folder import folder_error, weights_defect
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
@@ -55,11 +54,8 @@ def _defect(folder: Path, error: Exception) -> str:
     if not folder.is_dir():
         return f"{folder} is not a folder"
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as damage:
-            return f"{file} is damaged ({damage})"
+        if defect := weights_defect(file):
+            return f"{file} {defect}"
     reason = " ".join(str(error).split())[:200]
     if isinstance(error, OSError):  # it names the file itself
         return reason
@@ -91,8 +87,6 @@ class PolicyModel:
 
     Args:
         model: with its head, in float32.
-        temperature: sampling temperature.
-        device: where the weights are kept.
         dtype: precision of the computation.
 
     Raises:

@@ -19,11 +19,7 @@ class TorchReference:
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "TorchReference":
-        """Load the model of a Hugging Face folder.
-
-        Raises:
-            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
-        """
+        """Load the model of a Hugging Face folder. Raises as `PolicyModel.load`."""
         policy = PolicyModel.load(path, settings, temperature=temperature)
         return cls(policy, settings.max_tokens_per_microbatch)
 

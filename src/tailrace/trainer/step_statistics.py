@@ -38,8 +38,6 @@ NUM_SUMS = len(TokenSums._fields)
 
 
 class StepTotals(NamedTuple):
-    """Totals of one optimizer step."""
-
     sums: TokenSums[float]
     num_samples: int
     num_tokens: int
@@ -62,7 +60,6 @@ class StepStatistics:
         self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
 
     def add_micro_batch(self, sums: TokenSums[Tensor]) -> None:
-        """Add the sums of one micro-batch."""
         self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
         self._totals[NUM_SUMS + 2] += 1
 

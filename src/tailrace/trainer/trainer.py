@@ -25,7 +25,7 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.checkpoint import SavedState
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
 from tailrace.trainer.model import PolicyModel
@@ -71,20 +71,15 @@ class TorchTrainer:
         temperature: float,
         max_completion_tokens: int,
     ) -> "TorchTrainer":
-        """Load a Hugging Face folder, and a critic of it if the algorithm needs one.
+        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Raises as
+        `PolicyModel.load`.
 
         Args:
             path: the folder. Its tokenizer is copied to checkpoints.
-            settings: of the trainer.
-            algorithm: the loss.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
-            max_completion_tokens: length limit of a completion.
-
-        Raises:
-            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
         policy = PolicyModel.load(path, settings, temperature=temperature)
-        critic = Critic.load(path, settings) if algorithm.advantage == "gae" else None
+        critic = Critic(path, settings) if algorithm.advantage == "gae" else None
         return cls(policy, critic, settings, algorithm, max_completion_tokens, tokenizer_from=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
@@ -182,25 +177,25 @@ class TorchTrainer:
         if self._policy.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.state() if self._critic else None
-        state = TrainerState(self._optimizer.state(), states, critic)
-        checkpoint.write(folder, self._policy.model, state, self._tokenizer_from)
+        state = SavedState(self._optimizer.state(), states)
+        checkpoint.write(folder, self._policy.model, state, critic, self._tokenizer_from)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
         discarded. Raises as `checkpoint.read`."""
-        critic = self._critic.parameters() if self._critic else None
-        state = checkpoint.read(folder, self._policy.model, critic=critic)
+        parameters = self._critic.parameters() if self._critic else None
+        state, critic = checkpoint.read(folder, self._policy.model, parameters)
         self._optimizer.restore(state.optimizer)
-        if self._critic and state.critic:
-            self._critic.optimizer.restore(state.critic.optimizer)
+        if self._critic and critic:
+            self._critic.optimizer.restore(critic.optimizer)
         if self._published:
             self._published.publish()
         self._weights_published = True
         self._statistics = StepStatistics(self._policy.device)
         self._waiting.clear()
-        torch.set_rng_state(state.random_states["cpu"])
-        if "cuda" in state.random_states and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state.random_states["cuda"], self._policy.device)
+        torch.set_rng_state(state.tensors["cpu"])
+        if "cuda" in state.tensors and self._policy.device.type == "cuda":
+            torch.cuda.set_rng_state(state.tensors["cuda"], self._policy.device)
 
     def _compute_waiting(self) -> None:
         started = time.perf_counter()

@@ -82,7 +82,7 @@ WeightsSettings = Annotated[
 def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
     """The settings with a folder, where the transport needs one."""
     if isinstance(settings, FilesystemSettings) and settings.folder is None:
-        return settings.model_copy(update={"folder": run_folder / "weights"})
+        return settings.model_copy(update={"folder": (run_folder / "weights").absolute()})
     return settings
 
 

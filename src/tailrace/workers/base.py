@@ -4,6 +4,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
+
+from pydantic import Field
 
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
@@ -15,6 +18,17 @@ class HostSettings(Settings):
     pin: bool = False
     """Pin each engine to a CPU of its own, and the trainer to another one. The controller and the reward
     workers share the engines' CPUs. true or false; for engines and trainers of one thread."""
+
+
+class BrokerSettings(Settings):
+    """PipelineRL's broker: the stages of a run on several hosts, joined by Redis streams."""
+
+    url: str | None = None
+    """The Redis server, for example "redis://10.0.0.7:6379/0". Without it all workers run on this host."""
+    joined: tuple[Literal["trainer", "reference"], ...] = ("trainer",)
+    """Stages that the run does not start itself: each is a `tailrace join` on any host. Used with `url`."""
+    max_records: int = Field(default=64, ge=1, le=65_536)
+    """Unread messages of a stream; who writes then waits. 1 to 65,536."""
 
 
 def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:

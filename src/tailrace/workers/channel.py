@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -119,20 +119,11 @@ class ControllerChannel:
             self._loop.remove_writer(self._socket)
 
 
-class WorkerChannel(Generic[In]):
-    """The worker's end."""
-
-    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[In]) -> None:
-        end.setblocking(True)
-        self._socket = end
-        self._reassembly = _Reassembly(decoder)
-        self._sending = threading.Lock()
+class WorkerEnd(Protocol[In]):
+    """The worker's end, whatever carries the messages."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; blocks until it is written. Any thread may call it."""
-        frame = _frame(message)
-        with self._sending:
-            self._socket.sendall(frame)
 
     def receive(self, *, wait: bool) -> list[In] | None:
         """Return the messages that have arrived.
@@ -143,6 +134,28 @@ class WorkerChannel(Generic[In]):
         Returns:
             None when the controller will send no more.
         """
+
+    def __iter__(self) -> Iterator[In]:
+        """Yield each message as it arrives, until the controller will send no more."""
+
+
+class WorkerChannel(Generic[In]):
+    """A WorkerEnd over a socket."""
+
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[In]) -> None:
+        end.setblocking(True)
+        self._socket = end
+        self._reassembly = _Reassembly(decoder)
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """As WorkerEnd.send."""
+        frame = _frame(message)
+        with self._sending:
+            self._socket.sendall(frame)
+
+    def receive(self, *, wait: bool) -> list[In] | None:
+        """As WorkerEnd.receive."""
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
@@ -156,6 +169,6 @@ class WorkerChannel(Generic[In]):
                 return messages
 
     def __iter__(self) -> Iterator[In]:
-        """Yield each message as it arrives, until the controller will send no more."""
+        """As WorkerEnd.__iter__."""
         while (messages := self.receive(wait=True)) is not None:
             yield from messages

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
-from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.channel import WorkerEnd
 from tailrace.workers.messages import Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
@@ -66,7 +66,7 @@ def end_with_controller(end: socket.socket, clean_up: Callable[[], None] | None 
 
 
 @contextmanager
-def config_errors_sent(channel: WorkerChannel[Any]) -> Iterator[None]:
+def config_errors_sent(channel: WorkerEnd[Any]) -> Iterator[None]:
     """Send a ConfigError of the block to the controller, and exit."""
     try:
         yield

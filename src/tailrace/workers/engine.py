@@ -134,7 +134,7 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 if not alive.done():
                     self.process.kill()
                     return (
-                        f"{self.process.name} (process {self.process.pid}) did not answer for {limit_s:g} s "
+                        f"{self.process.name} did not answer for {limit_s:g} s "
                         "(engine.health_timeout_s) and was killed"
                     )
                 await asyncio.wait([ended], timeout=limit_s / 4)

@@ -18,9 +18,11 @@ from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import WeightsSettings, in_run_folder
+from tailrace.workers.base import BrokerSettings
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.process import RemoteWorker
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.trainer import RemoteTrainer
@@ -53,6 +55,7 @@ async def open_local(
     data: DataSettings,
     tokenizer: Tokenizer,
     folder: Path,
+    broker: BrokerSettings | None = None,
     life: int | None = None,
     pins: Sequence[int] = (),
 ) -> AsyncIterator[Workers]:
@@ -65,6 +68,7 @@ async def open_local(
     Args:
         model: a Hugging Face folder, for engines and trainer.
         folder: folder of the run; the workers' output goes to its `logs/`.
+        broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
 
@@ -75,9 +79,13 @@ async def open_local(
     """
     cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
     started: list[RemoteWorker[Any]] = []
+    broker = broker or BrokerSettings()
 
     async def start(kind: type[W], name: str, job: Job, pin: int | None = None) -> W:
-        worker = await kind.spawn(name, job, logs=folder / "logs", pin=pin)
+        if broker.url and name in broker.joined:
+            worker = await kind.join(name, job, broker, run=folder.name)
+        else:
+            worker = await kind.spawn(name, job, logs=folder / "logs", pin=pin)
         started.append(worker)
         return worker
 
@@ -134,7 +142,7 @@ async def _all_done(*starts: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def ended_by_death(
-    processes: Iterable[WorkerProcess], watched: Coroutine[Any, Any, None] | None = None
+    processes: Iterable[Conversation], watched: Coroutine[Any, Any, None] | None = None
 ) -> AsyncIterator[None]:
     """Cancel the block when a process ends, or when the watch over the engines gives up.
 

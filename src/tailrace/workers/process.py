@@ -1,8 +1,7 @@
-"""A worker process from the controller's side: start, requests and answers, supervision, end.
+"""A worker process from the controller's side: start, supervision, end.
 
-If a worker ends before it was asked to, every open and every later request raises WorkerDied, with the exit
-cause and the end of the worker's log. A worker ends when its controller is gone (child.py). Each worker
-leads a process group, so to kill the group kills what the worker started.
+WorkerDied shows the exit cause and the end of the worker's log. A worker ends when its controller is gone
+(child.py). Each worker leads a process group, so to kill the group kills what the worker started.
 """
 
 import asyncio
@@ -10,21 +9,18 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 
-from tailrace.clock import waiting
-from tailrace.errors import WorkerDied
+from tailrace.workers.base import BrokerSettings
 from tailrace.workers.channel import ControllerChannel
-from tailrace.workers.messages import Job, Ready, Refused
+from tailrace.workers.conversation import Conversation
+from tailrace.workers.messages import Job, Ready
 from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
 
-Answer = TypeVar("Answer", bound=msgspec.Struct)
 JobT = TypeVar("JobT", bound=Job)
 
 LAST_WORDS_BYTES = 4096
@@ -33,8 +29,8 @@ CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
 
 
-class WorkerProcess:
-    """One worker process. Made by `spawn`."""
+class WorkerProcess(Conversation):
+    """One worker process, with a socket to it. Made by `spawn`."""
 
     def __init__(
         self,
@@ -45,17 +41,11 @@ class WorkerProcess:
         log: Path,
         log_begins: int,
     ) -> None:
-        self.name, self.pid = name, process.pid
-        self.on_message: Callable[[msgspec.Struct], None] = self.answer
-        """Called with each message, in order. It must pass answers on to `answer`."""
+        super().__init__(name)
+        self.pid = process.pid
         self._log, self._log_begins = log, log_begins
         """The output of this process begins at that byte: a resumed run appends to the file."""
         self._process = process
-        self._open: set[asyncio.Future[Any]] = set()
-        self._answers: deque[asyncio.Future[msgspec.Struct]] = deque()
-        self._last_words = ""
-        """Exit cause and end of the log; empty while the process runs."""
-        self._defect: Exception | None = None
         self._channel = ControllerChannel(
             end, decoder, lambda message: self.on_message(message), self._give_up
         )
@@ -99,81 +89,9 @@ class WorkerProcess:
             os.sched_setaffinity(process.pid, {pin})
         return cls(name, process, mine, decoder, log, begins)
 
-    @property
-    def has_ended(self) -> bool:
-        return bool(self._last_words)
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message.
-
-        Raises:
-            WorkerDied: the process has ended.
-        """
-        if self._last_words:
-            raise WorkerDied(self._last_words)
-        self._channel.send(message)
-
-    def promise(self) -> asyncio.Future[Any]:
-        """Return a future that raises WorkerDied if the worker ends first."""
-        future = asyncio.get_running_loop().create_future()
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        if self._last_words:
-            self._fail(future)
-        return future
-
-    def next_answer(self) -> asyncio.Future[msgspec.Struct]:
-        """Return a future of the next answer that no earlier caller waits for."""
-        future = self.promise()
-        self._answers.append(future)
-        return future
-
-    def answer(self, message: msgspec.Struct) -> None:
-        """Hand an answer to the caller that asked first."""
-        future = self._answers.popleft()
-        if not future.done():
-            future.set_result(message)
-
-    async def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
-        """Send a message and wait for its answer, as `answered`."""
-        self.send(message)
-        return await self.answered(self.next_answer(), kind, type(message).__name__)
-
-    async def answered(self, answer: asyncio.Future[msgspec.Struct], kind: type[Answer], what: str) -> Answer:
-        """Wait for an answer.
-
-        Args:
-            answer: of `next_answer`.
-            kind: the type of the answer.
-            what: what the process does, for diagnostics.
-
-        Raises:
-            WorkerDied: the process ended first.
-            TailraceError: the answer is an error message.
-        """
-        with waiting(f"{self.name}: {what}"):
-            found = await answer
-        if isinstance(found, Refused):
-            raise found.error()
-        assert isinstance(found, kind), found
-        return found
-
-    async def died(self) -> None:
-        """Wait until the process ends.
-
-        Raises:
-            WorkerDied: always; cancel this wait before an intended end.
-        """
-        raise WorkerDied(await self.last_words())
-
-    async def last_words(self) -> str:
-        """Wait until the process ends. Returns its exit cause and the end of its log."""
-        await asyncio.shield(self._watcher)
-        return self._last_words
-
     def kill(self) -> None:
         """Send SIGKILL to its process group."""
-        if not self._last_words:
+        if not self._words.done():
             kill_group(self.pid)
 
     async def close(self) -> None:
@@ -187,9 +105,12 @@ class WorkerProcess:
             self.kill()
         await self._watcher
 
+    def _write(self, message: msgspec.Struct) -> None:
+        self._channel.send(message)
+
     def _give_up(self, defect: Exception) -> None:
         """Kill the worker after a message that cannot be decoded or handled, so that no request hangs."""
-        self._defect = defect
+        self._cause = defect
         self.kill()
 
     async def _watch(self) -> None:
@@ -197,21 +118,12 @@ class WorkerProcess:
         kill_group(self.pid)  # what it has left behind
         self._channel.read()
         self._channel.close()
-        self._last_words = self._describe_end(exit_code)
-        for future in list(self._open):
-            if not future.done():
-                self._fail(future)
-
-    def _fail(self, future: asyncio.Future[Any]) -> None:
-        error = WorkerDied(self._last_words)
-        error.__cause__ = self._defect
-        future.set_exception(error)
-        future.exception()  # otherwise asyncio warns if no caller retrieves it
+        self._ended(self._describe_end(exit_code))
 
     def _describe_end(self, exit_code: int) -> str:
         how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"
-        if self._defect is not None:
-            return f"{how}; the controller could not handle its message: {self._defect!r}"
+        if self._cause is not None:
+            return f"{how}; the controller could not handle its message: {self._cause!r}"
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
             if words := file.read().decode(errors="replace").strip():
@@ -228,7 +140,7 @@ class RemoteWorker(Generic[JobT]):
     decoder: ClassVar[msgspec.msgpack.Decoder[Any]]
     """Decodes the messages of the process."""
 
-    def __init__(self, process: WorkerProcess, job: JobT) -> None:
+    def __init__(self, process: Conversation, job: JobT) -> None:
         self.process, self.job = process, job
         self._started = process.next_answer()
 
@@ -236,6 +148,13 @@ class RemoteWorker(Generic[JobT]):
     async def spawn(cls, name: str, job: JobT, *, logs: Path, pin: int | None = None) -> Self:
         """Start the process, as `WorkerProcess.spawn`."""
         return cls(await WorkerProcess.spawn(name, cls.module, job, cls.decoder, logs=logs, pin=pin), job)
+
+    @classmethod
+    async def join(cls, name: str, job: JobT, broker: BrokerSettings, run: str) -> Self:
+        """Invite a worker of any host, as `BrokeredWorker.invite`."""
+        from tailrace.workers.broker import BrokeredWorker
+
+        return cls(await BrokeredWorker.invite(name, job, cls.decoder, broker, run), job)
 
     async def ready(self) -> None:
         """Wait until the process has loaded what its job names.

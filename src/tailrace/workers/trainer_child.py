@@ -12,7 +12,7 @@ from tailrace.weights.base import WeightSender
 from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
-from tailrace.workers.channel import WorkerChannel
+from tailrace.workers.channel import WorkerChannel, WorkerEnd
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
@@ -40,7 +40,7 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publisher: Publisher) -> 
     return Done()
 
 
-def send(message: messages.Send, sender: WeightSender, channel: WorkerChannel[ToTrainer]) -> None:
+def send(message: messages.Send, sender: WeightSender, channel: WorkerEnd[ToTrainer]) -> None:
     """Send weights to an engine, and the outcome to the controller."""
     failure = None
     try:
@@ -50,8 +50,20 @@ def send(message: messages.Send, sender: WeightSender, channel: WorkerChannel[To
     channel.send(messages.Sent(message.number, failure))
 
 
-def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], sender: WeightSender) -> None:
-    """Load the model and execute messages until the controller closes the channel."""
+def open_transport(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> WeightSender:
+    """Open the configured transport; a ConfigError goes to the controller and ends the process."""
+    with config_errors_sent(channel):
+        return open_sender(job.weights, job.model)
+
+
+def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
+    """Load the model and execute messages until the controller says no more."""
+    with closing(open_transport(job, channel)) as sender:
+        serve_by(sender, job, channel)
+
+
+def serve_by(sender: WeightSender, job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
+    """As `serve`, with a transport."""
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
             job.model,
@@ -76,11 +88,9 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], sender: WeightSend
 def main() -> None:
     end, job = begin(TrainerJob)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
-    with config_errors_sent(channel):
-        sender = open_sender(job.weights, job.model)
-    with closing(sender):
+    with closing(open_transport(job, channel)) as sender:
         end_with_controller(end, clean_up=sender.close)
-        serve(job, channel, sender)
+        serve_by(sender, job, channel)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tailrace.data.lengths import check_lengths
+from tailrace.data.open import check_lengths
 from tailrace.errors import ConfigError
 
 
