@@ -14,6 +14,7 @@ TailraceError
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
+|-- ServerRefused        an inference server answered with an error
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -88,6 +89,20 @@ class Evicted(TailraceError):
 
 class EngineDied(Evicted):
     """The engine has ended."""
+
+
+class ServerRefused(TailraceError):
+    """An inference server answered with an error.
+
+    Args:
+        request: method and address.
+        status: HTTP status.
+        reply: the body, as text.
+    """
+
+    def __init__(self, request: str, status: int, reply: str) -> None:
+        super().__init__(f"{request} was answered with {status}: {reply[:500]}")
+        self.request, self.status, self.reply = request, status, reply
 
 
 class EnginesLost(TailraceError):
