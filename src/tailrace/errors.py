@@ -13,7 +13,9 @@ TailraceError
 |-- DiskFull             a file of the run could not be written; names the file
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
-|   `-- EngineDied
+|   `-- EngineDied      the engine has ended
+|-- EnginesLost          all engines are dead and none came back in time
+|-- TransferFailed       weights did not reach an engine, which keeps its old ones; they are sent again
 |-- ServerRefused        an inference server answered with an error
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
@@ -89,6 +91,11 @@ class Evicted(TailraceError):
 
 class EngineDied(Evicted):
     """The engine has ended."""
+
+
+class TransferFailed(TailraceError):
+    """New weights did not reach an engine. It keeps its old ones and goes on; the transfer may be repeated.
+    The message names the peer and the cause."""
 
 
 class ServerRefused(TailraceError):

@@ -41,6 +41,14 @@ class EngineJob(Job):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
+class ServerJob(Job):
+    """Run an inference server."""
+
+    command: tuple[str, ...]
+    env: dict[str, str] = {}
+    """Environment variables beside those of the controller."""
+
+
 class TrainerJob(Job):
     """Train a model."""
 
@@ -119,6 +127,9 @@ class Report(msgspec.Struct, tag=True):
 
 ToEngine = GenerationRequest | Abort | Load
 FromEngine = Ready | Refused | Report | Done
+
+FromServer = Ready
+"""Nothing, in fact: it answers over HTTP."""
 
 
 class Accumulate(msgspec.Struct, tag=True):
