@@ -15,7 +15,8 @@ TailraceError
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied      the engine has ended
 |-- EnginesLost          all engines are dead and none came back in time
-|-- TransferFailed       weights did not reach an engine, which keeps its old ones; they are sent again
+|-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
+|-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- ServerRefused        an inference server answered with an error
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
@@ -94,8 +95,13 @@ class EngineDied(Evicted):
 
 
 class TransferFailed(TailraceError):
-    """New weights did not reach an engine. It keeps its old ones and goes on; the transfer may be repeated.
-    The message names the peer and the cause."""
+    """Weights did not reach an engine, which keeps the old ones. The message names the peer. Sending again,
+    over a new link, may succeed."""
+
+
+class WeightsRefused(TailraceError):
+    """The published tensors are not those of the served model. The message names them. The engine was not
+    touched. Sending again does not help."""
 
 
 class ServerRefused(TailraceError):
