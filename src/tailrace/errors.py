@@ -14,6 +14,7 @@ TailraceError
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied
+|-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -88,6 +89,11 @@ class Evicted(TailraceError):
 
 class EngineDied(Evicted):
     """The engine has ended."""
+
+
+class WeightsRefused(TailraceError):
+    """The published tensors are not those of the served model. The message names them. The engine was not
+    touched. Sending again does not help."""
 
 
 class EnginesLost(TailraceError):

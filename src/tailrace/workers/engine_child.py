@@ -7,13 +7,26 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 import time
 
 import msgspec
+from safetensors import SafetensorError
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.errors import WeightsRefused
 from tailrace.weights.shared_memory import read_weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Report, ToEngine
+from tailrace.workers.messages import (
+    Abort,
+    Done,
+    EngineJob,
+    Load,
+    Pause,
+    Ready,
+    Refused,
+    Report,
+    Resume,
+    ToEngine,
+)
 
 
 class EngineLoop:
@@ -30,19 +43,23 @@ class EngineLoop:
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
+        self._paused = False
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
-        while (messages := self._channel.receive(wait=self._engine.idle)) is not None:
+        while (messages := self._channel.receive(wait=self._rests())) is not None:
             for message in messages:
                 self._handle(message)
-            if not self._engine.idle:
+            if not self._rests():
                 self._outputs += self._engine.step()
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._outputs += self._engine.report()
                 self._reported_s = time.monotonic()
             if self._outputs or self._aborted:
                 self._report()
+
+    def _rests(self) -> bool:
+        return self._paused or self._engine.idle
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -53,8 +70,17 @@ class EngineLoop:
                 self._outputs += [output] if output else []
                 self._aborted.append(id)
             case Load(weights=weights, kv=kv):
-                tensors = read_weights(weights)
-                self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+                try:
+                    tensors = read_weights(weights)
+                    self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+                except (OSError, ValueError, SafetensorError) as why:
+                    self._channel.send(Refused.of(WeightsRefused(f"{weights.location}: {why}")))
+                    return
+                self._report()
+                self._channel.send(Done())
+            case Pause() | Resume():
+                self._paused = isinstance(message, Pause)
+                self._outputs += self._engine.report()
                 self._report()
                 self._channel.send(Done())
 

@@ -109,6 +109,15 @@ class Load(msgspec.Struct, tag=True):
     kv: KV
 
 
+class Pause(msgspec.Struct, tag=True):
+    """Generate nothing until Resume; loads and aborts still happen. Answered by Done, after a Report of all
+    tokens."""
+
+
+class Resume(msgspec.Struct, tag=True):
+    """Generate again. Answered by Done."""
+
+
 class Report(msgspec.Struct, tag=True):
     """What the engine generated since its last report."""
 
@@ -117,7 +126,7 @@ class Report(msgspec.Struct, tag=True):
     usage: Usage
 
 
-ToEngine = GenerationRequest | Abort | Load
+ToEngine = GenerationRequest | Abort | Load | Pause | Resume
 FromEngine = Ready | Refused | Report | Done
 
 

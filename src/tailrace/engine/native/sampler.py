@@ -91,9 +91,7 @@ def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, f
     return found
 
 
-def _likeliest(
-    logprobs: Tensor, sampling: Sequence[SamplingParams]
-) -> dict[int, list[tuple[int, float]]]:
+def _likeliest(logprobs: Tensor, sampling: Sequence[SamplingParams]) -> dict[int, list[tuple[int, float]]]:
     """The `top` of Drawn."""
     rows = [row for row, each in enumerate(sampling) if each.num_top_logprobs]
     if not rows:

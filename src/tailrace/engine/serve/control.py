@@ -1,0 +1,141 @@
+"""What changes the server's state: pauses, sleep, aborts and new weights. One change at a time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.requests import Requests
+from tailrace.engine.serve.versions import Versions
+from tailrace.engine.serve.weight_files import checked_location
+from tailrace.errors import WeightsRefused
+from tailrace.types import KV
+from tailrace.weights.base import Weights
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Control:
+    """The server's state.
+
+    Args:
+        weights_folder: new weights are read from files below it; None: from no files.
+    """
+
+    def __init__(
+        self, engine: EngineProcess, requests: Requests, versions: Versions, weights_folder: Path | None
+    ) -> None:
+        self._engine, self._requests, self._versions = engine, requests, versions
+        self._weights_folder = weights_folder
+        self._lock = asyncio.Lock()
+        self.paused = self.asleep = False
+        self.updating = False
+        """Between start and finish of an update."""
+        self._kv: KV = "keep"
+        """What the next load does with the KV cache; set by the pause before it."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop between two decode steps.
+
+        Args:
+            mode: what becomes of the requests under way: "abort" ends them, "wait" completes them first,
+                "keep" continues them after `resume`. New requests wait for `resume`.
+            clear_cache: a load during the pause drops the KV cache, which is then computed again.
+        """
+        async with self._lock:
+            if mode == "wait":
+                self._requests.admit(False)
+                await self._engine.resume()
+                await self._requests.drained()
+            elif mode == "abort":
+                self._requests.abort(None)
+            await self._engine.pause()
+            self.paused, self._kv = True, "recompute" if clear_cache else "keep"
+
+    async def resume(self) -> None:
+        """Go on."""
+        async with self._lock:
+            await self._engine.resume()
+            self._requests.admit(True)
+            self.paused = self.asleep = False
+            self._kv = "keep"
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """Pause until `resume`."""
+        await self.pause(mode, clear_cache=True)
+        self.asleep = True
+
+    async def start_update(self) -> None:
+        """Begin an update of the weights.
+
+        Raises:
+            WeightsRefused: one is under way.
+        """
+        async with self._lock:
+            if self.updating:
+                raise WeightsRefused("an update is under way; finish it first")
+            self.updating = True
+
+    async def update(self, info: dict[str, Any]) -> None:
+        """Load weights between two decode steps. A failed update is over; the old weights stay.
+
+        Args:
+            info: "location" names a safetensors file or a folder of such files.
+
+        Raises:
+            WeightsRefused: no update was started, or the weights cannot be loaded.
+        """
+        async with self._lock, self._ended_by_failure():
+            if not self.updating:
+                raise WeightsRefused("no update was started: POST /start_weight_update comes first")
+            await self._load(info)
+
+    async def finish_update(self, label: str | None) -> None:
+        """End an update.
+
+        Args:
+            label: of the loaded weights, for `weight_versions`; None: that of the weights before.
+
+        Raises:
+            WeightsRefused: no update was started.
+        """
+        async with self._lock:
+            if not self.updating:
+                raise WeightsRefused("no update was started: POST /start_weight_update comes first")
+            self.updating = False
+            if label is not None:
+                self._versions.name(label)
+
+    async def update_at_once(self, info: dict[str, Any], label: str) -> None:
+        """Load and label weights in flight: requests go on with the KV cache they have (PipelineRL 4).
+
+        Raises:
+            WeightsRefused: an update is under way, or the weights cannot be loaded.
+        """
+        async with self._lock:
+            if self.updating:
+                raise WeightsRefused("an update is under way; finish it first")
+            await self._load(info)
+            self._versions.name(label)
+
+    async def _load(self, info: dict[str, Any]) -> None:
+        location = info.get("location")
+        if not isinstance(location, str):
+            raise WeightsRefused('name a safetensors file or folder: {"location": PATH}')
+        path = await asyncio.to_thread(checked_location, self._weights_folder, location)
+        self._versions.add()
+        try:
+            await self._engine.load(Weights(self._versions.number, str(path)), kv=self._kv)
+        except WeightsRefused:
+            self._versions.withdraw()
+            raise
+
+    @asynccontextmanager
+    async def _ended_by_failure(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except WeightsRefused:
+            self.updating = False
+            raise
