@@ -7,12 +7,13 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 import time
 
 import msgspec
-from safetensors import SafetensorError
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
-from tailrace.errors import WeightsRefused
-from tailrace.weights.shared_memory import read_weights
+from tailrace.errors import TransferFailed, WeightsRefused
+from tailrace.types import KV
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import (
@@ -44,6 +45,7 @@ class EngineLoop:
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
         self._paused = False
+        self._receiver = WeightReceiver()
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
@@ -69,20 +71,25 @@ class EngineLoop:
                 output = self._engine.abort(id)
                 self._outputs += [output] if output else []
                 self._aborted.append(id)
-            case Load(weights=weights, kv=kv):
-                try:
-                    tensors = read_weights(weights)
-                    self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
-                except (OSError, ValueError, SafetensorError) as why:
-                    self._channel.send(Refused.of(WeightsRefused(f"{weights.location}: {why}")))
-                    return
-                self._report()
-                self._channel.send(Done())
+            case Load(weights=weights, link=link, kv=kv):
+                self._load(weights, link, kv)
             case Pause() | Resume():
                 self._paused = isinstance(message, Pause)
                 self._outputs += self._engine.report()
                 self._report()
                 self._channel.send(Done())
+
+    def _load(self, weights: Weights, link: Link, kv: KV) -> None:
+        try:
+            tensors = self._receiver.receive(weights, link)
+            self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+        except (TransferFailed, WeightsRefused) as error:
+            self._channel.send(Refused.of(error))
+        except ValueError as why:
+            self._channel.send(Refused.of(WeightsRefused(str(why))))
+        else:
+            self._report()
+            self._channel.send(Done())
 
     def _report(self) -> None:
         self._channel.send(Report(self._outputs, self._aborted, self._engine.usage()))

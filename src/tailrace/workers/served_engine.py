@@ -6,7 +6,7 @@ import msgspec
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.types import KV
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Link, Weights
 from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Pause, Report, Resume
 from tailrace.workers.process import RemoteWorker, WorkerProcess
 
@@ -43,9 +43,9 @@ class ServedEngine(RemoteWorker[EngineJob]):
         """As EngineProcess.resume."""
         await self.process.ask(Resume(), Done)
 
-    async def load(self, weights: Weights, *, kv: KV) -> None:
+    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
         """As EngineProcess.load."""
-        await self.process.ask(Load(weights, kv), Done)
+        await self.process.ask(Load(weights, link, kv), Done)
 
     def usage(self) -> Usage:
         """As EngineProcess.usage."""

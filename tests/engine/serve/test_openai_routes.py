@@ -26,7 +26,9 @@ def test_a_greedy_completion_is_the_engines(client, native):
 
 def test_samples_of_several_prompts_have_the_seeds_that_follow_the_first(client, native):
     prompts = [PROMPT, [9, 10]]
-    expected = generated(native, [PROMPT] * 3 + [[9, 10]] * 3, 12, seed=7, temperature=0.7, top_k=9, top_p=0.9)
+    expected = generated(
+        native, [PROMPT] * 3 + [[9, 10]] * 3, 12, seed=7, temperature=0.7, top_k=9, top_p=0.9
+    )
     reply = client.completions.create(
         model=MODEL_NAME,
         prompt=prompts,
@@ -107,7 +109,9 @@ def test_a_chat_is_templated_and_has_logprobs(client, native):
     (choice,) = reply.choices
     assert (choice.message.role, choice.message.content) == ("assistant", letters(expected.ids))
     assert (reply.prompt_token_ids, choice.token_ids) == (PROMPT, expected.ids)
-    assert choice.weight_versions == [{"version": reply.choices[0].weight_versions[0]["version"], "start": 0, "end": 8}]
+    assert choice.weight_versions == [
+        {"version": reply.choices[0].weight_versions[0]["version"], "start": 0, "end": 8}
+    ]
     entries = choice.logprobs.content
     assert [entry.token for entry in entries] == [LETTERS[id] for id in expected.ids]
     assert [bytes(entry.bytes).decode() for entry in entries] == [LETTERS[id] for id in expected.ids]
@@ -135,7 +139,9 @@ def test_a_chat_streams(client, native):
 
 
 def test_a_chat_without_a_limit_fills_the_context(client):
-    reply = client.chat.completions.create(model=MODEL_NAME, messages=[{"role": "user", "content": TEXT}], seed=1)
+    reply = client.chat.completions.create(
+        model=MODEL_NAME, messages=[{"role": "user", "content": TEXT}], seed=1
+    )
     assert reply.usage.total_tokens == CONTEXT
     assert reply.choices[0].finish_reason == "length"
 
@@ -146,7 +152,9 @@ def test_text_ends_at_a_stop_string_and_the_tokens_after_it(client, native, stre
     (free,) = generated(native, [PROMPT], 60, seed=5)
     stop = letters(free.ids[20:23])
     end = letters(free.ids).index(stop)
-    asked = dict(model=MODEL_NAME, prompt=PROMPT, max_tokens=60, seed=5, stop=["never seen", stop], stream=stream)
+    asked = dict(
+        model=MODEL_NAME, prompt=PROMPT, max_tokens=60, seed=5, stop=["never seen", stop], stream=stream
+    )
     reply = client.completions.create(
         **asked, extra_body={"return_token_ids": True, "include_stop_str_in_output": included}
     )

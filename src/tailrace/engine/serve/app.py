@@ -18,11 +18,13 @@ from tailrace.engine.serve.formats import Context
 from tailrace.engine.serve.generation import generation_routes
 from tailrace.engine.serve.guard import Guard, error_body
 from tailrace.engine.serve.info_routes import info_routes
+from tailrace.engine.serve.offered_weights import OfferedWeights
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.engine.serve.text import TokenStrings
 from tailrace.engine.serve.versions import Versions
-from tailrace.errors import WeightsRefused
+from tailrace.errors import TransferFailed, WeightsRefused
+from tailrace.weights.base import expected_tensors
 
 
 def make_app(
@@ -46,7 +48,8 @@ def make_app(
         TokenStrings(tokenizer.backend_tokenizer),
         versions,
     )
-    control = Control(engine, requests, versions, settings.weights_folder)
+    offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
+    control = Control(engine, requests, versions, offered)
     app = FastAPI(title="tailrace serve", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(generation_routes(requests, context, tokenizer, model))
     app.include_router(control_routes(control, requests, versions))
@@ -59,7 +62,8 @@ def make_app(
     )
     app.add_exception_handler(HTTPException, _answer(lambda why: (why.status_code, str(why.detail))))
     app.add_exception_handler(RequestValidationError, _answer(lambda why: (400, _words(why))))
-    app.add_exception_handler(WeightsRefused, _answer(lambda why: (400, str(why))))
+    for kind in (WeightsRefused, TransferFailed):
+        app.add_exception_handler(kind, _answer(lambda why: (400, str(why))))
     return app
 
 

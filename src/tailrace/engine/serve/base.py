@@ -5,7 +5,7 @@ from typing import Protocol
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.types import KV
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Link, Weights
 
 
 class EngineProcess(Protocol):
@@ -29,11 +29,12 @@ class EngineProcess(Protocol):
     async def resume(self) -> None:
         """Go on."""
 
-    async def load(self, weights: Weights, *, kv: KV) -> None:
+    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
         """Take new weights between two decode steps.
 
         Raises:
-            WeightsRefused: they cannot be read, or are not those of the model. The old ones stay.
+            WeightsRefused: they are not those of the model. The old ones stay.
+            TransferFailed: they did not arrive. The old ones stay.
         """
 
     def usage(self) -> Usage:

@@ -3,16 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.offered_weights import OfferedWeights, UpdateInfo
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.versions import Versions
-from tailrace.engine.serve.weight_files import checked_location
-from tailrace.errors import WeightsRefused
+from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.types import KV
-from tailrace.weights.base import Weights
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -21,14 +19,16 @@ class Control:
     """The server's state.
 
     Args:
-        weights_folder: new weights are read from files below it; None: from no files.
+        offered: checks new weights.
     """
 
     def __init__(
-        self, engine: EngineProcess, requests: Requests, versions: Versions, weights_folder: Path | None
+        self, engine: EngineProcess, requests: Requests, versions: Versions, offered: OfferedWeights
     ) -> None:
         self._engine, self._requests, self._versions = engine, requests, versions
-        self._weights_folder = weights_folder
+        self._offered = offered
+        self._transfer: dict[str, Any] = {}
+        """Fields that every update has."""
         self._lock = asyncio.Lock()
         self.paused = self.asleep = False
         self.updating = False
@@ -67,6 +67,18 @@ class Control:
         await self.pause(mode, clear_cache=True)
         self.asleep = True
 
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        """Remember fields of UpdateInfo for all updates that lack them.
+
+        Raises:
+            WeightsRefused: there are other fields: the client speaks of another transport.
+        """
+        if unknown := sorted(info.keys() - UpdateInfo.model_fields.keys()):
+            raise WeightsRefused(
+                f"the transport of this server has no {', '.join(unknown)}; see docs/serve.md"
+            )
+        self._transfer = info
+
     async def start_update(self) -> None:
         """Begin an update of the weights.
 
@@ -82,10 +94,11 @@ class Control:
         """Load weights between two decode steps. A failed update is over; the old weights stay.
 
         Args:
-            info: "location" names a safetensors file or a folder of such files.
+            info: of UpdateInfo.
 
         Raises:
-            WeightsRefused: no update was started, or the weights cannot be loaded.
+            WeightsRefused: no update was started, or the weights are not those of the model.
+            TransferFailed: the engine did not receive them.
         """
         async with self._lock, self._ended_by_failure():
             if not self.updating:
@@ -112,7 +125,8 @@ class Control:
         """Load and label weights in flight: requests go on with the KV cache they have (PipelineRL 4).
 
         Raises:
-            WeightsRefused: an update is under way, or the weights cannot be loaded.
+            WeightsRefused: an update is under way, or the weights are not those of the model.
+            TransferFailed: the engine did not receive them.
         """
         async with self._lock:
             if self.updating:
@@ -121,14 +135,12 @@ class Control:
             self._versions.name(label)
 
     async def _load(self, info: dict[str, Any]) -> None:
-        location = info.get("location")
-        if not isinstance(location, str):
-            raise WeightsRefused('name a safetensors file or folder: {"location": PATH}')
-        path = await asyncio.to_thread(checked_location, self._weights_folder, location)
+        number = self._versions.number + 1
+        weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
         self._versions.add()
         try:
-            await self._engine.load(Weights(self._versions.number, str(path)), kv=self._kv)
-        except WeightsRefused:
+            await self._engine.load(weights, link, kv=self._kv)
+        except (WeightsRefused, TransferFailed):
             self._versions.withdraw()
             raise
 
@@ -136,6 +148,6 @@ class Control:
     async def _ended_by_failure(self) -> AsyncIterator[None]:
         try:
             yield
-        except WeightsRefused:
+        except (WeightsRefused, TransferFailed):
             self.updating = False
             raise

@@ -56,7 +56,7 @@ def control_routes(control: Control, requests: Requests, versions: Versions) -> 
 
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer(init_info: Annotated[dict[str, Any], Body(embed=True)]) -> dict[str, str]:
-        _refuse_group(init_info)
+        control.init_transfer(init_info)
         return {"message": "Weight transfer initialized"}
 
     @router.post("/start_weight_update")
@@ -86,20 +86,16 @@ def control_routes(control: Control, requests: Requests, versions: Versions) -> 
         return {"weight_version": versions.label}
 
     @router.post("/init_process_group")
-    async def init_process_group(group: Annotated[dict[str, Any], Body()]) -> dict[str, str]:
-        _refuse_group(group)
+    async def init_process_group(init_info: Annotated[dict[str, Any], Body()]) -> dict[str, str]:
+        control.init_transfer(init_info)
         return {"status": "ok"}
 
     @router.post("/request_weight_update")
-    async def request_weight_update(
-        version: Annotated[int, Body()], location: Annotated[str, Body()]
-    ) -> dict[str, str]:
-        await control.update_at_once({"location": location}, str(version))
+    async def request_weight_update(update_info: Annotated[dict[str, Any], Body()]) -> dict[str, str]:
+        version = update_info.get("version")
+        if not isinstance(version, int):
+            raise HTTPException(400, "version must be a whole number")
+        await control.update_at_once(update_info, str(version))
         return {"status": "ok"}
 
     return router
-
-
-def _refuse_group(info: dict[str, Any]) -> None:
-    if "master_address" in info:
-        raise HTTPException(400, "this server takes weights from files only: send {} here, and a location")

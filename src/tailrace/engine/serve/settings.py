@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from tailrace.settings import Settings
+from tailrace.weights.base import DTYPE
 
 
 class ServeSettings(Settings):
@@ -26,7 +27,7 @@ class ServedModel(Settings):
     """What the server must know of its model."""
 
     path: Path
-    dtype: str
+    dtype: DTYPE
     max_model_len: int
     """Tokens of a prompt and its completion together, at most."""
     vocab_size: int
