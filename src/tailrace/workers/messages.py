@@ -207,10 +207,6 @@ class Sent(msgspec.Struct, tag=True):
     """Of TransferFailed."""
 
 
-ToTrainer = Accumulate | Ess | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published | Sent
-
-
 class Refer(msgspec.Struct, tag=True):
     """Compute the log-probs of a sample. Answered by Referred."""
 
@@ -220,6 +216,10 @@ class Refer(msgspec.Struct, tag=True):
 class Referred(msgspec.Struct, tag=True):
     logprobs: list[float]
     """[num_tokens]"""
+
+
+ToTrainer = Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | EssOf | Referred | Done | Stepped | Published | Sent
 
 
 FromReference = Ready | Refused | Referred
