@@ -102,7 +102,9 @@ def test_256_streams_at_once_get_all_their_tokens(server, native):
         choices = [choice for event in events for choice in event["choices"]]
         entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
         assert choices[-1]["finish_reason"] == "length"
-        assert [entry["token_id"] for entry in entries] == [id for choice in choices for id in choice["token_ids"]]
+        assert [entry["token_id"] for entry in entries] == [
+            id for choice in choices for id in choice["token_ids"]
+        ]
         return [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
 
     async def all_streams():

@@ -62,6 +62,7 @@ def make_app(
     )
     app.add_exception_handler(HTTPException, _answer(lambda why: (why.status_code, str(why.detail))))
     app.add_exception_handler(RequestValidationError, _answer(lambda why: (400, _words(why))))
+    app.add_exception_handler(UnicodeEncodeError, _answer(lambda why: (400, "the text is not valid Unicode")))
     for kind in (WeightsRefused, TransferFailed):
         app.add_exception_handler(kind, _answer(lambda why: (400, str(why))))
     return app

@@ -140,7 +140,7 @@ class Control:
         self._versions.add()
         try:
             await self._engine.load(weights, link, kv=self._kv)
-        except (WeightsRefused, TransferFailed):
+        except BaseException:
             self._versions.withdraw()
             raise
 

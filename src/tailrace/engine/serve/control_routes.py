@@ -5,10 +5,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, HTTPException, Query
 
 from tailrace.engine.serve.control import Control, PauseMode
+from tailrace.engine.serve.protocol import Name
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.versions import Versions
 
-Label = Annotated[str, Body(embed=True, min_length=1, max_length=1024)]
+Label = Annotated[Name, Body(embed=True)]
 Ids = Annotated[list[str] | None, Body(embed=True)]
 
 
@@ -71,7 +72,7 @@ def control_routes(control: Control, requests: Requests, versions: Versions) -> 
 
     @router.post("/finish_weight_update")
     async def finish_weight_update(
-        weight_version: Annotated[str | None, Body(embed=True, max_length=1024)] = None,
+        weight_version: Annotated[Name | None, Body(embed=True)] = None,
     ) -> dict[str, str]:
         await control.finish_update(weight_version)
         return {"message": "Weight update finished"}

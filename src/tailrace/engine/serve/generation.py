@@ -88,7 +88,12 @@ class _Generation:
         self._random = random.Random()
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text, computed in a thread."""
+        """Token ids of a text, computed in a thread.
+
+        Raises:
+            UnicodeEncodeError: it is not valid Unicode; a chat template does not check that.
+        """
+        text.encode()
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
 
     async def template(self, body: ChatCompletionRequest) -> str:

@@ -6,7 +6,7 @@ are refused: a reply that silently lacks it would be wrong.
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.engine.base import SamplingParams
 
@@ -38,8 +38,21 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields of other servers that this one does not carry out, with their values that ask for nothing."""
 
+
+
+def _is_unicode(text: str) -> str:
+    """JSON can spell halves of surrogate pairs, which no tokenizer takes and no reply can contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode") from None
+    return text
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
+String = Annotated[str, AfterValidator(_is_unicode)]
+StopString = Annotated[String, Field(min_length=1, max_length=256)]
+Name = Annotated[String, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
@@ -106,11 +119,11 @@ class ServingFields(BaseModel):
     weights, and serves in the order of arrival."""
 
     model: str | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=1024)
+    request_id: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    cache_salt: Name | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
 
     @property
@@ -130,9 +143,9 @@ class CompletionRequest(OpenAIFields):
     """Of /v1/completions."""
 
     prompt: (
-        str
+        String
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[String], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[
             list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
         ]
