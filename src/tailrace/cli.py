@@ -35,6 +35,7 @@ ENGINE_OPTIONS: Mapping[str, tuple[type, str]] = {
     "threads": (int, "torch threads; 1 by default"),
     "max_num_seqs": (int, "requests that are decoded together; 128 by default"),
     "kv_cache_tokens": (int, "size of the KV cache; 262144 by default"),
+    "health_timeout_s": (float, "seconds in which the engine must answer, or the server ends; 60 by default"),
     "max_prefill_tokens": (int, "prompt tokens computed between two decode steps; 8192 by default"),
 }
 """Options of `serve` that are NativeEngineSettings."""

@@ -18,6 +18,7 @@ from tailrace import clock
 from tailrace.commands.signals import signals_received
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
+from tailrace.engine.connection import TOKEN_VARIABLE
 from tailrace.engine.native.support import check_model
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Settings)
 
-TOKEN_VARIABLE = "TAILRACE_TOKEN"
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
 GRACE_S = 2.0
@@ -122,7 +122,7 @@ class _Server:
             server.should_exit = True  # it looks at this several times a second
 
         serving = asyncio.ensure_future(server.serve([listening]))
-        died = asyncio.ensure_future(process.process.last_words())
+        died = asyncio.ensure_future(process.died())
         died.add_done_callback(lambda _: setattr(server, "should_exit", True))
         with signals_received(stop):
             host, port = listening.getsockname()[:2]

@@ -6,7 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import msgspec
 
 from tailrace.engine.base import Capabilities, GenerationRequest, Usage
 from tailrace.engine.counter import TokenCounter
@@ -22,8 +21,9 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.engine_process import EngineProcess
+from tailrace.workers.messages import Abort, Done, EngineJob, Load, Report, Sleep, Wake
+from tailrace.workers.process import WorkerProcess
 
 
 @dataclass(slots=True)
@@ -40,22 +40,18 @@ class _Request:
     aborted: asyncio.Future[None] | None = None
 
 
-class RemoteEngine(RemoteWorker[EngineJob]):
-    """One process of the embedded engine: an EngineLife (engine/supervised.py).
+class RemoteEngine(EngineProcess):
+    """One process of the embedded engine: an EngineLife (engine/life.py).
 
     Once the process has ended, every method raises EngineDied.
     """
 
-    module = "tailrace.workers.engine_child"
-    decoder = msgspec.msgpack.Decoder(FromEngine)
-    capabilities = Capabilities(seeded_noise=True, version_spans=True)
+    capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
         self.counter = TokenCounter()
-        process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
-        self._usage = Usage()
         self._link = new_link(process.name)
         self.send: Send = _is_in_files
         """The trainer's half of a transfer; the owner sets it."""
@@ -94,20 +90,19 @@ class RemoteEngine(RemoteWorker[EngineJob]):
 
     async def sleep(self) -> None:
         """As EngineLife.sleep."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Sleep(), Done)
 
     async def wake(self) -> None:
         """As EngineLife.wake."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Wake(), Done)
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
-        requests have ended."""
-        return replace(self._usage, num_generated=self.counter.num)
-
-    async def died(self) -> str:
-        """Wait until the process has ended, and return how."""
-        return await self.process.last_words()
+        requests have ended. A process that has ended cannot tell its own count any more."""
+        num_counted = None if self.process.has_ended else self._usage.num_counted
+        return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
     @cached_property
     def _expected(self) -> tuple[TensorInfo, ...]:
@@ -127,12 +122,8 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 continue
         aborted.result()
 
-    def _on_message(self, message: msgspec.Struct) -> None:
-        if not isinstance(message, Report):
-            self.process.answer(message)
-            return
-        self._usage = message.usage
-        for output in message.outputs:
+    def _on_report(self, report: Report) -> None:
+        for output in report.outputs:
             request = self._requests.get(output.id)
             if request is None:  # submitted at its limit, and aborted before the engine looked at it
                 assert not output.ids, output
@@ -143,7 +134,7 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 request.sample.finish_reason = output.finish_reason
                 if not request.ended.done():
                     request.ended.set_result(None)
-        for id in message.aborted:
+        for id in report.aborted:
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)

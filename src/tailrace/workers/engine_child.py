@@ -18,15 +18,19 @@ from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import (
     Abort,
+    Alive,
     Done,
     EngineJob,
     Load,
     Pause,
+    Ping,
     Ready,
     Refused,
     Report,
     Resume,
+    Sleep,
     ToEngine,
+    Wake,
 )
 
 
@@ -77,6 +81,14 @@ class EngineLoop:
                 self._paused = isinstance(message, Pause)
                 self._outputs += self._engine.report()
                 self._report()
+                self._channel.send(Done())
+            case Ping():
+                self._channel.send(Alive())
+            case Sleep():
+                self._engine.sleep()
+                self._channel.send(Done())
+            case Wake():
+                self._engine.wake()
                 self._channel.send(Done())
 
     def _load(self, weights: Weights, link: Link, kv: KV) -> None:

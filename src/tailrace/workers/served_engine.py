@@ -2,61 +2,59 @@
 
 from collections.abc import Callable
 
-import msgspec
-
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
-from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Pause, Report, Resume
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.engine_process import EngineProcess
+from tailrace.workers.messages import Abort, Done, EngineJob, Load, Pause, Report, Resume, Sleep, Wake
+from tailrace.workers.process import WorkerProcess
 
 
-class ServedEngine(RemoteWorker[EngineJob]):
-    """One process of the embedded engine: an EngineProcess (engine/serve/base.py).
+class ServedEngine(EngineProcess):
+    """A `ComputingEngine` (engine/serve/base.py).
 
     Once the process has ended, every method raises WorkerDied.
     """
-
-    module = "tailrace.workers.engine_child"
-    decoder = msgspec.msgpack.Decoder(FromEngine)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
         self.on_output: Callable[[GenerationOutput], None] = lambda output: None
         self.on_aborted: Callable[[str], None] = lambda id: None
-        self._usage = Usage()
-        process.on_message = self._on_message
 
     def submit(self, request: GenerationRequest) -> None:
-        """As EngineProcess.submit."""
+        """As ComputingEngine.submit."""
         self.process.send(request)
 
     def abort(self, id: str) -> None:
-        """As EngineProcess.abort."""
+        """As ComputingEngine.abort."""
         self.process.send(Abort(id))
 
     async def pause(self) -> None:
-        """As EngineProcess.pause."""
+        """As ComputingEngine.pause."""
         await self.process.ask(Pause(), Done)
 
     async def resume(self) -> None:
-        """As EngineProcess.resume."""
+        """As ComputingEngine.resume."""
         await self.process.ask(Resume(), Done)
 
     async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
-        """As EngineProcess.load."""
+        """As ComputingEngine.load."""
         await self.process.ask(Load(weights, link, kv), Done)
 
+    async def sleep(self) -> None:
+        """As ComputingEngine.sleep."""
+        await self.process.ask(Sleep(), Done)
+
+    async def wake(self) -> None:
+        """As ComputingEngine.wake."""
+        await self.process.ask(Wake(), Done)
+
     def usage(self) -> Usage:
-        """As EngineProcess.usage."""
+        """As ComputingEngine.usage."""
         return self._usage
 
-    def _on_message(self, message: msgspec.Struct) -> None:
-        if not isinstance(message, Report):
-            self.process.answer(message)
-            return
-        self._usage = message.usage
-        for output in message.outputs:
+    def _on_report(self, report: Report) -> None:
+        for output in report.outputs:
             self.on_output(output)
-        for id in message.aborted:
+        for id in report.aborted:
             self.on_aborted(id)

@@ -40,9 +40,11 @@ class NativeEngine:
         scheduler: Scheduler,
         sampling: SamplingParams,
         stops: StopConditions,
+        path: Path,
         version: int,
     ) -> None:
         self._model = model
+        self._path, self._first_version = path, version
         self._scheduler = scheduler
         self._sampling = sampling
         self._stops = stops
@@ -72,7 +74,7 @@ class NativeEngine:
         params = msgspec.convert(sampling.model_dump(), SamplingParams)
         stops = StopConditions(path, model.max_tokens)
         stops.check(params)
-        return cls(model, Scheduler(cache, settings), params, stops, version)
+        return cls(model, Scheduler(cache, settings), params, stops, path, version)
 
     @property
     def idle(self) -> bool:
@@ -141,6 +143,25 @@ class NativeEngine:
             if kv == "recompute":
                 self._scheduler.recompute()
         return outputs
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache.
+
+        Raises:
+            ValueError: a request is being served.
+        """
+        if not self.idle:
+            raise ValueError("requests are being served; abort them first")
+        with torch.inference_mode():
+            self._scheduler.cache.release()
+            self._model.release()
+        torch.cuda.empty_cache()  # without CUDA it does nothing
+
+    def wake(self) -> None:
+        """Take the memory back, with the weights and the version of `from_pretrained`."""
+        with torch.inference_mode():
+            self._model.restore(self._path)
+        self._version = self._first_version
 
     def usage(self) -> Usage:
         """The load and the counters of this moment."""

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from tailrace import __version__
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.base import ComputingEngine
 from tailrace.engine.serve.control import Control
 from tailrace.engine.serve.control_routes import control_routes
 from tailrace.engine.serve.formats import Context
@@ -29,7 +29,7 @@ from tailrace.weights.base import expected_tensors
 
 def make_app(
     requests: Requests,
-    engine: EngineProcess,
+    engine: ComputingEngine,
     tokenizer: Tokenizer,
     model: ServedModel,
     settings: ServeSettings,

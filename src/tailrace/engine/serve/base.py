@@ -8,7 +8,7 @@ from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
 
-class EngineProcess(Protocol):
+class ComputingEngine(Protocol):
     """An engine in another process, so that it computes while the server writes. Its methods raise WorkerDied
     once it has ended."""
 
@@ -36,6 +36,12 @@ class EngineProcess(Protocol):
             WeightsRefused: they are not those of the model. The old ones stay.
             TransferFailed: they did not arrive. The old ones stay.
         """
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache. No request is under way."""
+
+    async def wake(self) -> None:
+        """The reverse. The weights are those of the start, and so is their version."""
 
     def usage(self) -> Usage:
         """The load and the counters of the last output."""

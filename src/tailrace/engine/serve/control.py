@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.base import ComputingEngine
 from tailrace.engine.serve.offered_weights import OfferedWeights, UpdateInfo
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.versions import Versions
@@ -13,6 +13,7 @@ from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.types import KV
 
 PauseMode = Literal["abort", "wait", "keep"]
+SleepMode = Literal["abort", "wait"]
 
 
 class Control:
@@ -23,7 +24,7 @@ class Control:
     """
 
     def __init__(
-        self, engine: EngineProcess, requests: Requests, versions: Versions, offered: OfferedWeights
+        self, engine: ComputingEngine, requests: Requests, versions: Versions, offered: OfferedWeights
     ) -> None:
         self._engine, self._requests, self._versions = engine, requests, versions
         self._offered = offered
@@ -55,17 +56,34 @@ class Control:
             self.paused, self._kv = True, "recompute" if clear_cache else "keep"
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on, awake."""
         async with self._lock:
+            if self.asleep:
+                await self._engine.wake()
+                self._versions.restart()
             await self._engine.resume()
             self._requests.admit(True)
             self.paused = self.asleep = False
             self._kv = "keep"
 
-    async def sleep(self, mode: PauseMode) -> None:
-        """Pause until `resume`."""
-        await self.pause(mode, clear_cache=True)
-        self.asleep = True
+    async def sleep(self, mode: SleepMode) -> None:
+        """Free the engine's memory until `resume`. The engine then has the weights of the start.
+
+        Args:
+            mode: as of `pause`; no request can be kept.
+        """
+        async with self._lock:
+            if self.asleep:
+                return
+            self._requests.admit(False)
+            if mode == "abort":
+                self._requests.abort(None)
+            else:
+                await self._engine.resume()
+            await self._requests.drained()
+            await self._engine.pause()
+            await self._engine.sleep()
+            self.paused = self.asleep = True
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         """Remember fields of UpdateInfo for all updates that lack them.
@@ -135,6 +153,8 @@ class Control:
             self._versions.name(label)
 
     async def _load(self, info: dict[str, Any]) -> None:
+        if self.asleep:
+            raise WeightsRefused("the server is asleep: POST /wake_up first")
         number = self._versions.number + 1
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
         self._versions.add()

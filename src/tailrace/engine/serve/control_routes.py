@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, HTTPException, Query
 
-from tailrace.engine.serve.control import Control, PauseMode
+from tailrace.engine.serve.control import Control, PauseMode, SleepMode
 from tailrace.engine.serve.protocol import Name
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.versions import Versions
@@ -33,7 +33,7 @@ def control_routes(control: Control, requests: Requests, versions: Versions) -> 
 
     @router.post("/sleep")
     async def sleep(
-        level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"
+        level: Annotated[int, Query(ge=1, le=2)] = 1, mode: SleepMode = "abort"
     ) -> dict[str, Any]:
         await control.sleep(mode)
         return {"status": "sleeping", "level": level}

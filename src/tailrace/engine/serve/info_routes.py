@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from tailrace import __version__
-from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.base import ComputingEngine
 from tailrace.engine.serve.requests import Requests
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 
 
 def info_routes(
-    requests: Requests, engine: EngineProcess, model: ServedModel, settings: ServeSettings
+    requests: Requests, engine: ComputingEngine, model: ServedModel, settings: ServeSettings
 ) -> APIRouter:
     """Make the router."""
     router = APIRouter()
@@ -46,6 +46,7 @@ def info_routes(
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
             "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": True,
         }
         return {"vllm_config": {"model_config": config, "weight_transfer_config": {"backend": "tailrace"}}}
 

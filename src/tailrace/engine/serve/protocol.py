@@ -39,7 +39,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Fields of other servers that this one does not carry out, with their values that ask for nothing."""
 
 
-
 def _is_unicode(text: str) -> str:
     """JSON can spell halves of surrogate pairs, which no tokenizer takes and no reply can contain."""
     try:

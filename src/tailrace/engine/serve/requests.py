@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams
-from tailrace.engine.serve.base import EngineProcess
+from tailrace.engine.serve.base import ComputingEngine
 from tailrace.types import Span
 
 Finish = Literal["stop", "length", "abort"]
@@ -101,7 +101,7 @@ class Requests:
         engine: this object sets its callbacks.
     """
 
-    def __init__(self, engine: EngineProcess) -> None:
+    def __init__(self, engine: ComputingEngine) -> None:
         self._engine = engine
         engine.on_output, engine.on_aborted = self._on_output, self._on_aborted
         self._batches: dict[str, _Batch] = {}
@@ -121,7 +121,8 @@ class Requests:
         Raises:
             Exception: that `fail` was given.
         """
-        await self._admitting.wait()
+        while not self._admitting.is_set():  # it may be cleared again before this task runs
+            await self._admitting.wait()
         batch = _Batch(job)
         try:
             for number in range(job.size):

@@ -31,6 +31,10 @@ class Versions:
         """Take back the newest load, which failed."""
         self._labels.pop()
 
+    def restart(self) -> None:
+        """Count a load of the weights of the start."""
+        self._labels.append(self._labels[0])
+
     def name(self, label: str) -> None:
         """Name the newest load."""
         self._labels[-1] = label
