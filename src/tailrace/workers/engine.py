@@ -6,7 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-
 from tailrace.engine.base import Capabilities, GenerationRequest, Usage
 from tailrace.engine.counter import TokenCounter
 from tailrace.errors import EngineDied, TransferFailed, WorkerDied

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 
 from tailrace.errors import ConfigError, WeightsRefused
@@ -19,7 +19,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
 
 class UpdateInfo(BaseModel):
-    """What a client sends.
+    """What a client sends. The client of engine/vllm.py puts all but the link into `weights`.
 
     Args:
         location: a safetensors file, or a folder of such files; or the location of a streamed publication.
@@ -29,7 +29,13 @@ class UpdateInfo(BaseModel):
 
     location: str
     tensors: list[tuple[str, tuple[int, ...], str]] = []
-    link: tuple[str, int, int] = Field(default=("engine", 0, 1))
+    link: tuple[str, int, int] = ("engine", 0, 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, body: dict[str, Any]) -> dict[str, Any]:
+        weights = body.get("weights")
+        return body | weights if isinstance(weights, dict) else body
 
 
 class OfferedWeights:
