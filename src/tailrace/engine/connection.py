@@ -13,6 +13,8 @@ from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.errors import EngineDied, ServerRefused
 from tailrace.types import Sample
 
+TOKEN_VARIABLE = "TAILRACE_TOKEN"
+"""The environment variable with the bearer token that requests to servers have."""
 _decode: Callable[[str], Any] = msgspec.json.decode
 
 
@@ -49,7 +51,11 @@ class Connection:
         """Set once the server has been asked what it can do."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(timeout_s, read=None, pool=None)
-        self.client = httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False)
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+        )
         self._address = os.urandom(6).hex()
         """Tells the requests and the prefix cache of this connection from all others at the server."""
         self._num_attempts = 0

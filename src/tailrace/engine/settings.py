@@ -71,7 +71,8 @@ class ServerEngineSettings(ReplicaSettings):
 
     urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = ()
     """Addresses of running servers to join, for example `http://10.0.0.7:8000`; one engine each. Without them
-    the run starts `replicas` servers itself."""
+    the run starts `replicas` servers itself. They may also be of `tailrace serve`. Where they need a bearer
+    token: $TAILRACE_TOKEN."""
     python: str | None = None
     """The Python interpreter whose environment has the server. Without it: $VLLM_PYTHON or $SGLANG_PYTHON."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)

@@ -121,6 +121,15 @@ class Load(msgspec.Struct, tag=True):
     kv: KV
 
 
+class Pause(msgspec.Struct, tag=True):
+    """Generate nothing until Resume; loads and aborts still happen. Answered by Done, after a Report of all
+    tokens."""
+
+
+class Resume(msgspec.Struct, tag=True):
+    """Generate again. Answered by Done."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Answered by Alive between two decode steps."""
 
@@ -145,7 +154,7 @@ class Report(msgspec.Struct, tag=True):
     usage: Usage
 
 
-ToEngine = GenerationRequest | Abort | Load | Ping | Sleep | Wake
+ToEngine = GenerationRequest | Abort | Load | Pause | Resume | Ping | Sleep | Wake
 FromEngine = Ready | Refused | Report | Done | Alive
 
 FromServer = Ready
