@@ -70,8 +70,11 @@ def _section(path: str, section: type[Settings], level: int = 2, intro: str = ""
 
 def _kind_of(section: type[Settings]) -> str:
     """Return the suffix of a heading that tells a section from others of the same name."""
-    field = section.model_fields.get("kind")
-    return f', `kind = "{field.default}"`' if field and len(_literals(field.annotation)) == 1 else ""
+    for key in ("kind", "transport"):
+        field = section.model_fields.get(key)
+        if field and len(_literals(field.annotation)) == 1:
+            return f', `{key} = "{field.default}"`'
+    return ""
 
 
 def _schedule(name: str, schedule: Schedule) -> Iterator[str]:

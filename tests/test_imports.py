@@ -52,7 +52,8 @@ INSIDES = {
     ("workers", "engine"),
     ("workers", "reward"),
     ("workers", "trainer"),
-    ("workers", "weights.shared_memory"),
+    ("workers", "weights.tensors"),
+    ("workers", "weights.transports"),
 }
 """A room, and a file or folder of another room that it may import."""
 CONTRACTS = {"record.events", "engine.settings"}

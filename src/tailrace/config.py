@@ -28,15 +28,19 @@ from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.weights.base import SharedMemorySettings, WeightsSettings
 from tailrace.workers.base import HostSettings
 
-_KINDS = ("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first")
+_KINDS = (
+    *("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first"),
+    *("shared_memory", "filesystem", "process_group"),
+)
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("trainer.*", "engine.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
+    *("trainer.*", "engine.*", "weights.*", "host.*", "ledger.*", "record.*", "sim.*", "compare.*"),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
 reward means, or what is learnt."""
@@ -76,6 +80,7 @@ class RunConfig(Settings):
     engine: EngineSettings = NativeEngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
+    weights: WeightsSettings = SharedMemorySettings()
     host: HostSettings = HostSettings()
     ledger: LedgerSettings = LedgerSettings()
     record: RecordSettings = RecordSettings()
@@ -251,7 +256,7 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    paths = (("model", "path"), ("data", "path"), ("data", "eval_path"))
+    paths = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("weights", "folder"))
     functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
     for section, key in (*paths, *functions):
         table = tree.get(section)

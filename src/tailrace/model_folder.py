@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from safetensors import SafetensorError, safe_open
+
 from tailrace.errors import ConfigError
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -76,6 +78,22 @@ def weight_files(path: Path) -> list[Path]:
         for missing in sorted(named - {file.name for file in files}):
             raise folder_error(path, f"{_INDEX}: {missing} is missing", "copy the folder again")
     return files
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a model folder by their names, from the headers of its files.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="np") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise folder_error(path, f"{file.name} is damaged ({error})", "copy the file again") from error
+    return shapes
 
 
 def end_of_text_ids(path: Path) -> frozenset[int]:

@@ -13,6 +13,7 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.weights.base import SharedMemorySettings, WeightsSettings
 from tailrace.workers.local import Workers, open_local
 
 VOCABULARY = 32
@@ -71,6 +72,7 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
+    weights: WeightsSettings | None = None,
 ) -> AsyncIterator[Workers]:
     async with open_local(
         model,
@@ -78,6 +80,7 @@ async def workers(
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
         trainer=TrainerSettings(learning_rate=1e-2),
+        weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),
         tokenizer=Letters(),

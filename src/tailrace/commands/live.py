@@ -122,6 +122,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         sampling=config.sampling,
         algorithm=config.algorithm,
         trainer=config.trainer,
+        weights=config.weights,
         reward=config.reward,
         data=config.data,
         tokenizer=tokenizer,

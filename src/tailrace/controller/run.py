@@ -217,7 +217,7 @@ class Run:
         self._state.publish(version)
         self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.groups)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
-        self._emit(events.Published(start_s, clock.now(), version))
+        self._emit(events.Published(start_s, clock.now(), version, weights.changed))
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""

@@ -127,6 +127,8 @@ class Published(Interval, frozen=True):
     """A new version of the weights was published."""
 
     version: int
+    changed_weights: float | None = None
+    """Share of the weights whose bfloat16 value is not that of the version before; None in a simulation."""
 
 
 class RoundEnded(Moment, frozen=True):

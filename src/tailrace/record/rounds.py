@@ -30,6 +30,7 @@ class _OpenRound:
     train_end_s: float = 0.0
     compute_s: float = 0.0
     publish_s: float = 0.0
+    changed_weights: list[float] = field(default_factory=list)
     num_groups: int = 0
     num_generated: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -54,6 +55,8 @@ class _OpenRound:
                 self.lengths_by_step.append([sample.num_tokens for sample in event.samples])
             case Published():
                 self.publish_s += event.end_s - event.start_s
+                if event.changed_weights is not None:
+                    self.changed_weights.append(event.changed_weights)
             case GroupEnded(fate="trained"):
                 self.num_groups += 1
 
@@ -78,6 +81,7 @@ class _OpenRound:
             waiting_ratio=wait_s / main_time_s if main_time_s else 0.0,
             start_ratio=first_dispatch_s / main_time_s if main_time_s else 0.0,
             publish_s=self.publish_s,
+            changed_weights=fmean(self.changed_weights) if self.changed_weights else None,
             num_steps=len(self.lengths_by_step),
             num_groups=self.num_groups,
             num_samples=len(lengths),

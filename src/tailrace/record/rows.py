@@ -168,6 +168,9 @@ class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """(t_start - t_rollout_start) / (t_train_end - t_rollout_start): RolloutPipe eq. 4. It leaves out the
     waits between two dispatches."""
     publish_s: float
+    changed_weights: float | None = None
+    """Share of the weights whose bfloat16 value changed from one publication to the next; mean over the
+    round's publications, None without one and in a simulation."""
     num_steps: int
     num_groups: int
     """Trained, like num_samples and num_tokens."""

@@ -1,6 +1,105 @@
-"""The contract between the trainer, which publishes weights, and the engines, which load them."""
+"""The contract between the trainer, which publishes weights, and the engines, which load them.
 
+A publication reaches an engine in two halves that the controller runs together (`send_and_load`): the
+trainer's process sends it, the engine's process receives it. A publication in files needs no sending. This
+file imports no torch.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import Discriminator, Field, Tag
+
+from tailrace.errors import WeightsRefused
+from tailrace.model_folder import read_config, tensor_shapes
+from tailrace.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPE = Literal["float32", "bfloat16"]
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_NAMED = 3
+"""Tensors that an error names, at most, of each kind of defect."""
+_NOT_TRAINED = ".rotary_emb.inv_freq"
+"""A buffer that old checkpoints contain; the model computes it."""
+
+
+class SharedMemorySettings(Settings):
+    """Trainer and engines on one host: files in shared memory."""
+
+    transport: Literal["shared_memory"] = "shared_memory"
+    """Selects this transport."""
+
+
+class FilesystemSettings(Settings):
+    """A complete Hugging Face folder for each version, which any server can read. The last two are kept."""
+
+    transport: Literal["filesystem"] = "filesystem"
+    """Selects this transport."""
+    folder: Path | None = None
+    """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
+    Without it: `weights` in the run's folder."""
+    shard_bytes: int = Field(default=5_000_000_000, ge=1)
+    """Size of a safetensors file, at most, unless one tensor is larger; at least 1."""
+
+
+class ProcessGroupSettings(Settings):
+    """A torch.distributed process group for each engine."""
+
+    transport: Literal["process_group"] = "process_group"
+    """Selects this transport."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """gloo: host memory and TCP. nccl: CUDA devices, not shared by trainer and engine."""
+    host: str = "127.0.0.1"
+    """The address of the trainer's host under which engines reach it. The trainer listens on it. There is no
+    authentication: a network that others can reach is not safe."""
+    bucket_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Size of one message, at most, unless one tensor is larger; at least 1."""
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    """Seconds that connecting, or one message, may take; above 0, at most 86,400."""
+
+
+def _transport_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("transport", "shared_memory"))
+    return str(getattr(value, "transport", "shared_memory"))
+
+
+WeightsSettings = Annotated[
+    Annotated[SharedMemorySettings, Tag("shared_memory")]
+    | Annotated[FilesystemSettings, Tag("filesystem")]
+    | Annotated[ProcessGroupSettings, Tag("process_group")],
+    Discriminator(_transport_of),
+]
+
+
+def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
+    """The settings with a folder, where the transport needs one."""
+    if isinstance(settings, FilesystemSettings) and settings.folder is None:
+        return settings.model_copy(update={"folder": run_folder / "weights"})
+    return settings
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a publication."""
+
+    name: str
+    """The name in the Hugging Face folder."""
+    shape: tuple[int, ...]
+    dtype: DTYPE
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's elements."""
+        size = _ITEM_BYTES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,8 +108,132 @@ class Weights:
 
     Args:
         version: the number of the publication; 0 is the initial model.
-        location: where the tensors are, in the form that the transport uses (shared memory: a file path).
+        location: where the tensors are: the path of a safetensors file or of a Hugging Face folder, or the
+            address of a process group (process_group.py).
+        tensors: the manifest, in the order in which tensors are sent. Empty: the files say it themselves.
+        changed: share of the weights whose bfloat16 value is not that of the previous publication.
     """
 
     version: int
     location: str = ""
+    tensors: tuple[TensorInfo, ...] = ()
+    changed: float | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the trainer's process must send the tensors. Otherwise they are in files."""
+        return "://" in self.location
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+class Link(NamedTuple):
+    """The connection between the trainer and one engine, which persists between transfers."""
+
+    engine: str
+    """Name of the engine, for messages."""
+    number: int
+    """Another number is another connection: after a failed transfer, or for another life of the engine."""
+    num_ranks: int = 1
+    """Processes of the engine that receive all tensors: tensor_parallel_size of an inference server."""
+
+
+_link_numbers = itertools.count(1)
+
+
+def new_link(engine: str, num_ranks: int = 1) -> Link:
+    """Return a link that no transfer has used."""
+    return Link(engine, next(_link_numbers), num_ranks)
+
+
+Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
+"""The controller's way to the trainer's half. Raises TransferFailed."""
+
+
+class WeightSender(Protocol):
+    """The half of a transport that is in the trainer's process."""
+
+    def publish(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
+        """Make tensors available as a version. They may change after the call.
+
+        The version can be sent until two newer ones are published, any number of times.
+
+        Args:
+            tensors: on the CPU, by Hugging Face name; no two may share memory.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+
+    def send(self, version: int, link: Link) -> None:
+        """Send a version to one engine. Any thread may call it, for several engines at the same time.
+
+        Raises:
+            TransferFailed: the engine did not take it, or the version is no longer kept.
+        """
+
+    def close(self) -> None:
+        """Remove what only a living trainer may leave behind. Any thread may call it."""
+
+
+async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[None]) -> None:
+    """Run the trainer's and the engine's half of a transfer together, until both are done.
+
+    Raises:
+        TransferFailed: either half failed; the engine's error comes first.
+    """
+    task = asyncio.ensure_future(sending)
+    try:
+        await loading
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
+    """The tensors that a publication must have, from the headers of the served model's files.
+
+    Args:
+        model: the Hugging Face folder.
+        dtype: the type of the engine's weights.
+
+    Raises:
+        ConfigError: the folder is incomplete or damaged.
+    """
+    shapes = tensor_shapes(model)
+    if read_config(model).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return tuple(
+        TensorInfo(name, shape, dtype) for name, shape in shapes.items() if not name.endswith(_NOT_TRAINED)
+    )
+
+
+def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo]) -> None:
+    """Check that the offered tensors are the expected ones, in any order.
+
+    Raises:
+        WeightsRefused: a tensor is missing, extra, of another shape or of another type; names them.
+    """
+    have, want = ({tensor.name: tensor for tensor in tensors} for tensors in (offered, expected))
+    both = [(have[name], want[name]) for name in want if name in have]
+    defects = {
+        "missing": [name for name in want if name not in have],
+        "not in the model": [name for name in have if name not in want],
+        "of another shape": [
+            f"{a.name} {list(a.shape)} in place of {list(b.shape)}" for a, b in both if a.shape != b.shape
+        ],
+        "of another type": [
+            f"{a.name} {a.dtype} in place of {b.dtype}" for a, b in both if a.dtype != b.dtype
+        ],
+    }
+    found = [
+        f"{len(names)} {defect}: {', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
+        for defect, names in defects.items()
+        if names
+    ]
+    if found:
+        raise WeightsRefused(f"the published weights are not those of the model; {'; '.join(found)}")

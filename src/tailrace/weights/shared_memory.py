@@ -6,20 +6,21 @@ A version is written under a temporary name and renamed, so a reader sees a comp
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.tensors import manifest
 
 KEPT_VERSIONS = 2
 """Version n + 1 is written while engines may still read version n. Version n + 2 is written only after every
-engine has loaded version n + 1, so no engine needs an older file."""
+engine has loaded version n + 1. An engine that comes back late loads the newest version."""
 _PREFIX, _LOCK = "tailrace-", "lock"
 
 
@@ -29,46 +30,29 @@ def shared_memory() -> Path:
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-@contextmanager
-def own_folder() -> Iterator[Path]:
-    """Create a folder in shared memory and remove it at the end of the block.
+class SharedMemorySender:
+    """Writes published versions into a folder of its own and keeps the last KEPT_VERSIONS.
 
-    A process that was killed leaves its folder behind. Such folders are removed first: the lock file of a
-    folder is held for as long as its process lives.
+    A process that was killed leaves its folder behind. The next sender removes it: the lock file of a folder
+    is held for as long as its process lives.
     """
-    memory = shared_memory()
-    for lock in memory.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(Timeout), FileLock(lock).acquire(timeout=0):  # Timeout: the owner is alive
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    # A folder gets its final name only once it is locked: until then another process would remove it.
-    unlocked = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=memory))
-    with FileLock(unlocked / _LOCK):
-        folder = unlocked.rename(memory / unlocked.name.removeprefix("new-"))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
-
-class SharedWeights:
-    """Writes published versions into a folder and keeps the last KEPT_VERSIONS."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        memory = shared_memory()
+        for lock in memory.glob(f"{_PREFIX}*/{_LOCK}"):
+            with suppress(Timeout), FileLock(lock).acquire(timeout=0):  # Timeout: the owner is alive
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        # A folder gets its final name only once it is locked: until then another process would remove it.
+        unlocked = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=memory))
+        self._lock = FileLock(unlocked / _LOCK, thread_local=False)
+        self._lock.acquire()
+        self.folder = unlocked.rename(memory / unlocked.name.removeprefix("new-"))
         self._kept: list[Path] = []
         """Files of the kept versions, the oldest first."""
-        folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """Write one version and remove the versions that are no longer kept.
-
-        Args:
-            tensors: by name; no two may share memory.
-
-        Raises:
-            OSError: the file cannot be written, for instance because shared memory is full.
-        """
-        file = self._folder / f"{version}.safetensors"
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+        """As WeightSender.publish."""
+        file = self.folder / f"{version}.safetensors"
         partial = file.with_suffix(".partial")
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
@@ -80,16 +64,12 @@ class SharedWeights:
         self._kept = [*(kept for kept in self._kept if kept != file), file]
         while len(self._kept) > KEPT_VERSIONS:
             self._kept.pop(0).unlink(missing_ok=True)
-        return Weights(version, str(file))
+        return Weights(version, str(file), manifest(tensors))
 
+    def send(self, version: int, link: Link) -> None:
+        """Nothing: engines read the file."""
 
-def read_weights(weights: Weights) -> dict[str, Tensor]:
-    """Read the tensors of a published version, or of a checkpoint's safetensors file, on the CPU by name.
-
-    The tensors stay valid after the file is removed.
-
-    Raises:
-        FileNotFoundError: the version is no longer kept.
-    """
-    tensors: dict[str, Tensor] = load_file(weights.location)
-    return tensors
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()

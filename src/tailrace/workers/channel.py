@@ -8,6 +8,7 @@ system call, and all that has arrived is handled in one wake-up. The worker's en
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -125,10 +126,13 @@ class WorkerChannel(Generic[In]):
         end.setblocking(True)
         self._socket = end
         self._reassembly = _Reassembly(decoder)
+        self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; blocks until it is written."""
-        self._socket.sendall(_frame(message))
+        """Send a message; blocks until it is written. Any thread may call it."""
+        frame = _frame(message)
+        with self._sending:
+            self._socket.sendall(frame)
 
     def receive(self, *, wait: bool) -> list[In] | None:
         """Return the messages that have arrived.

@@ -4,14 +4,24 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
 from tailrace.engine.base import Capabilities, GenerationRequest, Usage
 from tailrace.engine.counter import TokenCounter
-from tailrace.errors import EngineDied, WorkerDied
+from tailrace.errors import EngineDied, TransferFailed, WorkerDied
 from tailrace.types import KV, Sample
-from tailrace.weights.base import Weights
+from tailrace.weights.base import (
+    Link,
+    Send,
+    TensorInfo,
+    Weights,
+    check_tensors,
+    expected_tensors,
+    new_link,
+    send_and_load,
+)
 from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
 from tailrace.workers.process import RemoteWorker, WorkerProcess
 
@@ -46,6 +56,9 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
         self._usage = Usage()
+        self._link = new_link(process.name)
+        self.send: Send = _is_in_files
+        """The trainer's half of a transfer; the owner sets it."""
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
@@ -66,9 +79,18 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 del self._requests[id]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load."""
-        with _deaths():
-            await self.process.ask(Load(weights, kv), Done)
+        """As EngineLife.load.
+
+        Raises:
+            WeightsRefused: the weights are not those of the model. The engine was not asked.
+        """
+        if weights.tensors:
+            check_tensors(weights.tensors, self._expected)
+        try:
+            await send_and_load(self.send(weights, self._link), self._load(weights, kv))
+        except BaseException:  # the link may be in the middle of a transfer
+            self._link = new_link(self.process.name)
+            raise
 
     async def sleep(self) -> None:
         """As EngineLife.sleep."""
@@ -86,6 +108,14 @@ class RemoteEngine(RemoteWorker[EngineJob]):
     async def died(self) -> str:
         """Wait until the process has ended, and return how."""
         return await self.process.last_words()
+
+    @cached_property
+    def _expected(self) -> tuple[TensorInfo, ...]:
+        return expected_tensors(self.job.model, self.job.engine.dtype)
+
+    async def _load(self, weights: Weights, kv: KV) -> None:
+        with _deaths():
+            await self.process.ask(Load(weights, self._link, kv), Done)
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.process.promise()
@@ -117,6 +147,11 @@ class RemoteEngine(RemoteWorker[EngineJob]):
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)
+
+
+async def _is_in_files(weights: Weights, link: Link) -> None:
+    if weights.is_streamed:
+        raise TransferFailed(f"{link.engine}: nobody sends the weights of {weights.location}")
 
 
 @contextmanager

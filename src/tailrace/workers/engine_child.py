@@ -10,10 +10,13 @@ import msgspec
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
-from tailrace.weights.shared_memory import read_weights
+from tailrace.errors import TransferFailed, WeightsRefused
+from tailrace.types import KV
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Report, ToEngine
+from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Refused, Report, ToEngine
 
 
 class EngineLoop:
@@ -30,6 +33,7 @@ class EngineLoop:
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
+        self._receiver = WeightReceiver()
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
@@ -52,11 +56,20 @@ class EngineLoop:
                 output = self._engine.abort(id)
                 self._outputs += [output] if output else []
                 self._aborted.append(id)
-            case Load(weights=weights, kv=kv):
-                tensors = read_weights(weights)
-                self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
-                self._report()
-                self._channel.send(Done())
+            case Load(weights=weights, link=link, kv=kv):
+                self._load(weights, link, kv)
+
+    def _load(self, weights: Weights, link: Link, kv: KV) -> None:
+        try:
+            tensors = self._receiver.receive(weights, link)
+            self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+        except (TransferFailed, WeightsRefused) as error:
+            self._channel.send(Refused.of(error))
+        except ValueError as why:
+            self._channel.send(Refused.of(WeightsRefused(str(why))))
+        else:
+            self._report()
+            self._channel.send(Done())
 
     def _report(self) -> None:
         self._channel.send(Report(self._outputs, self._aborted, self._engine.usage()))

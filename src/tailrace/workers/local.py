@@ -16,6 +16,7 @@ from tailrace.engine.supervised import EngineLife, SupervisedEngine, watch_engin
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
+from tailrace.weights.base import WeightsSettings, in_run_folder
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.process import RemoteWorker, WorkerProcess
@@ -46,6 +47,7 @@ async def open_local(
     sampling: SamplingSettings,
     algorithm: AlgorithmSettings,
     trainer: TrainerSettings,
+    weights: WeightsSettings,
     reward: RewardSettings,
     data: DataSettings,
     tokenizer: Tokenizer,
@@ -84,12 +86,20 @@ async def open_local(
         job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
 
         async def begin() -> EngineLife:
-            return await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
+            process = await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
+            process.send = remote_trainer.send
+            return process
 
         return SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
 
     trainer_job = TrainerJob(
-        threads=trainer.threads, model=model, trainer=trainer, algorithm=algorithm, sampling=sampling
+        threads=trainer.threads,
+        model=model,
+        trainer=trainer,
+        algorithm=algorithm,
+        sampling=sampling,
+        weights=in_run_folder(weights, folder),
+        published_dtype=engine.dtype,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature

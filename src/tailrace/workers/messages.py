@@ -19,7 +19,7 @@ from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV
-from tailrace.weights.base import Weights
+from tailrace.weights.base import DTYPE, Link, Weights, WeightsSettings
 
 _Plain = str | int | float | None
 
@@ -41,6 +41,14 @@ class EngineJob(Job):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
+class ServerJob(Job):
+    """Run an inference server."""
+
+    command: tuple[str, ...]
+    env: dict[str, str] = {}
+    """Environment variables beside those of the controller."""
+
+
 class TrainerJob(Job):
     """Train a model."""
 
@@ -48,6 +56,9 @@ class TrainerJob(Job):
     trainer: TrainerSettings
     algorithm: AlgorithmSettings
     sampling: SamplingSettings
+    weights: WeightsSettings
+    published_dtype: DTYPE
+    """The type of the engines' weights."""
 
 
 class ReferenceJob(Job):
@@ -103,9 +114,10 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Take new weights. Answered by Done."""
+    """Take new weights. Answered by Done or Refused."""
 
     weights: Weights
+    link: Link
     kv: KV
 
 
@@ -119,6 +131,9 @@ class Report(msgspec.Struct, tag=True):
 
 ToEngine = GenerationRequest | Abort | Load
 FromEngine = Ready | Refused | Report | Done
+
+FromServer = Ready
+"""Nothing, in fact: it answers over HTTP."""
 
 
 class Accumulate(msgspec.Struct, tag=True):
@@ -147,6 +162,14 @@ class Publish(msgspec.Struct, tag=True):
     version: int
 
 
+class Send(msgspec.Struct, tag=True):
+    """Send a version to an engine, beside other work. Answered by Sent of the same number, at any time."""
+
+    number: int
+    version: int
+    link: Link
+
+
 class Save(msgspec.Struct, tag=True):
     """Write a checkpoint. Answered by Done or Refused."""
 
@@ -167,8 +190,16 @@ class Published(msgspec.Struct, tag=True):
     weights: Weights
 
 
-ToTrainer = Accumulate | Ess | Step | Publish | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published
+class Sent(msgspec.Struct, tag=True):
+    """The outcome of a Send."""
+
+    number: int
+    failure: str | None
+    """Of TransferFailed."""
+
+
+ToTrainer = Accumulate | Ess | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published | Sent
 
 
 class Refer(msgspec.Struct, tag=True):

@@ -1,20 +1,23 @@
-"""The trainer's process: executes one message after another."""
+"""The trainer's process: executes one message after another, and sends weights beside them."""
 
-import shutil
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
-from tailrace.errors import CheckpointError, ScheduleError
+from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
 from tailrace.trainer.trainer import TorchTrainer
-from tailrace.weights.shared_memory import SharedWeights, own_folder
+from tailrace.weights.base import WeightSender
+from tailrace.weights.tensors import Publisher
+from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 
-def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) -> FromTrainer:
+def execute(message: ToTrainer, trainer: TorchTrainer, publisher: Publisher) -> FromTrainer:
     """Execute a message and return its answer.
 
     Raises:
@@ -29,7 +32,7 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
         case messages.Step():
             return messages.Stepped(trainer.step())
         case messages.Publish(version=version):
-            return messages.Published(shared.write(trainer.publish(), version))
+            return messages.Published(publisher.publish(trainer.publish(), version))
         case messages.Save(folder=folder):
             trainer.save(Path(folder))
         case messages.Restore(folder=folder):
@@ -37,7 +40,17 @@ def execute(message: ToTrainer, trainer: TorchTrainer, shared: SharedWeights) ->
     return Done()
 
 
-def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], shared: SharedWeights) -> None:
+def send(message: messages.Send, sender: WeightSender, channel: WorkerChannel[ToTrainer]) -> None:
+    """Send weights to an engine, and the outcome to the controller."""
+    failure = None
+    try:
+        sender.send(message.version, message.link)
+    except TransferFailed as error:
+        failure = str(error)
+    channel.send(messages.Sent(message.number, failure))
+
+
+def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], sender: WeightSender) -> None:
     """Load the model and execute messages until the controller closes the channel."""
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
@@ -47,19 +60,27 @@ def serve(job: TrainerJob, channel: WorkerChannel[ToTrainer], shared: SharedWeig
             temperature=job.sampling.temperature,
             max_completion_tokens=job.sampling.max_completion_tokens,
         )
+    publisher = Publisher(sender, job.published_dtype, trainer.state())
     channel.send(Ready())
     for message in channel:
+        if isinstance(message, messages.Send):
+            # What is sent is a copy, so the trainer may go on. The peer decides when a thread ends.
+            threading.Thread(target=send, args=(message, sender, channel), daemon=True).start()
+            continue
         try:
-            channel.send(execute(message, trainer, shared))
+            channel.send(execute(message, trainer, publisher))
         except (CheckpointError, ScheduleError) as error:
             channel.send(Refused.of(error))
 
 
 def main() -> None:
     end, job = begin(TrainerJob)
-    with own_folder() as folder:
-        end_with_controller(end, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True))
-        serve(job, WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer)), SharedWeights(folder))
+    channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
+    with config_errors_sent(channel):
+        sender = open_sender(job.weights, job.model)
+    with closing(sender):
+        end_with_controller(end, clean_up=sender.close)
+        serve(job, channel, sender)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Weight transport by a shared file system: a complete Hugging Face folder for each version.
+
+A version has config.json, the tokenizer and safetensors files, so any server can load it. It is written
+under a temporary name, synchronised to the disk and renamed: a reader sees a complete folder or none.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tailrace.errors import ConfigError
+from tailrace.model_folder import read_config
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.tensors import manifest
+
+KEPT_VERSIONS = 2
+"""As in shared_memory.py."""
+_VERSION, _PARTIAL, _LOCK = "version-", "partial-", ".lock"
+_COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
+"""Files of the model folder that are in each version: config, generation config and tokenizer."""
+
+
+class FilesystemSender:
+    """Writes published versions and keeps the last KEPT_VERSIONS.
+
+    Args:
+        folder: where the versions are written. What an earlier process left there is removed.
+        model: the Hugging Face folder that is trained.
+        shard_bytes: size of a safetensors file, at most.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or another trainer uses it.
+    """
+
+    def __init__(self, folder: Path, model: Path, shard_bytes: int) -> None:
+        self._folder, self._model, self._shard_bytes = folder, model, shard_bytes
+        self._kept: list[Path] = []
+        """The kept versions, the oldest first."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(folder / _LOCK, thread_local=False)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            problem = "another trainer publishes its weights there"
+            raise ConfigError("weights.folder", str(folder), problem, "choose another folder") from None
+        except OSError as why:
+            problem = f"it cannot be written to ({why})"
+            raise ConfigError("weights.folder", str(folder), problem, "choose another folder") from None
+        for left in [*folder.glob(f"{_VERSION}*"), *folder.glob(f"{_PARTIAL}*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+        """As WeightSender.publish."""
+        final, partial = (self._folder / f"{prefix}{version}" for prefix in (_VERSION, _PARTIAL))
+        infos = manifest(tensors)
+        try:
+            partial.mkdir()
+            self._write_config(partial, infos[0].dtype)
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_torch_state_dict(whole, partial, max_shard_size=self._shard_bytes)
+            _synchronize(partial)
+            shutil.rmtree(final, ignore_errors=True)  # a version that was undone
+            partial.rename(final)
+            _synchronize(self._folder)
+        except (OSError, SafetensorError) as why:
+            shutil.rmtree(partial, ignore_errors=True)
+            remedy = f"the {KEPT_VERSIONS} last versions of the weights and one more must fit there"
+            raise OSError(f"{final} cannot be written ({why}); {remedy}") from why
+        self._kept = [*(kept for kept in self._kept if kept != final), final]
+        while len(self._kept) > KEPT_VERSIONS:
+            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+        return Weights(version, str(final), infos)
+
+    def send(self, version: int, link: Link) -> None:
+        """Nothing: engines read the folder."""
+
+    def close(self) -> None:
+        """Let another trainer use the folder. The versions stay."""
+        self._lock.release()
+
+    def _write_config(self, folder: Path, dtype: str) -> None:
+        for pattern in _COPIED:
+            for file in filter(Path.is_file, self._model.glob(pattern)):
+                if not file.name.endswith(".safetensors.index.json"):
+                    shutil.copy(file, folder)
+        # Older servers read the second key.
+        config = read_config(self._model) | {"dtype": dtype, "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _synchronize(folder: Path) -> None:
+    """Write a folder and its files to the disk."""
+    for path in [*filter(Path.is_file, folder.iterdir()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,202 @@
+"""Weight transport by torch.distributed: a process group for each engine, the trainer as rank 0.
+
+The location of a publication is the address of the trainer:
+
+    BACKEND://HOST:PORT/?bucket_bytes=N&timeout_s=S
+
+HOST:PORT is a TCPStore in the trainer's process. A link (base.Link) is a group of 1 + num_ranks processes
+that rendezvous under the prefix "ENGINE/NUMBER/" of that store and stay connected between transfers. A
+transfer is one broadcast from rank 0 for each bucket (buckets.py), as uint8; nothing else is sent. After any
+error both sides drop the group, and the next transfer uses a link with another number.
+
+The groups are made from the backends' classes, not by init_process_group: that has one default group in a
+process, which belongs to the ranks of a trainer.
+"""
+
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from tailrace.errors import ConfigError, TransferFailed
+from tailrace.weights.base import Link, ProcessGroupSettings, Weights
+from tailrace.weights.buckets import buckets, num_bytes, pack, unpack
+from tailrace.weights.tensors import manifest
+
+KEPT_VERSIONS = 2
+"""As in shared_memory.py."""
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+
+
+class Address(NamedTuple):
+    """The location of a streamed publication."""
+
+    backend: str
+    host: str
+    port: int
+    bucket_bytes: int
+    timeout_s: float
+
+    @classmethod
+    def parse(cls, location: str) -> "Address":
+        """Read a location.
+
+        Raises:
+            ValueError: it is none.
+        """
+        parts = urlsplit(location)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if parts.scheme not in _DEVICES or parts.hostname is None or parts.port is None:
+            raise ValueError(f"{location!r} is not the address of a process group")
+        sizes = int(query.get("bucket_bytes", 0)), float(query.get("timeout_s", 0))
+        return cls(parts.scheme, parts.hostname, parts.port, *sizes)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        query = f"bucket_bytes={self.bucket_bytes}&timeout_s={self.timeout_s:g}"
+        return f"{self.backend}://{host}:{self.port}/?{query}"
+
+
+class Group:
+    """One process of a link. The constructor waits for the others.
+
+    Raises:
+        RuntimeError: they did not come within the time limit.
+        OSError: the trainer cannot be reached.
+    """
+
+    def __init__(self, address: Address, link: Link, rank: int) -> None:
+        timeout = timedelta(seconds=address.timeout_s)
+        self.device = torch.device(_DEVICES[address.backend])
+        with socket.create_connection((address.host, address.port), address.timeout_s) as route:
+            own_host = route.getsockname()[0]
+        store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        prefix = PrefixStore(f"{link.engine}/{link.number}", store)
+        kind: Any = getattr(dist, _CLASSES[address.backend])
+        options = (getattr(kind, "_Options", None) or kind.Options)()
+        options._timeout = timeout
+        if hasattr(kind, "create_device"):
+            # Gloo listens on the way to the trainer only: on loopback, where both are on one host.
+            options._devices = [kind.create_device(hostname=own_host)]
+        self._group = kind(prefix, rank, 1 + link.num_ranks, options)
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send or receive one message: [num_bytes], uint8, on the group's device.
+
+        Raises:
+            RuntimeError: a peer has ended, or did not take part within the time limit.
+        """
+        self._group.broadcast(data, 0).wait()
+
+
+class ProcessGroupSender:
+    """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
+
+    Raises:
+        ConfigError: this machine cannot listen on the address, or torch lacks the backend.
+    """
+
+    def __init__(self, settings: ProcessGroupSettings) -> None:
+        if not getattr(dist, f"is_{settings.backend}_available")():
+            problem = "this torch was built without it"
+            raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
+        try:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            listening = socket.create_server((settings.host, 0), family=family)
+        except OSError as why:
+            problem = f"this machine cannot listen on it ({why})"
+            raise ConfigError("weights.host", settings.host, problem, "write an address of it") from why
+        port = listening.getsockname()[1]
+        self._address = Address(
+            settings.backend, settings.host, port, settings.bucket_bytes, settings.timeout_s
+        )
+        self._store = TCPStore(
+            settings.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        self._kept: dict[int, list[Tensor]] = {}
+        """The buckets of the kept versions, the oldest first."""
+        self._groups: dict[str, tuple[Link, Group]] = {}
+        """The group of each engine."""
+        self._lock = threading.Lock()
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+        """As WeightSender.publish."""
+        infos = manifest(tensors)
+        packed = [pack(tensors, bucket) for bucket in buckets(infos, self._address.bucket_bytes)]
+        with self._lock:
+            self._kept.pop(version, None)
+            self._kept[version] = packed
+            while len(self._kept) > KEPT_VERSIONS:
+                del self._kept[next(iter(self._kept))]
+        return Weights(version, str(self._address), infos)
+
+    def send(self, version: int, link: Link) -> None:
+        """As WeightSender.send."""
+        with self._lock:
+            last = self._groups.pop(link.engine, None)
+        with _failures(f"{link.engine} did not take version {version} of the weights"):
+            group = last[1] if last and last[0] == link else Group(self._address, link, rank=0)
+            with self._lock:
+                packed = self._kept.get(version)
+            if packed is None:  # the group is dropped, which ends the engine's wait
+                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
+            for data in packed:
+                group.broadcast(data.to(group.device))
+        with self._lock:
+            self._groups[link.engine] = (link, group)
+
+    def close(self) -> None:
+        """Drop the groups."""
+        with self._lock:
+            self._groups.clear()
+            self._kept.clear()
+
+
+class ProcessGroupReceiver:
+    """The engine's end of one link after another.
+
+    Args:
+        rank: of this process among those of the link; 1 is the first of the engine.
+    """
+
+    def __init__(self, rank: int = 1) -> None:
+        self._rank = rank
+        self._last: tuple[str, Link, Group] | None = None
+
+    def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
+        """Receive the tensors of a publication, a bucket at a time, on the backend's device.
+
+        Raises:
+            TransferFailed: the trainer has ended, or did not send within the time limit.
+        """
+        last, self._last = self._last, None
+        with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
+            address = Address.parse(weights.location)
+            known = last is not None and last[:2] == (weights.location, link)
+            group = last[2] if last and known else Group(address, link, self._rank)
+            for bucket in buckets(weights.tensors, address.bucket_bytes):
+                data = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=group.device)
+                group.broadcast(data)
+                yield unpack(data, bucket)
+        self._last = (weights.location, link, group)
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Turn the errors of sockets and of torch.distributed into TransferFailed."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as why:
+        reason = re.sub(r"^\[\S+\] ", "", str(why))  # without the file and line of the library
+        reason = re.split(r"\n|\. ", reason)[0]
+        raise TransferFailed(f"{what}: {reason}") from why

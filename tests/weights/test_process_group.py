@@ -1,0 +1,207 @@
+"""Weights through a process group: between real processes that may die, stop or be late."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transport_cases import (
+    HASTY,
+    SETTINGS,
+    answer,
+    digest,
+    many_megabytes,
+    process,
+    receive_all,
+    receive_one_part_and,
+    send_many_megabytes,
+    some_tensors,
+)
+
+from tailrace.errors import ConfigError, TransferFailed
+from tailrace.weights.base import Link, ProcessGroupSettings, Weights, new_link
+from tailrace.weights.process_group import Address, ProcessGroupSender
+from tailrace.weights.transports import WeightReceiver
+
+
+@pytest.fixture
+def sender() -> Iterator[ProcessGroupSender]:
+    opened = ProcessGroupSender(SETTINGS)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def hasty() -> Iterator[ProcessGroupSender]:
+    opened = ProcessGroupSender(HASTY)
+    yield opened
+    opened.close()
+
+
+def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroupSender) -> None:
+    links = [new_link("engine-0"), new_link("engine-1")]
+    with process(receive_all, 1) as (_, one), process(receive_all, 1) as (_, two), ThreadPoolExecutor() as pool:
+        for version in (1, 2, 3):
+            tensors = some_tensors(version)
+            weights = sender.publish(tensors, version)
+            for connection, link in zip((one, two), links, strict=True):
+                connection.send((weights, link))
+            list(pool.map(lambda link: sender.send(version, link), links))
+            assert [answer(one), answer(two)] == [digest(tensors)] * 2
+        groups = list(sender._groups.values())
+        assert sorted(link for link, _ in groups) == sorted(links)
+
+
+def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> None:
+    weights, link = sender.publish(some_tensors(0), 1), new_link("engine-0", num_ranks=2)
+    with process(receive_all, 1) as (_, one), process(receive_all, 2) as (_, two):
+        one.send((weights, link))
+        two.send((weights, link))
+        sender.send(1, link)
+        assert answer(one) == answer(two) == digest(some_tensors(0))
+
+
+def test_tensors_that_change_after_the_publication_are_sent_as_they_were(sender: ProcessGroupSender) -> None:
+    tensors, link = some_tensors(0), new_link("engine-0")
+    weights = sender.publish(tensors, 1)
+    for tensor in tensors.values():
+        tensor.zero_()
+    with process(receive_all, 1) as (_, connection):
+        connection.send((weights, link))
+        sender.send(1, link)
+        assert answer(connection) == digest(some_tensors(0))
+
+
+def test_the_last_two_versions_can_be_sent_any_number_of_times(sender: ProcessGroupSender) -> None:
+    published = [sender.publish(some_tensors(version), version) for version in range(3)]
+    link = new_link("engine-0")
+    with process(receive_all, 1) as (_, connection):
+        for version in (2, 1, 2):
+            connection.send((published[version], link))
+            sender.send(version, link)
+            assert answer(connection) == digest(some_tensors(version))
+
+
+def test_a_version_that_is_no_longer_kept_fails_at_both_ends_at_once(sender: ProcessGroupSender) -> None:
+    published = [sender.publish(some_tensors(version), version) for version in range(3)]
+    link = new_link("engine-0")
+    with ThreadPoolExecutor() as pool:
+        receiving = pool.submit(WeightReceiver().receive, published[0], link)
+        with pytest.raises(TransferFailed, match="version 0 of the weights is no longer kept for engine-0"):
+            sender.send(0, link)
+        with pytest.raises(TransferFailed, match=r"the trainer at gloo://127\.0\.0\.1:\d+/.* version 0: "):
+            receiving.result()
+
+
+def test_an_engine_that_dies_in_mid_transfer_is_named_and_its_next_life_gets_the_weights(
+    sender: ProcessGroupSender,
+) -> None:
+    tensors = many_megabytes()
+    weights, link = sender.publish(tensors, 1), new_link("engine-0")
+    with (
+        process(receive_one_part_and, signal.SIGKILL, weights, link) as (engine, _),
+        pytest.raises(TransferFailed, match="engine-0 did not take version 1 of the weights: .*closed by peer"),
+    ):
+        sender.send(1, link)
+    assert engine.exitcode == -signal.SIGKILL
+    link = new_link("engine-0")
+    with process(receive_all, 1) as (_, connection):
+        connection.send((weights, link))
+        sender.send(1, link)
+        assert answer(connection) == digest(tensors)
+
+
+def test_an_engine_that_stops_in_mid_transfer_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
+    weights, link = hasty.publish(many_megabytes(), 1), new_link("engine-0")
+    with (
+        process(receive_one_part_and, signal.SIGSTOP, weights, link),
+        pytest.raises(TransferFailed, match="engine-0 did not take version 1 of the weights: .*ime"),
+    ):
+        hasty.send(1, link)
+
+
+def test_an_engine_that_never_connects_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
+    hasty.publish(some_tensors(0), 1)
+    with pytest.raises(TransferFailed, match="engine-7 did not take version 1 of the weights: .*timeout"):
+        hasty.send(1, new_link("engine-7"))
+
+
+def test_a_trainer_that_dies_in_mid_transfer_is_named_and_another_one_can_be_received_from(
+    sender: ProcessGroupSender,
+) -> None:
+    receiver, link = WeightReceiver(), new_link("engine-0")
+    with process(send_many_megabytes, link) as (trainer, connection):
+        weights = answer(connection)
+        parts = receiver.parts(weights, link)
+        assert next(parts).keys() == {"0"}
+        assert trainer.pid is not None
+        os.kill(trainer.pid, signal.SIGKILL)
+        with pytest.raises(TransferFailed, match=r"the trainer at gloo://\S+ did not send version 1: "):
+            list(parts)
+        with pytest.raises(TransferFailed, match=r"the trainer at gloo://\S+ .*refused"):
+            receiver.receive(weights, new_link("engine-0"))
+    weights, link = sender.publish(some_tensors(5), 2), new_link("engine-0")
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(sender.send, 2, link)
+        assert digest(receiver.receive(weights, link)) == digest(some_tensors(5))
+        sending.result()
+
+
+def test_a_trainer_that_does_not_send_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
+    weights = hasty.publish(some_tensors(0), 1)
+    with pytest.raises(TransferFailed, match=r"the trainer at gloo://\S+ did not send version 1: .*timeout"):
+        WeightReceiver().receive(weights, new_link("engine-0"))
+
+
+def test_links_have_numbers_of_their_own() -> None:
+    one, two = new_link("engine-0"), new_link("engine-0", 4)
+    assert one.number != two.number
+    assert two == Link("engine-0", two.number, 4)
+
+
+def test_an_address_is_written_as_it_is_read() -> None:
+    text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5"
+    address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5)
+    assert (Address.parse(text), str(address)) == (address, text)
+    assert str(Address.parse("nccl://[fe80::1]:1/?bucket_bytes=1&timeout_s=1")).startswith("nccl://[fe80::1]:1/")
+
+
+@pytest.mark.parametrize("location", ["mpi://127.0.0.1:1/?bucket_bytes=1&timeout_s=1", "gloo://", "gloo://h/"])
+def test_a_location_that_is_no_address_fails_the_transfer(location: str) -> None:
+    with pytest.raises(TransferFailed, match="is not the address of a process group"):
+        WeightReceiver().receive(Weights(1, location), new_link("engine-0"))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.host = '192\.0\.2\.1': this machine cannot listen on it"):
+        ProcessGroupSender(ProcessGroupSettings(host="192.0.2.1"))
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_backend_that_torch_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.backend = 'nccl': this torch was built without it"):
+        ProcessGroupSender(ProcessGroupSettings(backend="nccl"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
+def test_on_loopback_nothing_listens_to_other_machines(sender: ProcessGroupSender) -> None:
+    weights, link = sender.publish(some_tensors(0), 1), new_link("engine-0")
+    with process(receive_all, 1) as (_, connection):
+        connection.send((weights, link))
+        sender.send(1, link)
+        answer(connection)
+        links = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+        sockets = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        ]
+        listening = {
+            fields[1].partition(":")[0]
+            for fields in sockets
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links
+        }
+        assert listening == {"0100007F"}

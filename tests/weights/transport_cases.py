@@ -1,0 +1,85 @@
+"""Tensors, and processes that send or receive them."""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailrace.weights.base import Link, ProcessGroupSettings, Weights
+from tailrace.weights.process_group import ProcessGroupSender
+from tailrace.weights.transports import WeightReceiver
+
+DEADLINE_S = 60.0
+SETTINGS = ProcessGroupSettings(bucket_bytes=1000, timeout_s=20)
+HASTY = ProcessGroupSettings(bucket_bytes=2**20, timeout_s=0.5)
+
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(["torch", "tailrace.weights.transports"])
+
+
+def some_tensors(seed: int) -> dict[str, Tensor]:
+    """Tensors of both types and all kinds of shapes; the third is not contiguous, the last is a large one."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"scalar": (), "empty": (0, 3), "matrix": (5, 7), "odd": (3,), "large": (40, 30)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return tensors | {"matrix": tensors["matrix"].T, "odd": tensors["odd"].bfloat16()}
+
+
+def many_megabytes() -> dict[str, Tensor]:
+    """More than the buffers of a connection hold."""
+    return {f"{n}": torch.full((2**18,), float(n)) for n in range(64)}
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Names, shapes, types and bits."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(f"{name} {list(tensor.shape)} {tensor.dtype};".encode())
+        whole.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Run target(*arguments, connection) in a process, and end it with the block."""
+    mine, theirs = _forkserver.Pipe()
+    started = _forkserver.Process(target=target, args=(*arguments, theirs), daemon=True)
+    started.start()
+    try:
+        yield started, mine
+    finally:
+        started.kill()
+        started.join()
+
+
+def answer(connection: Connection) -> Any:
+    assert connection.poll(DEADLINE_S)
+    return connection.recv()
+
+
+def receive_all(rank: int, connection: Connection) -> None:
+    """Answer each (weights, link) with the digest of what arrives."""
+    receiver = WeightReceiver(rank)
+    while True:
+        weights, link = connection.recv()
+        connection.send(digest(receiver.receive(weights, link)))
+
+
+def receive_one_part_and(number: signal.Signals, weights: Weights, link: Link, _: Connection) -> None:
+    """Send a signal to itself between two parts."""
+    for _ in WeightReceiver().parts(weights, link):
+        os.kill(os.getpid(), number)
+
+
+def send_many_megabytes(link: Link, connection: Connection) -> None:
+    sender = ProcessGroupSender(SETTINGS)
+    connection.send(sender.publish(many_megabytes(), 1))
+    sender.send(1, link)
