@@ -43,7 +43,11 @@ def hasty() -> Iterator[ProcessGroupSender]:
 
 def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroupSender) -> None:
     links = [new_link("engine-0"), new_link("engine-1")]
-    with process(receive_all, 1) as (_, one), process(receive_all, 1) as (_, two), ThreadPoolExecutor() as pool:
+    with (
+        process(receive_all, 1) as (_, one),
+        process(receive_all, 1) as (_, two),
+        ThreadPoolExecutor() as pool,
+    ):
         for version in (1, 2, 3):
             tensors = some_tensors(version)
             weights = sender.publish(tensors, version)
@@ -103,7 +107,9 @@ def test_an_engine_that_dies_in_mid_transfer_is_named_and_its_next_life_gets_the
     weights, link = sender.publish(tensors, 1), new_link("engine-0")
     with (
         process(receive_one_part_and, signal.SIGKILL, weights, link) as (engine, _),
-        pytest.raises(TransferFailed, match="engine-0 did not take version 1 of the weights: .*closed by peer"),
+        pytest.raises(
+            TransferFailed, match="engine-0 did not take version 1 of the weights: .*closed by peer"
+        ),
     ):
         sender.send(1, link)
     assert engine.exitcode == -signal.SIGKILL
@@ -114,7 +120,9 @@ def test_an_engine_that_dies_in_mid_transfer_is_named_and_its_next_life_gets_the
         assert answer(connection) == digest(tensors)
 
 
-def test_an_engine_that_stops_in_mid_transfer_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
+def test_an_engine_that_stops_in_mid_transfer_is_named_after_the_time_limit(
+    hasty: ProcessGroupSender,
+) -> None:
     weights, link = hasty.publish(many_megabytes(), 1), new_link("engine-0")
     with (
         process(receive_one_part_and, signal.SIGSTOP, weights, link),
@@ -166,17 +174,23 @@ def test_an_address_is_written_as_it_is_read() -> None:
     text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5"
     address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5)
     assert (Address.parse(text), str(address)) == (address, text)
-    assert str(Address.parse("nccl://[fe80::1]:1/?bucket_bytes=1&timeout_s=1")).startswith("nccl://[fe80::1]:1/")
+    assert str(Address.parse("nccl://[fe80::1]:1/?bucket_bytes=1&timeout_s=1")).startswith(
+        "nccl://[fe80::1]:1/"
+    )
 
 
-@pytest.mark.parametrize("location", ["mpi://127.0.0.1:1/?bucket_bytes=1&timeout_s=1", "gloo://", "gloo://h/"])
+@pytest.mark.parametrize(
+    "location", ["mpi://127.0.0.1:1/?bucket_bytes=1&timeout_s=1", "gloo://", "gloo://h/"]
+)
 def test_a_location_that_is_no_address_fails_the_transfer(location: str) -> None:
     with pytest.raises(TransferFailed, match="is not the address of a process group"):
         WeightReceiver().receive(Weights(1, location), new_link("engine-0"))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights\.host = '192\.0\.2\.1': this machine cannot listen on it"):
+    with pytest.raises(
+        ConfigError, match=r"weights\.host = '192\.0\.2\.1': this machine cannot listen on it"
+    ):
         ProcessGroupSender(ProcessGroupSettings(host="192.0.2.1"))
 
 

@@ -13,7 +13,7 @@ import httpx
 from tailrace.engine.base import Capabilities
 from tailrace.errors import EngineDied, ServerRefused
 from tailrace.types import KV
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Link, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,9 @@ class Dialect(Protocol):
     async def resume(self) -> None:
         """Go on."""
 
-    async def update(self, weights: Weights) -> None:
-        """Load weights, and label them with `label_of`, while paused."""
+    async def update(self, weights: Weights, link: Link) -> None:
+        """Load weights, and label them with `label_of`, while paused. Where the trainer's process sends them
+        over the link, it does so at the same time."""
 
     async def sleep(self) -> None:
         """Give the device's memory back; no request runs."""

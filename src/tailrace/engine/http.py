@@ -6,33 +6,21 @@ nothing that has arrived, and no token comes twice.
 """
 
 import asyncio
-import os
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
-import msgspec
 
 from tailrace.clock import now, waiting
 from tailrace.engine.base import Capabilities, Usage
+from tailrace.engine.connection import Connection, Server
 from tailrace.engine.counter import TokenCounter
-from tailrace.engine.dialect import Attempt, Chunk, Dialect, VersionSpan, call, describe
-from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.dialect import Attempt, Dialect, VersionSpan
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
 from tailrace.types import KV, Sample, Span
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_link, send_and_load
 
 ABORT_S, ABORT_AGAIN_S = 5.0, 0.25
 """Seconds that an aborted request may take to end before its connection is closed, and between two calls to
@@ -41,26 +29,8 @@ RETRY_S = 1.0
 """The pause before a request is sent again that was not answered or refused for now."""
 HEALTH_EVERY_S = 5.0
 """Seconds between two health checks, at most."""
-_decode: Callable[[str], Any] = msgspec.json.decode
-
-
-class Server(Protocol):
-    """Where an inference server is, and what keeps it running."""
-
-    url: str
-
-    async def ready(self) -> None:
-        """Wait until it accepts connections.
-
-        Raises:
-            TailraceError: it cannot start.
-        """
-
-    async def died(self) -> str:
-        """Wait until it has ended, and return how."""
-
-    async def close(self) -> None:
-        """End it, if it was started by this run."""
+_FOR_NOW = (408, 409, 425, 429)
+"""Statuses below 500 after which a request may be sent again."""
 
 
 @dataclass(slots=True)
@@ -68,14 +38,14 @@ class _Request:
     """A sample that is being generated.
 
     Args:
-        attempt: what the server was asked; None: nothing yet.
-        done: the sample's tokens at the start of the attempt.
+        attempt: what the server was asked; None: nothing at present.
+        start: the sample's tokens at the start of the attempt.
         cancelled: it must not be asked again.
     """
 
     sample: Sample
     attempt: Attempt | None = None
-    done: int = 0
+    start: int = 0
     cancelled: bool = False
 
 
@@ -85,7 +55,9 @@ class HttpEngine:
     Args:
         detect: makes the dialect.
         check: the self-tests at the start (engine/self_test.py).
-        health_timeout_s: the server counts as dead after so many seconds without an answer.
+        send: the trainer's half of a transfer.
+        expected: the tensors of the model; anything else is refused before the server is touched.
+        num_ranks: processes of the server that receive weights.
     """
 
     def __init__(
@@ -93,44 +65,47 @@ class HttpEngine:
         name: str,
         server: Server,
         detect: Callable[[httpx.AsyncClient], Awaitable[Dialect]],
-        sampling: SamplingSettings,
         *,
-        check: Callable[["HttpEngine"], Awaitable[None]],
+        max_completion_tokens: int,
         health_timeout_s: float,
+        check: Callable[["HttpEngine"], Awaitable[None]],
+        send: Send,
+        expected: Sequence[TensorInfo],
+        num_ranks: int = 1,
     ) -> None:
         self.name, self.counter = name, TokenCounter()
-        self.dialect: Dialect
+        self.capabilities = Capabilities()
+        self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
-        self._sampling, self._health_timeout_s = sampling, health_timeout_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(health_timeout_s, read=None, pool=None)
-        self._client = httpx.AsyncClient(base_url=server.url, timeout=timeout, limits=limits, trust_env=False)
-        self._address = os.urandom(6).hex()
-        """Tells the requests of this life from all others at the server."""
+        self._max_completion_tokens = max_completion_tokens
+        self._send, self._expected, self._num_ranks = send, expected, num_ranks
+        self._link = new_link(name, num_ranks)
         self._version = 0
         """Of the weights that the server has, as far as it was told."""
-        self._num_attempts = self._num_prefilled = 0
+        self._num_prefilled = 0
         self._requests: dict[Sample, _Request] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._loading = asyncio.Lock()
         self._num_loads = 0
+        """Under way or waiting."""
         self._open = asyncio.Event()
         """No load is under way or waits. New requests wait for it, so that they get the new weights."""
         self._open.set()
-        self._died = asyncio.get_running_loop().create_future()
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] | None = None
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Those of the server."""
-        return self.dialect.capabilities
+    def dialect(self) -> Dialect:
+        """How to speak to the server."""
+        return self.connection.dialect
 
     async def ready(self) -> None:
         """As EngineLife.ready."""
         await self._server.ready()
-        self.dialect = await self._detect(self._client)
-        await self._check(self)
+        self.connection.dialect = await self._detect(self.connection.client)
+        self.capabilities = self.dialect.capabilities
         self._watcher = asyncio.create_task(self._watch())
+        await self._check(self)
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call aborts the request at the server, and returns once its last
@@ -147,14 +122,20 @@ class HttpEngine:
             del self._requests[sample]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load.
+        """As EngineLife.load.
 
         Raises:
-            TransferFailed: as EngineLife.load.
+            WeightsRefused: the weights are not those of the model. The server was not asked.
         """
         async with self._closed():
-            with self._until_death(self._update(weights, kv)) as update, waiting(f"{self.name} to load"):
-                await asyncio.wait([update])
+            if weights.tensors:
+                check_tensors(weights.tensors, self._expected)
+            try:
+                with self._until_death(self._update(weights, kv)) as update, waiting(f"{self.name} to load"):
+                    await asyncio.wait([update])
+            except BaseException:  # the link may be in the middle of a transfer
+                self._link = new_link(self.name, self._num_ranks)
+                raise
 
     async def sleep(self) -> None:
         """As EngineLife.sleep."""
@@ -165,7 +146,7 @@ class HttpEngine:
         await self.dialect.wake()
 
     def usage(self) -> Usage:
-        """The controller's own figures: the server's are its own, and other clients may share it."""
+        """The controller's own figures: other clients may share the server."""
         running = [request for request in self._requests.values() if request.attempt]
         return Usage(
             num_running=len(running),
@@ -177,7 +158,7 @@ class HttpEngine:
 
     async def died(self) -> str:
         """As EngineLife.died."""
-        return str(await asyncio.shield(self._died))
+        return await asyncio.shield(self._died)
 
     async def close(self) -> None:
         """As EngineLife.close."""
@@ -185,49 +166,15 @@ class HttpEngine:
             self._watcher.cancel()
         for task in self._tasks:
             task.cancel()
-        await self._client.aclose()
+        await self.connection.close()
         await self._server.close()
-
-    async def stream(self, attempt: Attempt) -> AsyncGenerator[Chunk]:
-        """Send a request and yield what arrives; the last chunk has `finish`.
-
-        Raises:
-            ServerRefused: it is refused.
-            EngineDied: the connection broke, or what arrives is malformed.
-        """
-        path, body = self.dialect.request(attempt)
-        num_received = 0
-        try:
-            async with self._client.stream("POST", path, json=body) as reply:
-                if reply.status_code >= 400:
-                    text = (await reply.aread()).decode(errors="replace")
-                    raise ServerRefused(f"POST {reply.url}", reply.status_code, text)
-                async for event in _events(reply):
-                    num_received += len((chunk := self.dialect.chunk(event, num_received)).ids)
-                    yield chunk
-        except httpx.HTTPError as error:
-            raise EngineDied(f"{self.name}: POST {path}: {describe(error)}") from error
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineDied(f"{self.name}: POST {path}: a malformed reply: {error!r}") from error
-
-    def attempt(self, sample: Sample, max_tokens: int) -> Attempt:
-        """A request for the rest of a sample, with an id that was not used before."""
-        self._num_attempts += 1
-        digest = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
-        return Attempt(
-            id=f"{self._address}-{self._num_attempts:09d}",
-            ids=[*sample.prompt.ids, *sample.completion_ids],
-            max_tokens=max_tokens,
-            seed=int.from_bytes(digest, "little") >> 1,
-            greedy=sample.greedy,
-            salt=f"{self._address}-{self._version}",
-        )
 
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:
             await self.dialect.pause(kv)
             try:
-                await self.dialect.update(weights)
+                update = self.dialect.update(weights, self._link)
+                await send_and_load(self._send(weights, self._link), update)
                 self._version = weights.version  # before the first token of these weights can arrive
             finally:
                 await self.dialect.resume()
@@ -239,37 +186,32 @@ class HttpEngine:
         sample = request.sample
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = self._sampling.max_completion_tokens - sample.num_tokens
+            left = self._max_completion_tokens - sample.num_tokens
             if left <= 0:
                 sample.finish_reason = "length"
                 return
-            request.attempt, request.done = self.attempt(sample, left), sample.num_tokens
+            request.attempt = self.connection.attempt(sample, left, self._version)
+            request.start = sample.num_tokens
             self._num_prefilled += len(request.attempt.ids)
             try:
-                ended = await self._receive(request)
+                await self._receive(request, request.attempt)
             except ServerRefused as refused:
-                if refused.status < 500 and refused.status not in (408, 409, 425, 429):
+                if refused.status < 500 and refused.status not in _FOR_NOW:
                     raise
-                ended, why = False, str(refused)
-            except EngineDied as broken:
-                ended, why = False, str(broken)
-            request.attempt = None
-            if not ended and not request.cancelled:
-                await self._check_well(why)
-                await asyncio.sleep(RETRY_S)
+                await self._before_retry(request)
+            except EngineDied:
+                await self._before_retry(request)
 
-    async def _receive(self, request: _Request) -> bool:
-        """Put what arrives into the sample.
-
-        Returns:
-            True: the request has ended.
+    async def _receive(self, request: _Request, attempt: Attempt) -> None:
+        """Put what arrives into the sample, until the request has ended.
 
         Raises:
             Evicted: the server ended it unasked.
+            EngineDied: the stream ended early or is malformed.
+            ServerRefused: the request is refused.
         """
-        sample, attempt = request.sample, request.attempt
-        assert attempt is not None
-        async with aclosing(self.stream(attempt)) as chunks:
+        sample, ended = request.sample, False
+        async with aclosing(self.connection.stream(attempt)) as chunks:
             async for chunk in chunks:
                 self._num_prefilled -= chunk.num_cached or 0
                 if chunk.ids:
@@ -279,11 +221,11 @@ class HttpEngine:
                     self._attribute(request, chunk.spans)
                 if chunk.finish in ("stop", "length"):
                     sample.finish_reason = chunk.finish
-                elif chunk.finish == "abort" and not request.cancelled:
-                    raise Evicted(f"{self.name} aborted {sample.id} unasked")
-        if sample.finish_reason is None and not request.cancelled:
+                ended = ended or chunk.finish is not None
+        if not ended:
             raise EngineDied(f"{self.name}: the stream of {sample.id} ended early")
-        return True
+        if sample.finish_reason is None and not request.cancelled:
+            raise Evicted(f"{self.name} aborted {sample.id} unasked")
 
     def _attribute(self, request: _Request, spans: Sequence[VersionSpan]) -> None:
         """Correct the versions of an attempt's tokens by the server's own word. A label that is no version is
@@ -291,11 +233,17 @@ class HttpEngine:
         versions = [
             Span(int(span.label) if span.label.isdecimal() else 0, span.end - span.start) for span in spans
         ]
-        num_tokens = sum(span.num_tokens for span in versions)
-        if num_tokens != request.sample.num_tokens - request.done:
-            arrived = request.sample.num_tokens - request.done
-            raise EngineDied(f"{self.name}: versions of {num_tokens} tokens came, and {arrived} tokens")
-        request.sample.attribute(request.done, versions)
+        told, arrived = sum(span.num_tokens for span in versions), request.sample.num_tokens - request.start
+        if told != arrived:
+            raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
+        request.sample.attribute(request.start, versions)
+
+    async def _before_retry(self, request: _Request) -> None:
+        """Raise EngineDied if the server is not well, else make a pause."""
+        request.attempt = None
+        if not request.cancelled:
+            await self._check_health()
+            await asyncio.sleep(RETRY_S)
 
     async def _abort(self, request: _Request, task: asyncio.Future[None]) -> None:
         request.cancelled = True
@@ -315,21 +263,18 @@ class HttpEngine:
         except (EngineDied, ServerRefused):
             return False
 
-    async def _check_well(self, why: str) -> None:
-        """Raise EngineDied, with a reason, if the server is not well."""
+    async def _check_health(self) -> None:
+        """Raise EngineDied if the server is not well; it then has died for good."""
         try:
-            # What computes may be silent for long while it loads weights.
-            health = call(self._client, "GET", "/health") if self._num_loads else self.dialect.health()
-            await asyncio.wait_for(health, self._health_timeout_s)
-        except (EngineDied, ServerRefused, TimeoutError) as error:
-            self._end(f"{why}; {str(error) or 'it does not answer'}")
-        if self._died.done():
-            raise EngineDied(str(self._died.result()))
+            await self.connection.health(deep=not self._num_loads)
+        except EngineDied as died:
+            self._end(str(died))
+            raise
 
     async def _watch(self) -> None:
         """Wait until the server has ended or does not answer any more."""
         ended = asyncio.ensure_future(self._server.died())
-        every_s = min(HEALTH_EVERY_S, self._health_timeout_s / 2)
+        every_s = min(HEALTH_EVERY_S, self.connection.timeout_s / 2)
         try:
             while not self._died.done():
                 await asyncio.wait([ended, self._died], timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
@@ -337,7 +282,7 @@ class HttpEngine:
                     self._end(ended.result())
                 else:
                     with suppress(EngineDied):
-                        await self._check_well(f"{self.name} at {self._server.url} is not well")
+                        await self._check_health()
         finally:
             ended.cancel()
 
@@ -358,7 +303,7 @@ class HttpEngine:
         try:
             yield task
             if task.cancelled():
-                raise EngineDied(str(self._died.result()) if self._died.done() else f"{self.name} was closed")
+                raise EngineDied(self._died.result() if self._died.done() else f"{self.name} was closed")
             task.result()
         finally:
             self._tasks.discard(task)
@@ -376,10 +321,3 @@ class HttpEngine:
             self._num_loads -= 1
             if not self._num_loads:
                 self._open.set()
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
-    async for line in reply.aiter_lines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            yield _decode(data)

@@ -1,8 +1,8 @@
 """Settings of the rollout engines and of sampling."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from tailrace.devices import Device
 from tailrace.settings import Settings
@@ -40,6 +40,11 @@ class ReplicaSettings(Settings):
     """Seconds without an answer after which an engine counts as dead; above 0."""
     give_up_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return self.replicas
 
 
 class NativeEngineSettings(ReplicaSettings):
@@ -81,6 +86,19 @@ class ServerEngineSettings(ReplicaSettings):
     max_logprob_difference: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,
     in nats."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return len(self.urls) or self.replicas
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.urls and "replicas" in self.model_fields_set and self.replicas != len(self.urls):
+            raise ValueError(f"replicas = {self.replicas}, but {len(self.urls)} urls are one engine each")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas")
+        return self
 
 
 class VllmEngineSettings(ServerEngineSettings):

@@ -4,7 +4,7 @@ Generation is /inference/v1/generate where the server streams it, else /v1/compl
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -12,9 +12,9 @@ import httpx
 from tailrace.engine.base import Capabilities
 from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, describe, label_of
 from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import EngineDied, ServerRefused
+from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.types import KV
-from tailrace.weights.base import Weights
+from tailrace.weights.base import Link, Weights
 from tailrace.weights.vllm_plugin import BACKEND
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -32,6 +32,21 @@ def logprobs_mode(sampling: SamplingSettings) -> str:
     """
     truncated = sampling.top_p < 1 or sampling.top_k > 0
     return "raw_logprobs" if truncated else "processed_logprobs"
+
+
+def check_sampling(sampling: SamplingSettings) -> None:
+    """Refuse sampling for which vLLM cannot give the log-probs that the trainer needs.
+
+    Raises:
+        ConfigError: top_p or top_k together with a temperature.
+    """
+    if logprobs_mode(sampling) == "raw_logprobs" and sampling.temperature != 1:
+        key, value = ("top_p", sampling.top_p) if sampling.top_p < 1 else ("top_k", sampling.top_k)
+        problem = (
+            "vLLM reports the log-probs of what remains after it, or those without the temperature; both are "
+            "not those of the policy that is trained"
+        )
+        raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
 
 
 @dataclass(slots=True)
@@ -128,14 +143,14 @@ class Vllm:
         """As Dialect.resume."""
         await call(self.client, "POST", "/resume")
 
-    async def update(self, weights: Weights) -> None:
+    async def update(self, weights: Weights, link: Link) -> None:
         """As Dialect.update. Needs the backend of weights/vllm_plugin.py."""
         if not self._initialised:
             await call(self.client, "POST", "/init_weight_transfer_engine", body={"init_info": {}})
             self._initialised = True
         if self.has_start:
             await call(self.client, "POST", "/start_weight_update", body={"is_checkpoint_format": True})
-        info = {"version": weights.version, "location": weights.location}
+        info = {"weights": asdict(weights), "link": list(link)}
         await call(self.client, "POST", "/update_weights", body={"update_info": info})
         label = {"weight_version": label_of(weights.version)} if self.has_label else {}
         if self.has_start:
@@ -223,13 +238,11 @@ def _missing(paths: Collection[str], config: Mapping[str, Any], sampling: Sampli
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if backend != BACKEND:
         missing.append(
-            f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps tailrace` where it runs, "
+            f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps tailrace` there, "
             f'and start it with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
-    wanted, mode = (
-        logprobs_mode(sampling),
-        (config.get("model_config") or {}).get("logprobs_mode", "raw_logprobs"),
-    )
+    wanted = logprobs_mode(sampling)
+    mode = (config.get("model_config") or {}).get("logprobs_mode", "raw_logprobs")
     if mode != wanted and (sampling.temperature != 1 or wanted == "raw_logprobs"):
         missing.append(f"log-probs of the right kind (it has {mode}): start it with --logprobs-mode {wanted}")
     return missing

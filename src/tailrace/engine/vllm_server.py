@@ -106,8 +106,8 @@ class VllmInstallation:
 def write_plugin(folder: Path) -> Path:
     """Make this package a plug-in of vLLM for every Python that has the folder on its PYTHONPATH.
 
-    The folder has nothing but this package and its entry point, so that a server sees no other package of this
-    process's environment.
+    The folder has nothing but this package and its entry point, so that a server sees no other package of
+    this process's environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     package = folder / "tailrace"

@@ -1,11 +1,12 @@
 """The receiving half of a weight transfer, inside a worker process of vLLM.
 
-All tensors are read before the model is touched: a version that cannot be read leaves the old weights.
+All tensors are received before the model is touched: a transfer that fails leaves the old weights.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -13,21 +14,26 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tailrace.weights.base import Weights
-from tailrace.weights.shared_memory import read_weights
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.transports import WeightReceiver
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped here
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Nothing has to be agreed on."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One published version; the fields are those of `Weights`."""
+    """One transfer.
 
-    version: int
-    location: str
+    Args:
+        weights: the fields of `Weights`.
+        link: those of `Link`, in order.
+    """
+
+    weights: dict[str, Any]
+    link: list[Any]
 
 
 class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -35,6 +41,7 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to prepare."""
@@ -47,8 +54,11 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read a version and load it."""
-        tensors = read_weights(Weights(update_info.version, update_info.location))
+        """Receive a version and load it."""
+        if self._receiver is None:
+            self._receiver = WeightReceiver(rank=1 + self.parallel_config.rank)
+        weights = msgspec.convert(update_info.weights, Weights)
+        tensors = self._receiver.receive(weights, msgspec.convert(update_info.link, Link))
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors.items())
         finalize_layerwise_reload(self.model, self.model_config)
@@ -57,4 +67,5 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         """The version was finished when it was received."""
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Let the trainer go."""
+        self._receiver = None

@@ -198,10 +198,6 @@ class Sent(msgspec.Struct, tag=True):
     """Of TransferFailed."""
 
 
-ToTrainer = Accumulate | Ess | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published | Sent
-
-
 class Refer(msgspec.Struct, tag=True):
     """Compute the log-probs of a sample. Answered by Referred."""
 
@@ -211,6 +207,10 @@ class Refer(msgspec.Struct, tag=True):
 class Referred(msgspec.Struct, tag=True):
     logprobs: list[float]
     """[num_tokens]"""
+
+
+ToTrainer = Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | EssOf | Referred | Done | Stepped | Published | Sent
 
 
 FromReference = Ready | Refused | Referred
