@@ -68,6 +68,8 @@ class Model:
         """All there ever were, in order."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        self.ending: list[Request] = []
+        """Running requests that were aborted and end with the next step."""
         self.stopped = False
         """No step is computed: the server is paused, asleep or hung."""
         self.has_weights = True
@@ -100,6 +102,10 @@ class Model:
         self._cache.clear()
 
     def _step(self) -> None:
+        while self.ending:
+            self.abort(self.ending.pop())
+        if not self.running and not self.waiting:
+            return
         if not self.has_weights:
             self.violations.append("tokens were generated without weights")
         while self.waiting and len(self.running) < self.slots:

@@ -100,7 +100,9 @@ class FakeServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        config = uvicorn.Config(self._app, port=0, log_level="critical", lifespan="off", timeout_keep_alive=60)
+        config = uvicorn.Config(
+            self._app, interface="asgi3", port=0, log_level="error", lifespan="off", timeout_keep_alive=60
+        )
         self._uvicorn = uvicorn.Server(config)
         self._uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         steps = asyncio.create_task(self.model.run())

@@ -155,6 +155,9 @@ class FakeVllm(FakeServer):
         if body.get("model") not in (None, str(self.folder)):
             raise Refusal(404, {"error": {"message": "The model does not exist.", "code": 404}})
         max_tokens = sampling.get("max_tokens") or 16
+        if max(ids) >= self.model.vocabulary:
+            message = f"Token id {max(ids)} is out of vocabulary"
+            raise Refusal(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
         if len(ids) + max_tokens > self.max_context:
             raise Refusal(400, {"error": {"message": "the context is too long", "code": 400}})
         seed = None if sampling.get("temperature") == 0 else sampling.get("seed")
@@ -249,8 +252,10 @@ class FakeVllm(FakeServer):
             raise _broken("start_weight_update must be called before update_weights.")
         if not self.model.stopped:
             self.model.violations.append("weights were updated under running requests")
-        info = body["update_info"]
-        if defect := self.load([Path(info["location"])], int(info["version"])):
+        info = body["update_info"]["weights"]
+        location = Path(info["location"])
+        files = list(location.glob("*.safetensors")) if location.is_dir() else [location]
+        if defect := self.load(files, int(info["version"])):
             self.updating = False
             raise _broken(defect)
         return JSONResponse({"message": "Weights updated"})
