@@ -43,6 +43,7 @@ class Request:
     order: int = field(default_factory=lambda: next(_order))
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     checksum: int = 0
+    version_at_arrival: int = 0
 
     def spans(self) -> list[dict[str, object]]:
         """The labels of the tokens, as servers report them."""
@@ -86,6 +87,7 @@ class Model:
                 self._step()
 
     def add(self, request: Request) -> None:
+        request.version_at_arrival = self.version
         self.requests.append(request)
         self.waiting.append(request)
 
@@ -127,7 +129,8 @@ class Model:
         ids = [*request.ids, *request.tokens]
         blocks = [(request.salt, _checksum(ids[:end])) for end in range(BLOCK, len(ids), BLOCK)]
         cached = list(itertools.takewhile(self._cache.__contains__, blocks))
-        if any(self._cache[block] != self.version for block in cached):
+        # A request that waits during an update may keep the prefix that it had a claim to, as a running one.
+        if any(self._cache[block] < request.version_at_arrival for block in cached):
             self.violations.append("a request was computed from the prefix of older weights")
         self._cache |= dict.fromkeys(blocks[len(cached) :], self.version)
         request.num_cached = len(cached) * BLOCK
