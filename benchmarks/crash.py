@@ -1,32 +1,35 @@
-"""Is anything lost when a run is killed, and what does it cost to lose nothing?
+"""Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kills N] [--repeats N] [--seed N] [--json F]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--repeats N]
+                               [--seed N] [--json F]
 
-Live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL, controller and
-workers at once, at random moments of their start and of their training, and resumed each time; in the end
-each runs to its last round, where `Run.finish` compares the ledger with the engines' own counts. Then it is
-audited by what it does not write itself: the engines' counts, and samples/, which says what was trained.
+--kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
+controller and workers at once, at random moments of their start and of their training, and resumed each time;
+in the end each runs to its last round, where `Run.finish` compares the ledger with the engines' own counts.
+
+--kill engines: live runs of april, pipelinerl and tailrace, on three native engines or two vLLM servers, lose
+one engine after another to SIGKILL at random moments, also one that is being restarted. Each run must end by
+itself after its last round.
+
+Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
+was trained, and a sink that writes every request down.
 
     tokens_unaccounted   the engines' counts, all lives together, less trained, held, wasted and evaluated
     trained_twice        samples that the surviving lineage of checkpoints contains twice
     lost                 prompts drawn, or samples trained, that the ledger does not know of or forgot
+    regenerated          tokens that had arrived and were generated again for the same sample
 
-The cost: the same rounds of the race with the ledger in SQLite and without one, in turn, on the same workers.
+The cost (--kill all): the same rounds of the race with the ledger in SQLite and without one, in turn, on the
+same workers.
 """
 
 import argparse
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean, median
 
@@ -35,150 +38,40 @@ from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.counter import counted_tokens
-from tailrace.errors import LedgerError
-from tailrace.ledger.base import Books
 from tailrace.ledger.journal import Journal, NullJournal
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import StartingPoint, first_life, held_tokens_of, totals_of
+from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.ledger.writer import ThreadWriter
 from tailrace.record.events import Recorder
 from tailrace.record.rounds import RoundMeter
 from tailrace.schedules.resolve import BoundSchedule, resolve
+from victims import EXAMPLES, Victim, regenerated_tokens
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-SCHEDULES = {
+KILLED: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 16},
     "rolloutpipe": {"groups_per_round": 8, "groups_per_step": 4},
 }
+"""Schedules whose runs are killed."""
+LOSING: dict[str, dict[str, object]] = {
+    "april": {"groups_per_round": 8, "groups_launched": 16},
+    "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 48, "ring_groups": 16, "ring_full": "block"},
+    "tailrace": {"groups_per_step": 8, "groups_in_flight": 16, "staleness": 2},
+}
+"""Schedules that lose engines."""
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
-ENDLESS = 100_000
-KEPT_CHECKPOINTS = 3
-LIFE_S, START_S = 2.5, 6.0
-"""A kill comes within so many seconds after a life began to train; or, one in eight, after it was spawned."""
-PATIENCE_S = 120.0
-
-
-@dataclass(frozen=True)
-class Found:
-    """What an audit found wrong."""
-
-    tokens_unaccounted: int
-    trained_twice: int
-    lost: int
-
-
-class Victim:
-    """A run that is killed and resumed."""
-
-    def __init__(self, name: str, folder: Path, chance: random.Random) -> None:
-        self.folder = folder / name
-        self._chance = chance
-        self._drawn: dict[int, int] = {}
-        self.forgotten = 0
-        text = (EXAMPLES / "quickstart" / "quickstart.toml").read_text()
-        self._config = folder / f"{name}.toml"
-        head, _, rest = text.partition("[schedule]")
-        rest = rest[rest.index("[model]") :].replace('"model"', f'"{EXAMPLES / "quickstart" / "model"}"')
-        parameters = "\n".join(f"{key} = {value}" for key, value in SCHEDULES[name].items())
-        self._config.write_text(f'{head}[schedule]\nname = "{name}"\n{parameters}\n\n{rest}')
-
-    def live_and_die(self) -> None:
-        """One life, killed at a random moment."""
-        process = self._start(ENDLESS)
-        if self._chance.random() < 1 / 8:
-            time.sleep(self._chance.uniform(0, START_S))
-        else:
-            self._wait_for_a_life(process)
-            time.sleep(self._chance.uniform(0, LIFE_S))
-        kill(process)
-        self._compare()
-        for old in sorted((self.folder / "checkpoints").glob("round_??????"))[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old)
-
-    def live_to_the_end(self) -> None:
-        """The last life, two rounds long."""
-        begun = (self.folder / "ledger.sqlite").exists()  # a kill may have come before
-        marks = self.books().marks if begun else []
-        rounds = 2 + max((mark.round for mark in marks if mark.undone is None), default=0)
-        process = self._start(rounds)
-        if process.wait() != 0:
-            raise SystemExit(f"the last life of {self.folder.name} failed: {self._said()}")
-        self._compare()
-
-    def books(self) -> Books:
-        with closing(SqliteStore.open(self.folder / "ledger.sqlite", only_read=True)) as store:
-            return read_books(store)
-
-    def audit(self) -> Found:
-        books = self.books()
-        known = totals_of(books).num_known_tokens + held_tokens_of(books)
-        trained = [str(training.id) for training in books.trainings.values() if training.undone is None]
-        recorded = Counter(
-            json.loads(line)["id"]
-            for path in (self.folder / "samples").glob("*.jsonl")
-            for line in path.read_text().splitlines()
-        )
-        twice = (Counter(trained) - Counter(set(trained))) | (recorded - Counter(set(recorded)))
-        lost = set(range(books.run.num_drawn)) ^ set(books.groups)
-        unknown = set(recorded) ^ set(trained)
-        return Found(
-            counted_tokens(self.folder / "counts") - known,
-            twice.total(),
-            len(lost) + len(unknown) + self.forgotten,
-        )
-
-    def _start(self, rounds: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "tailrace.cli", "train", str(self._config)]
-        words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds), "--resume"]
-        words += [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
-        self._log = self.folder.with_suffix(".log")
-        with self._log.open("wb") as output:
-            return subprocess.Popen(words, start_new_session=True, stdout=output, stderr=output)
-
-    def _wait_for_a_life(self, process: subprocess.Popen[bytes]) -> None:
-        """Until the ledger says that a new one began to train."""
-        before, waited_s = self._lives_that_drew(), 0.0
-        while self._lives_that_drew() == before:
-            if process.poll() is not None or waited_s > PATIENCE_S:
-                raise SystemExit(f"{self.folder.name} did not come back to life: {self._said()}")
-            time.sleep(0.05)
-            waited_s += 0.05
-
-    def _lives_that_drew(self) -> int:
-        with suppress(LedgerError):
-            books = self.books()
-            return len(books.lives) if books.run.num_drawn else 0
-        return 0
-
-    def _compare(self) -> None:
-        """Whatever was there must be there, drawn in the life it was drawn in."""
-        with suppress(LedgerError):
-            drawn = {prompt: group.life for prompt, group in self.books().groups.items()}
-            self.forgotten += sum(drawn.get(prompt) != life for prompt, life in self._drawn.items())
-            self._drawn = drawn
-
-    def _said(self) -> str:
-        return self._log.read_text()[-2000:]
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the controller and every worker, each of which leads a group."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for leader in [process.pid, *map(int, children)]:
-        with suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
-    process.wait()
+ROUNDS_PER_KILL = 5
+EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
+REPLICAS = {"native": 3, "vllm": 2}
 
 
 def crash(kills: int, seed: int) -> dict[str, float]:
-    """Kill and resume; what was found, summed over the runs."""
+    """Kill and resume runs; what was found, summed over the runs."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        victims = [Victim(schedule, Path(name), chance) for schedule in SCHEDULES]
+        victims = [Victim(schedule, KILLED[schedule], Path(name), OPTIONS) for schedule in KILLED]
         for number in range(kills):
             victim = victims[number % len(victims)]
-            victim.live_and_die()
+            victim.live_and_die(chance)
             print(f"kill {number + 1:3} of {kills}: {victim.folder.name}", flush=True)
         found, crash_tokens, generated, again = [], 0, 0, 0
         for victim in victims:
@@ -197,6 +90,30 @@ def crash(kills: int, seed: int) -> dict[str, float]:
         "tokens_wasted_by_kills": crash_tokens,
         "samples_trained_again": again,
     }
+
+
+def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
+    """Kill engines of runs that go on; what was found, summed over the runs."""
+    chance, results = random.Random(seed), Counter[str]()
+    options = OPTIONS | {
+        "engine.replicas": str(REPLICAS[kind]),
+        "record.sinks": json.dumps([f"{Path(__file__).with_name('victims.py')}:requests_sink"]),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        for number, schedule in enumerate(LOSING):
+            victim = Victim(schedule, LOSING[schedule], Path(name), options, EXAMPLE[kind])
+            share = len(range(number, kills, len(LOSING)))
+            began_s = time.monotonic()
+            victim.lose_engines(2 + ROUNDS_PER_KILL * share, share, kind, chance)
+            requests, found = victim.requests(), victim.audit()
+            results["kills"] += share
+            results["tokens_unaccounted"] += abs(found.tokens_unaccounted)
+            results["regenerated"] += regenerated_tokens(requests)
+            results["lost"] += found.lost + found.trained_twice
+            results["tokens_generated"] += counted_tokens(victim.folder / "counts")
+            results["requests_evicted"] += sum(each.get("outcome") == "evicted" for each in requests)
+            print(f"{schedule}: {share} kills, {time.monotonic() - began_s:.0f} s", flush=True)
+    return dict(results)
 
 
 async def laps(
@@ -254,15 +171,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--kill", choices=("all", "engines"), default="all", help="what is killed (all)")
     parser.add_argument("--kills", type=int, default=50, help="0: none (50)")
+    parser.add_argument("--engine", choices=tuple(REPLICAS), default="native", help="with --kill engines")
     parser.add_argument("--repeats", type=int, default=7, help="of the cost's measurement; 0: none (7)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="F")
     options = parser.parse_args()
     results: dict[str, float] = {}
-    if options.kills:
+    if options.kill == "engines":
+        results = lose_engines(options.kills, options.seed, options.engine)
+    elif options.kills:
         results |= crash(options.kills, options.seed)
-    if options.repeats:
+    if options.kill == "all" and options.repeats:
         results |= cost(options.repeats)
     for key, value in results.items():
         print(f"{key:32} {value:.4f}" if isinstance(value, float) else f"{key:32} {value}")

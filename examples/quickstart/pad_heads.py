@@ -49,7 +49,7 @@ def main() -> None:
         elif kind in ("v_proj", "o_proj"):
             tensors[name] = padded(weight, 0 if kind == "v_proj" else 1, halves=False)
         if kind == "k_norm":
-            tensors[name] = (tensors[name].float() * math.sqrt(OLD / NEW)).to(weight.dtype)
+            tensors[name] = tensors[name].float() * math.sqrt(OLD / NEW)  # not rounded to bfloat16
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["head_dim"] = NEW

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from tailrace.engine.base import Engine
+from tailrace.errors import Evicted
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
 from tailrace.weights.base import Weights
 
@@ -92,6 +93,38 @@ class EngineContract:
             assert after.num_generated - before.num_generated == 4 * self.NUM_TOKENS
             assert after.num_prefilled > before.num_prefilled
             assert (after.num_running, after.num_waiting, after.kv_tokens) == (0, 0, 0)
+
+        self.drive(main)
+
+    def test_an_engine_put_to_sleep_gives_its_requests_back_and_wakes_with_the_newest_weights(self) -> None:
+        async def main(engine: Engine, other: Engine) -> None:
+            if not engine.capabilities.sleep:
+                pytest.skip("the engine cannot sleep")
+            before, samples = engine.usage(), fresh_samples(4)
+            generations = [asyncio.ensure_future(engine.generate(sample)) for sample in samples]
+            await self.under_way(engine, samples)
+            await engine.sleep()
+            ended = await asyncio.gather(*generations, return_exceptions=True)
+            assert [type(error) for error in ended] == [Evicted] * 4
+            assert engine.state == "asleep"
+            had, usage = [sample.num_tokens for sample in samples], engine.usage()
+            assert all(0 < num_tokens < self.NUM_TOKENS for num_tokens in had)
+            assert usage.num_generated - before.num_generated == sum(had)
+            assert (usage.num_running, usage.num_waiting, usage.kv_tokens) == (0, 0, 0)
+            with pytest.raises(Evicted):
+                await engine.generate(samples[0])
+            await engine.load(self.weights(1), kv="keep")
+            await other.generate(samples[0])
+            await engine.wake()
+            assert engine.state == "open"
+            await asyncio.gather(*(engine.generate(sample) for sample in samples[1:]))
+            for num_tokens, sample in zip(had, samples, strict=True):
+                assert sample.num_tokens == self.NUM_TOKENS
+                version = 0 if sample is samples[0] else 1
+                spans = [Span(0, num_tokens), Span(version, self.NUM_TOKENS - num_tokens)]
+                assert sample.spans == (spans if version else [Span(0, self.NUM_TOKENS)])
+            usage = engine.usage()
+            assert usage.num_counted in (None, usage.num_generated)
 
         self.drive(main)
 

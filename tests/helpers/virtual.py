@@ -247,6 +247,20 @@ def dying(*deaths: Death) -> Beside:
     return all_of_them
 
 
+def regenerated(events: list[Event]) -> list[RequestStarted]:
+    """Requests that did not go on from the last token of their sample, or whose sample had ended."""
+    known: dict[SampleId, int] = {}
+    wrong = []
+    for event in events:
+        if isinstance(event, RequestStarted) and event.num_tokens != known.get(
+            event.sample, event.num_tokens
+        ):
+            wrong.append(event)
+        elif isinstance(event, RequestEnded):
+            known[event.sample] = -1 if event.outcome in ("stop", "length") else event.num_tokens
+    return wrong
+
+
 async def reporting(parts: Parts, run: Run) -> None:
     """Engines that bring their samples up to date, as live ones do."""
     while True:

@@ -5,7 +5,7 @@ from record_story import pipelined_round, rows_of
 
 from tailrace.record.base import RecordSettings
 from tailrace.record.display import Notices
-from tailrace.record.events import SampleScored
+from tailrace.record.events import EngineStateChanged, SampleScored
 from tailrace.record.rows import StepRow
 from tailrace.types import SampleId
 
@@ -55,3 +55,8 @@ def test_a_step_on_tokens_of_older_weights_is_no_mismatch() -> None:
 def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
     mixed = step_row(lag_max=1, engine_mismatch_kl=0.5, ess=0.01)
     assert len(Notices().of(mixed)) == 1
+
+
+def test_a_dead_engine_is_named_at_once_with_the_cause() -> None:
+    event = EngineStateChanged(1.0, "engine-0", "dead", "engine-0 (process 7) ended: signal SIGKILL")
+    assert Notices().of(event) == ["engine-0 is dead: engine-0 (process 7) ended: signal SIGKILL"]

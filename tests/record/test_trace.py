@@ -6,6 +6,7 @@ from record_story import make_group, pipelined_round, play
 
 from tailrace.record.events import (
     ControllerLag,
+    EngineStateChanged,
     Evaluated,
     Event,
     RequestEnded,
@@ -186,3 +187,19 @@ def test_there_are_no_more_lanes_than_requests_at_once(tmp_path: Path) -> None:
         events.append(RequestStarted(start_s, id, "engine0", 0))
     trace = trace_of(events, tmp_path / "trace.json")
     assert {r["tid"] for r in trace if r["ph"] == "X" and r["pid"] == 2} == {1, 2, 3}
+
+
+def test_the_state_of_an_engine_is_a_mark_in_its_process(tmp_path: Path) -> None:
+    events: list[Any] = [
+        RequestStarted(1.0, SampleId(0, 0, 0), "engine0", 0),
+        RequestEnded(2.0, SampleId(0, 0, 0), "engine0", 5, 5, "evicted"),
+        EngineStateChanged(2.0, "engine0", "dead", "signal SIGKILL"),
+        EngineStateChanged(3.0, "engine1", "open", "it was restarted"),
+    ]
+    trace = trace_of(events, tmp_path / "trace.json")
+    processes = {r["args"]["name"]: r["pid"] for r in trace if r["name"] == "process_name"}
+    marks = [(r["pid"], r["name"], r["s"], r["ts"], r["args"]) for r in trace if r["ph"] == "i"]
+    assert marks == [
+        (processes["engine0"], "engine0 is dead", "p", 1_000_000, {"why": "signal SIGKILL"}),
+        (processes["engine1"], "engine1 is open", "p", 2_000_000, {"why": "it was restarted"}),
+    ]

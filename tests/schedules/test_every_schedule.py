@@ -25,10 +25,11 @@ from helpers.virtual import (
     Death,
     change,
     dying,
+    regenerated,
     simulate,
 )
 from tailrace import schedules
-from tailrace.record.events import RequestStarted, RoundEnded, Stepped
+from tailrace.record.events import EngineStateChanged, RequestStarted, RoundEnded, Stepped
 from tailrace.schedules import SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
@@ -136,7 +137,9 @@ def test_dead_engines_cost_no_token_and_no_promise(name: str) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(*deaths))
     assert outcome.run.overtime
     resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens > 0]
-    assert resumed
+    assert resumed and regenerated(outcome.events) == []
+    states = Counter((event.engine, event.state) for event in outcome.of(EngineStateChanged))
+    assert states == {(f"engine{number}", state): 2 for number in (0, 1) for state in ("dead", "open")}
     assert not any("engine" in reason for reason in outcome.totals.wasted_tokens)
 
 

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worker_cases import DEADLINE_S
+from worker_cases import DEADLINE_S, process_of
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest
+from tailrace.engine.counter import TokenCounter
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
-from tailrace.errors import WorkerDied
+from tailrace.engine.supervised import SupervisedEngine, watch_engines
+from tailrace.errors import EngineDied
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
@@ -39,9 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(model: Path, *, report_every_s: float = 0.5) -> EngineJob:
+def job(model: Path, *, report_every_s: float = 0.5, health_timeout_s: float = 60.0) -> EngineJob:
     sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS)
-    engine = NativeEngineSettings(max_num_seqs=8)
+    engine = NativeEngineSettings(max_num_seqs=8, health_timeout_s=health_timeout_s)
     return EngineJob(model=model, engine=engine, sampling=sampling, report_every_s=report_every_s)
 
 
@@ -55,13 +57,31 @@ async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[Rem
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
+@asynccontextmanager
+async def supervised(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[SupervisedEngine]]:
+    def engine(name: str) -> SupervisedEngine:
+        return SupervisedEngine(
+            name, job.engine.max_num_seqs, lambda: RemoteEngine.spawn(name, job, logs=logs), TokenCounter()
+        )
+
+    engines = [engine(f"engine-{number}") for number in range(num)]
+    try:
+        await asyncio.gather(*(engine.open() for engine in engines))
+        watching = asyncio.create_task(watch_engines(engines, give_up_s=DEADLINE_S))
+        yield engines
+        watching.cancel()
+        await asyncio.wait([watching])
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
 @dataclass
 class Served:
     """Two engines for several tests, on a loop that outlives each of them."""
 
     runner: asyncio.Runner
     model: Path
-    engines: list[RemoteEngine]
+    engines: list[SupervisedEngine]
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Drive a test. The engines are idle afterwards and have the original weights."""
@@ -80,7 +100,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with asyncio.Runner() as runner:
-        context = opened(2, job(model, report_every_s=0.0), tmp_path_factory.mktemp("logs"))
+        context = supervised(2, job(model, report_every_s=0.0), tmp_path_factory.mktemp("logs"))
         yield Served(runner, model, runner.run(context.__aenter__()))
         runner.run(context.__aexit__(None, None, None))
 
@@ -222,18 +242,58 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
     served.run(main())
 
 
-def test_a_killed_engine_fails_what_it_served_by_name(model: Path, tmp_path: Path, execute: Execute) -> None:
+def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
+    model: Path, tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
         samples = fresh_samples(4)
         async with opened(1, job(model), tmp_path) as (remote,):
             os.kill(remote.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
             generations = [asyncio.create_task(remote.generate(sample)) for sample in samples]
             await asyncio.sleep(0.1)
+            generations[3].cancel()
             os.kill(remote.process.pid, signal.SIGKILL)
             errors = await asyncio.gather(*generations, return_exceptions=True)
-            assert [type(error) for error in errors] == [WorkerDied] * 4
+            assert [type(error) for error in errors] == [EngineDied] * 3 + [asyncio.CancelledError]
             assert f"engine-0 (process {remote.process.pid}) ended: signal SIGKILL" in str(errors[0])
-            with pytest.raises(WorkerDied, match="engine-0"):
-                await remote.generate(samples[0])
+            assert await remote.died() == str(errors[0])
+            assert remote.usage().num_counted is None
+            for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):
+                with pytest.raises(EngineDied, match="engine-0"):
+                    await call
+
+    execute(main())
+
+
+def test_a_stopped_engine_is_killed_and_replaced_and_its_samples_go_on(
+    model: Path, tmp_path: Path, execute: Execute, expected: list[GenerationOutput]
+) -> None:
+    async def main() -> None:
+        settings = job(model, report_every_s=0.0, health_timeout_s=1.0)
+        async with supervised(2, settings, tmp_path) as engines:
+            states: list[tuple[str, str]] = []
+            engines[0].on_state = lambda why: states.append((engines[0].state, why))
+            samples, hung = fresh_samples(12), process_of(engines[0])
+            generations = [asyncio.create_task(engines[0].generate(sample)) for sample in samples]
+            while not any(sample.num_tokens for sample in samples):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            os.kill(hung.pid, signal.SIGSTOP)
+            ended = await asyncio.gather(*generations, return_exceptions=True)
+            lost = [sample for sample, error in zip(samples, ended, strict=True) if error is not None]
+            assert lost and all(isinstance(error, EngineDied | None) for error in ended)
+            await asyncio.gather(*(engines[1].generate(sample) for sample in lost))
+            check(samples, expected)
+            while engines[0].state != "open":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            why = "did not answer for 1 s (engine.health_timeout_s) and was killed"
+            assert states == [
+                ("dead", f"engine-0 (process {hung.pid}) {why}"),
+                ("open", "it was restarted"),
+            ]
+            again = fresh_samples(12)
+            await asyncio.gather(*(engines[0].generate(sample) for sample in again))
+            check(again, expected)
+            for engine in engines:
+                assert engine.usage().num_counted == engine.usage().num_generated
 
     execute(main())

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 
 from helpers.tiny_models import save_tiny_model
 from tailrace.engine.base import GenerationRequest
-from tailrace.engine.counter import TokenCounter, counted_tokens
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.errors import TransferFailed
+from tailrace.weights.base import Weights
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.engine_child import EngineLoop
-from tailrace.workers.messages import FromEngine, Report, ToEngine
+from tailrace.workers.messages import Alive, FromEngine, Load, Ping, Refused, Report, ToEngine
 
 LIMIT = 40
 
@@ -30,7 +32,7 @@ def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: 
     with mine, theirs:
         controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
         channel = WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine))
-        loop = EngineLoop(engine, channel, report_every_s, TokenCounter(folder / "counts" / "0.count"))
+        loop = EngineLoop(engine, channel, report_every_s)
         for request in requests:
             controller.send(request)
         thread = threading.Thread(target=loop.run)
@@ -65,7 +67,43 @@ def test_unfinished_requests_are_reported_in_intervals_and_every_token_once(tmp_
     assert all(len(output.ids) == 1 for report in reports for output in report.outputs)
 
 
-def test_the_token_counter_has_what_was_reported(tmp_path: Path) -> None:
+def test_the_engine_s_own_count_is_what_was_reported(tmp_path: Path) -> None:
     reports = reports_of(tmp_path, staggered(8), report_every_s=math.inf)
     num_reported = sum(len(output.ids) for report in reports for output in report.outputs)
-    assert counted_tokens(tmp_path / "counts") == num_reported == sum(range(1, 9))
+    assert reports[-1].usage.num_counted == num_reported == sum(range(1, 9))
+
+
+def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_cannot_read(
+    tmp_path: Path,
+) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path / "model")
+    sampling = SamplingSettings(max_completion_tokens=LIMIT)
+    engine = NativeEngine.from_pretrained(tmp_path / "model", NativeEngineSettings(), sampling)
+    (tmp_path / "torn").write_bytes(b"12345678{")
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "wrong")
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
+        thread = threading.Thread(
+            target=EngineLoop(engine, WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine)), 0.0).run
+        )
+        thread.start()
+        for message in (
+            Ping(),
+            Load(Weights(1, str(tmp_path / "nowhere")), "keep"),
+            Load(Weights(1, str(tmp_path / "torn")), "keep"),
+            Load(Weights(1, str(tmp_path / "wrong")), "keep"),
+            Ping(),
+        ):
+            controller.send(message)
+        answers: list[msgspec.Struct] = []
+        while len(answers) < 5:
+            answers += controller.receive(wait=True) or []
+        mine.shutdown(socket.SHUT_WR)
+        thread.join()
+    assert [type(answer) for answer in answers] == [Alive, Refused, Refused, Refused, Alive]
+    errors = [answer.error() for answer in answers if isinstance(answer, Refused)]
+    assert [type(error) for error in errors] == [TransferFailed] * 3
+    for error, words in zip(errors, ("nowhere", "header", "weights are missing"), strict=True):
+        assert str(error).startswith("version 1: ") and words in str(error).lower()

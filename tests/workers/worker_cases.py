@@ -10,11 +10,14 @@ from typing import Any
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import RowsSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.supervised import SupervisedEngine
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
+from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.local import Workers, open_local
+from tailrace.workers.process import WorkerProcess
 
 VOCABULARY = 32
 DEADLINE_S = 90.0
@@ -90,4 +93,11 @@ async def workers(
 
 
 def pids_of(opened: Workers) -> list[int]:
-    return [opened.trainer.process.pid, *(engine.process.pid for engine in opened.engines)]
+    return [opened.trainer.process.pid, *(process_of(engine).pid for engine in opened.engines)]
+
+
+def process_of(engine: SupervisedEngine) -> WorkerProcess:
+    """The process of an engine's present life."""
+    life = engine._life
+    assert isinstance(life, RemoteEngine)
+    return life.process

@@ -1,63 +1,30 @@
 """An engine that outlives its processes: restarted when it dies, it continues with the newest weights.
 
-    open -- died --> dead -- pause, start, newest weights --> open
+    open -- died, hung, weights refused --> dead -- pause, start, newest weights --> open
     open -- sleep --> asleep -- wake, newest weights --> open
 
-The requests of a dead engine are evicted with their tokens; the router gives them to another engine.
+The requests of an engine that is dead or asleep are evicted with their tokens; the router gives them to
+another engine. An engine that dies asleep is restarted when it is woken.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from tailrace.clock import now, waiting
+from tailrace.clock import Signal, now, waiting
 from tailrace.engine.base import Capabilities, EngineState, Usage
 from tailrace.engine.counter import TokenCounter
-from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError
+from tailrace.engine.life import EngineLife
+from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pauses before restarts: the first, doubled each time up to the longest."""
-WELL_S = 300.0
+WELL_S = 60.0
 """An engine that lived this long is restarted after the first pause again."""
-
-
-class EngineLife(Protocol):
-    """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended."""
-
-    capabilities: Capabilities
-    counter: TokenCounter
-    """Counts the tokens that samples gain; the owner sets it."""
-
-    async def ready(self) -> None:
-        """Wait until it can serve.
-
-        Raises:
-            TailraceError: it cannot.
-        """
-
-    async def generate(self, sample: Sample) -> None:
-        """As Engine.generate."""
-
-    async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load."""
-
-    async def sleep(self) -> None:
-        """As Engine.sleep, when nothing runs."""
-
-    async def wake(self) -> None:
-        """The reverse."""
-
-    def usage(self) -> Usage:
-        """As Engine.usage, since the start of this life."""
-
-    async def died(self) -> str:
-        """Wait until it has ended or does not answer any more, and return how, in words."""
-
-    async def close(self) -> None:
-        """End it, or leave the server."""
+TRANSFERS, TRANSFER_PAUSE_S = 3, 1.0
+"""Attempts to load weights before the engine counts as dead, and the pause between two of them."""
 
 
 class SupervisedEngine:
@@ -78,7 +45,15 @@ class SupervisedEngine:
         self.why_dead = "it has not started"
         self._start, self._counter = start, counter
         self._life: EngineLife | None = None
+        self._end: asyncio.Future[str]
+        """Why the present life is over, once that is known."""
+        self._changed = Signal()
+        """A life was ended, or the device is back."""
+        self._calls: dict[asyncio.Future[None], None] = {}
+        """Requests of the present life."""
         self._newest: Weights | None = None
+        self._lent = False
+        """It was put to sleep and not woken."""
         self._ended = Usage(num_counted=0)
         """Counters of the lives that ended."""
 
@@ -88,59 +63,98 @@ class SupervisedEngine:
         Raises:
             TailraceError: the engine cannot start.
         """
-        self._life = await self._begin()
-        self.capabilities = self._life.capabilities
-        self._set("open", "it has started")
+        life = await self._begin()
+        self.capabilities = life.capabilities
+        self._adopt(life, "it has started")
 
-    async def keep(self) -> None:
-        """Restart the engine whenever it dies, until cancelled."""
+    async def keep(self, start_s: float) -> None:
+        """Restart the engine whenever it dies, until cancelled.
+
+        Args:
+            start_s: a restart that takes longer is given up and begun again.
+        """
         pause_s = FIRST_PAUSE_S
         while True:
             began_s = now()
-            assert self._life is not None
-            self.why_dead = await self._life.died()
-            self._end_life()
-            self._set("dead", self.why_dead)
-            if now() - began_s > WELL_S:
+            await self._end_of_life()
+            if now() - began_s >= WELL_S:
                 pause_s = FIRST_PAUSE_S
-            while self.state == "dead":
+            while self._life is None:
+                while self._lent:
+                    await self._changed.wait(f"the device of {self.name}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                try:
-                    life = await self._begin()
-                    await self._bring_up_to_date(life)
-                except TailraceError as error:
-                    self.why_dead = str(error)
-                else:
-                    self._life = life
-                    self._set("open", "it was restarted")
+                await self._restart(start_s)
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate."""
-        if self.state != "open" or self._life is None:
+        life = self._life
+        if life is None or self.state != "open":
             raise Evicted(f"{self.name} is {self.state}")
-        await self._life.generate(sample)
+        # A task of its own can be cancelled without the caller.
+        self._calls[call := asyncio.ensure_future(life.generate(sample))] = None
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            await _cancelled([call])
+            raise
+        finally:
+            del self._calls[call]
+        if call.cancelled():
+            raise Evicted(f"{self.name} is {self.state}")
+        try:
+            call.result()
+        except EngineDied as died:
+            self._doom(life, str(died))
+            raise
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load."""
+        """As Engine.load. A transfer that fails is repeated; after TRANSFERS failures the engine is dead.
+
+        When it returns, no request of this engine gains a token of older weights any more.
+        """
         self._newest = weights
-        if self.state == "open" and self._life is not None:
+        life = self._life
+        if life is None:
+            return
+        if self.state == "open":
             try:
-                await self._life.load(weights, kv=kv)
-            except EngineDied:
-                return  # the next life loads them
+                await self._send_newest(life, kv)
+            except (EngineDied, TransferFailed) as error:
+                self._doom(life, str(error))
+        while self._life is life and self._end.done():
+            await self._changed.wait(f"{self.name} to end")
 
     async def sleep(self) -> None:
         """As Engine.sleep."""
-        if self._life is not None and self.state == "open":
-            self._set("asleep", "its device is lent")
-            await self._life.sleep()
+        if self._lent:
+            return
+        self._lent = True
+        self._set("asleep", "its device is lent")
+        await self._evict()
+        life = self._life
+        if life is not None and not self._end.done():
+            try:
+                await life.sleep()
+            except EngineDied as died:
+                self._doom(life, str(died))
 
     async def wake(self) -> None:
-        """As Engine.wake."""
-        if self._life is not None and self.state == "asleep":
-            await self._life.wake()
-            await self._bring_up_to_date(self._life)
+        """As Engine.wake. An engine that died is only started; it opens when it can."""
+        if not self._lent:
+            return
+        self._lent = False
+        self._changed.fire()
+        life = self._life
+        if life is None or self._end.done():
+            self._set("dead", self.why_dead)
+            return
+        try:
+            await life.wake()
+            await self._send_newest(life, "recompute")
+        except (EngineDied, TransferFailed) as error:
+            self._doom(life, str(error))
+        if self.state == "asleep" and not self._lent:
             self._set("open", "its device is back")
 
     def usage(self) -> Usage:
@@ -157,35 +171,108 @@ class SupervisedEngine:
         self.state = state
         self.on_state(why)
 
-    def _end_life(self) -> None:
-        """Keep the counters of the life that has ended. What it generated and did not report is unknown."""
-        assert self._life is not None
+    def _adopt(self, life: EngineLife, why: str) -> None:
+        self._life, self._end = life, asyncio.get_running_loop().create_future()
+        self._set("open", why)
+
+    def _doom(self, life: EngineLife, why: str) -> None:
+        """Send no more requests to a life; `keep` ends it."""
+        if self._life is life and not self._end.done():
+            self.why_dead = why
+            self._end.set_result(why)
+            if not self._lent:
+                self._set("dead", why)
+
+    async def _end_of_life(self) -> None:
+        """Wait until the life is over, give its requests back and keep its counters."""
+        life, end = self._life, self._end
+        assert life is not None
+        died = asyncio.ensure_future(life.died())
+        try:
+            await asyncio.wait([died, end], return_when=asyncio.FIRST_COMPLETED)
+            self._doom(life, end.result() if end.done() else died.result())
+        finally:
+            died.cancel()
+        await life.close()
+        await self._evict()
+        # Tokens that it generated and did not report are in no count.
         self._ended = replace(
-            self._ended + self._life.usage(),
+            self._ended + life.usage(),
             num_running=0,
             num_waiting=0,
             kv_tokens=0,
             num_counted=self._counter.num,
         )
         self._life = None
+        self._changed.fire()
+
+    async def _restart(self, start_s: float) -> None:
+        """Try to begin a life. A failure is in `why_dead`."""
+        try:
+            async with asyncio.timeout(start_s):
+                life = await self._begin()
+        except TimeoutError:
+            self.why_dead = f"it did not start within {start_s:g} s"
+        except (TailraceError, OSError) as error:
+            self.why_dead = str(error)
+        else:
+            if self._lent:  # meanwhile
+                await life.close()
+            else:
+                self._adopt(life, "it was restarted")
 
     async def _begin(self) -> EngineLife:
+        """Start a life, up to the newest weights."""
         life = await self._start()
         life.counter = self._counter
         try:
             with waiting(f"{self.name} to start"):
                 await life.ready()
+                await self._send_newest(life, "recompute")
         except BaseException:
             await life.close()
             raise
         return life
 
-    async def _bring_up_to_date(self, life: EngineLife) -> None:
-        """Load the newest weights, and those that are published meanwhile."""
-        loaded: Weights | None = None
+    async def _send_newest(self, life: EngineLife, kv: KV) -> None:
+        """Load the newest weights, and those that are published meanwhile.
+
+        Raises:
+            EngineDied: the life has ended.
+            TransferFailed: all attempts failed.
+        """
+        num_failed, loaded = 0, None
         while self._newest is not None and loaded is not self._newest:
-            loaded = self._newest
-            await life.load(loaded, kv="recompute")
+            weights = self._newest
+            try:
+                await life.load(weights, kv=kv)
+                loaded = weights
+            except TransferFailed:
+                num_failed += 1
+                if num_failed == TRANSFERS:
+                    raise
+                await asyncio.sleep(TRANSFER_PAUSE_S)
+
+    async def _evict(self) -> None:
+        """Give all requests back once their tokens are in their samples."""
+        await _cancelled(list(self._calls))
+
+
+async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel calls and wait for their end, however often the waiting itself is cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    for call in calls:
+        call.cancel()
+    while pending := [call for call in calls if not call.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for call in calls:
+        if not call.cancelled() and not isinstance(call.exception(), Evicted | None):
+            call.result()  # a defect
+    if cancelled:
+        raise cancelled
 
 
 async def watch_engines(engines: Sequence[SupervisedEngine], give_up_s: float, every_s: float = 1.0) -> None:
@@ -196,12 +283,12 @@ async def watch_engines(engines: Sequence[SupervisedEngine], give_up_s: float, e
     """
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
-            tasks.create_task(engine.keep())
+            tasks.create_task(engine.keep(give_up_s))
         alive_s = now()
         while True:
             await asyncio.sleep(every_s)
             if any(engine.state != "dead" for engine in engines):
                 alive_s = now()
-            elif now() - alive_s > give_up_s:
+            elif now() - alive_s >= give_up_s:
                 causes = "; ".join(f"{engine.name}: {engine.why_dead}" for engine in engines)
                 raise EnginesLost(f"all engines are dead for {give_up_s:g} s (engine.give_up_s). {causes}")

@@ -36,6 +36,8 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     groups_dropped: dict[str, int] = field(name="groups/dropped", default_factory=Counter)
     rows_skipped: dict[str, int] = field(name="rows/skipped", default_factory=Counter)
     """Rows of the data that could not become a prompt, by reason."""
+    engines_died: dict[str, int] = field(name="engines/died", default_factory=Counter)
+    """Deaths of engines, by engine."""
     groups_parked: int | None = field(name="groups/parked", default=None)
     """Groups neither trained nor given up at the end of the run; only in the last row."""
     tokens_parked: int | None = field(name="tokens/parked", default=None)

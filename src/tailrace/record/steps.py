@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from tailrace.record.events import (
     BooksClosed,
     ControllerLag,
+    EngineStateChanged,
     EssTaken,
     Evaluated,
     Event,
@@ -182,6 +183,8 @@ def _count(counts: Counts, event: Event) -> None:
             counts.groups_filtered[_slug(event.reason)] += 1
         case GroupEnded():
             counts.groups_dropped[_slug(event.reason)] += 1
+        case EngineStateChanged(state="dead"):
+            counts.engines_died[event.engine] += 1
         case RowSkipped():
             counts.rows_skipped[_slug(event.reason)] += 1
 

@@ -2,7 +2,8 @@
 
 One process is the run, with lanes for rounds, trainer, weights and the controller's lag. One is the scoring
 stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
-a lane for each request that it has at the same time. An arrow goes from the last request of a group to each
+a lane for each request that it has at the same time; a mark across it tells that it died, fell asleep or
+opened. An arrow goes from the last request of a group to each
 step that trains it. Times are microseconds since the first event. Equal events make equal bytes.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from tailrace.record.events import (
     Accumulated,
     ControllerLag,
+    EngineStateChanged,
     Evaluated,
     Event,
     GroupEnded,
@@ -106,6 +108,10 @@ class TraceWriter:
                 self._slice(WEIGHTS, f"publish {event.version}", event.start_s, event.end_s, {})
             case ControllerLag():
                 self._slice(CONTROLLER, "late", event.time_s - event.lag_s, event.time_s, {})
+            case EngineStateChanged():
+                name, lane = f"{event.engine} is {event.state}", _Lane(self._process(event.engine), 0)
+                instant = {"name": name, "ph": "i", "s": "p", "args": {"why": event.why}}
+                self._file.put({**instant, **self._at(lane, event.time_s)})
             case RoundStarted():
                 self._round = event
             case RoundEnded():
@@ -127,16 +133,21 @@ class TraceWriter:
 
     def _open(self, process: str, num_tokens: int) -> _Open:
         """Take the lowest free lane of an engine or of the scoring stage."""
-        pid = self._pids.setdefault(process, RUN_PID + len(self._pids))
-        if process not in self._lanes:
-            self._lanes[process] = Lanes()
-            self._name_process(pid, process)
+        pid = self._process(process)
         lanes, known = self._lanes[process], self._lanes[process].num_lanes
         lane = _Lane(pid, lanes.take() + 1)
         if lanes.num_lanes > known:
             name = f"{'sample' if process == SCORING else 'slot'} {lane.tid}"
             self._label("thread_name", lane, name=name)
         return _Open(lane, lanes, self._now_s, num_tokens)
+
+    def _process(self, name: str) -> int:
+        """The number of an engine's process, or of the scoring stage's."""
+        pid = self._pids.setdefault(name, RUN_PID + len(self._pids))
+        if name not in self._lanes:
+            self._lanes[name] = Lanes()
+            self._name_process(pid, name)
+        return pid
 
     def _end_request(self, event: RequestEnded) -> None:
         lane = self._end_slice(self._requests, event.sample, event.outcome, event.num_tokens)

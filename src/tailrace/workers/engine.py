@@ -22,7 +22,18 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.messages import Abort, Done, EngineJob, FromEngine, Load, Report
+from tailrace.workers.messages import (
+    Abort,
+    Alive,
+    Done,
+    EngineJob,
+    FromEngine,
+    Load,
+    Ping,
+    Report,
+    Sleep,
+    Wake,
+)
 from tailrace.workers.process import RemoteWorker, WorkerProcess
 
 
@@ -41,14 +52,14 @@ class _Request:
 
 
 class RemoteEngine(RemoteWorker[EngineJob]):
-    """One process of the embedded engine: an EngineLife (engine/supervised.py).
+    """One process of the embedded engine: an EngineLife (engine/life.py).
 
     Once the process has ended, every method raises EngineDied.
     """
 
     module = "tailrace.workers.engine_child"
     decoder = msgspec.msgpack.Decoder(FromEngine)
-    capabilities = Capabilities(seeded_noise=True, version_spans=True)
+    capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
@@ -59,6 +70,8 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         self._link = new_link(process.name)
         self.send: Send = _is_in_files
         """The trainer's half of a transfer; the owner sets it."""
+        self._alive: asyncio.Future[None] | None = None
+        """Done when the last Ping is answered."""
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
@@ -94,20 +107,42 @@ class RemoteEngine(RemoteWorker[EngineJob]):
 
     async def sleep(self) -> None:
         """As EngineLife.sleep."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Sleep(), Done)
 
     async def wake(self) -> None:
         """As EngineLife.wake."""
-        raise NotImplementedError
+        with _deaths():
+            await self.process.ask(Wake(), Done)
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
-        requests have ended."""
-        return replace(self._usage, num_generated=self.counter.num)
+        requests have ended. A process that has ended cannot tell its own count any more."""
+        num_counted = None if self.process.has_ended else self._usage.num_counted
+        return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
     async def died(self) -> str:
-        """Wait until the process has ended, and return how."""
-        return await self.process.last_words()
+        """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is
+        stopped or a decode step does not end. It is then killed."""
+        limit_s = self.job.engine.health_timeout_s
+        ended = asyncio.ensure_future(self.process.last_words())
+        try:
+            while not ended.done():
+                self._alive = alive = self.process.promise()
+                self.process.send(Ping())
+                await asyncio.wait([alive], timeout=limit_s)
+                if not alive.done():
+                    self.process.kill()
+                    return (
+                        f"{self.process.name} (process {self.process.pid}) did not answer for {limit_s:g} s "
+                        "(engine.health_timeout_s) and was killed"
+                    )
+                await asyncio.wait([ended], timeout=limit_s / 4)
+            return ended.result()
+        except WorkerDied as died:
+            return str(died)
+        finally:
+            ended.cancel()
 
     @cached_property
     def _expected(self) -> tuple[TensorInfo, ...]:
@@ -128,6 +163,10 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         aborted.result()
 
     def _on_message(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Alive):
+            if self._alive is not None and not self._alive.done():
+                self._alive.set_result(None)
+            return
         if not isinstance(message, Report):
             self.process.answer(message)
             return

@@ -16,7 +16,20 @@ from tailrace.weights.base import Link, Weights
 from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Ready, Refused, Report, ToEngine
+from tailrace.workers.messages import (
+    Abort,
+    Alive,
+    Done,
+    EngineJob,
+    Load,
+    Ping,
+    Ready,
+    Refused,
+    Report,
+    Sleep,
+    ToEngine,
+    Wake,
+)
 
 
 class EngineLoop:
@@ -58,6 +71,14 @@ class EngineLoop:
                 self._aborted.append(id)
             case Load(weights=weights, link=link, kv=kv):
                 self._load(weights, link, kv)
+            case Ping():
+                self._channel.send(Alive())
+            case Sleep():
+                self._engine.sleep()
+                self._channel.send(Done())
+            case Wake():
+                self._engine.wake()
+                self._channel.send(Done())
 
     def _load(self, weights: Weights, link: Link, kv: KV) -> None:
         try:

@@ -11,8 +11,9 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
+from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
-from tailrace.engine.supervised import EngineLife, SupervisedEngine, watch_engines
+from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
@@ -120,13 +121,23 @@ async def open_local(
         reference = None
         if algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
-        await asyncio.gather(*(each.open() for each in engines), *(worker.ready() for worker in started))
+        await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)
         async with ended_by_death([worker.process for worker in started], watched):
             rewards = RewardPool(scorers, tokenizer, reward)
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
+
+
+async def _all_done(*starts: Coroutine[Any, Any, None]) -> None:
+    """Wait for all. If one fails, the others are cancelled, and an engine that is about to start is ended."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for start in starts:
+                tasks.create_task(start)
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
 
 
 @asynccontextmanager

@@ -121,6 +121,22 @@ class Load(msgspec.Struct, tag=True):
     kv: KV
 
 
+class Ping(msgspec.Struct, tag=True):
+    """Answered by Alive between two decode steps."""
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The engine's loop runs."""
+
+
+class Sleep(msgspec.Struct, tag=True):
+    """Free the memory of weights and KV cache. Nothing runs. Answered by Done."""
+
+
+class Wake(msgspec.Struct, tag=True):
+    """The reverse, with the weights of the model folder. Answered by Done."""
+
+
 class Report(msgspec.Struct, tag=True):
     """What the engine generated since its last report."""
 
@@ -129,8 +145,8 @@ class Report(msgspec.Struct, tag=True):
     usage: Usage
 
 
-ToEngine = GenerationRequest | Abort | Load
-FromEngine = Ready | Refused | Report | Done
+ToEngine = GenerationRequest | Abort | Load | Ping | Sleep | Wake
+FromEngine = Ready | Refused | Report | Done | Alive
 
 FromServer = Ready
 """Nothing, in fact: it answers over HTTP."""

@@ -99,6 +99,10 @@ class WorkerProcess:
             os.sched_setaffinity(process.pid, {pin})
         return cls(name, process, mine, decoder, log, begins)
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._last_words)
+
     def send(self, message: msgspec.Struct) -> None:
         """Send a message.
 

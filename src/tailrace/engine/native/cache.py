@@ -165,6 +165,12 @@ class Cache:
         self.add(sequence)
         self.write(sequence, block)
 
+    def release(self) -> None:
+        """Free the memory of an empty cache."""
+        self.suspended.shrink(0)
+        for tier in self.tiers:
+            tier.resize(0)
+
     def suspend(self, sequence: Sequence) -> None:
         """Keep what the cache holds of a sequence that is about to be removed, where the budget has room."""
         block = self.read(sequence, len(sequence.tokens) - 1)

@@ -39,9 +39,11 @@ class NativeEngine:
         scheduler: Scheduler,
         sampling: SamplingSettings,
         stops: StopConditions,
+        path: Path,
         version: int,
     ) -> None:
         self._model = model
+        self._path, self._first_version = path, version
         self._scheduler = scheduler
         self._sampling = sampling
         self._stops = stops
@@ -66,7 +68,7 @@ class NativeEngine:
             model = Model.from_pretrained(path, max_tokens=budget, device=torch.device(device), dtype=dtype)
             cache = Cache(model.empty_cache(), max_tokens=model.max_tokens, budget=budget)
         stops = StopConditions(path, sampling, model.max_tokens)
-        return cls(model, Scheduler(cache, settings), sampling, stops, version)
+        return cls(model, Scheduler(cache, settings), sampling, stops, path, version)
 
     @property
     def idle(self) -> bool:
@@ -135,6 +137,25 @@ class NativeEngine:
             if kv == "recompute":
                 self._scheduler.recompute()
         return outputs
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache.
+
+        Raises:
+            ValueError: a request is being served.
+        """
+        if not self.idle:
+            raise ValueError("requests are being served; abort them first")
+        with torch.inference_mode():
+            self._scheduler.cache.release()
+            self._model.release()
+        torch.cuda.empty_cache()  # without CUDA it does nothing
+
+    def wake(self) -> None:
+        """Take the memory back, with the weights and the version of `from_pretrained`."""
+        with torch.inference_mode():
+            self._model.restore(self._path)
+        self._version = self._first_version
 
     def usage(self) -> Usage:
         """The load and the counters of this moment."""

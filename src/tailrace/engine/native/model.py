@@ -102,6 +102,8 @@ class Model:
         for index, layer in enumerate(self._layers):
             parts = layer.parts((num_q, num_kv, num_kv))
             self._weights |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
+        storages = [weight.untyped_storage() for weight in self._weights.values()]
+        self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
 
     @classmethod
     def from_pretrained(
@@ -118,14 +120,32 @@ class Model:
             model = cls(config, max_tokens=max_tokens, device=device, dtype=dtype)
         except Exception as error:  # a value that `check_model` does not know
             raise folder_error(path, f"config.json cannot be used: {error}") from error
+        model._load_folder(path)
+        return model
+
+    def release(self) -> None:
+        """Free the memory of the weights, until `restore`."""
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+    def restore(self, path: Path) -> None:
+        """Take the memory back, with the weights of a Hugging Face folder.
+
+        Raises:
+            ConfigError: the folder does not have them any more.
+        """
+        for storage, size in self._storages.values():
+            storage.resize_(size)
+        self._load_folder(path)
+
+    def _load_folder(self, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
         try:
             for file in weight_files(path):
                 tensors |= load_file(file)
-            model.load(tensors)
+            self.load(tensors)
         except (SafetensorError, ValueError) as error:
             raise folder_error(path, str(error)) from error
-        return model
 
     def empty_cache(self) -> Tensor:
         """[layers, 0, key-value heads, 0, D], of the model's device and type."""

@@ -1,0 +1,112 @@
+"""Simulated engines that die and are restarted as live ones: the lives of SupervisedEngines."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tailrace.controller.base import Parts
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import simulated_parts
+from tailrace.engine.base import Usage
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.supervised import SupervisedEngine, watch_engines
+from tailrace.errors import EngineDied, TransferFailed
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import SimSettings
+from tailrace.types import KV, Sample
+from tailrace.weights.base import Weights
+
+START_S = 2.0
+
+
+class Life:
+    """An EngineLife: one simulated engine, from its start to its death.
+
+    Args:
+        chance: one load in eight fails.
+    """
+
+    def __init__(self, engine: SimEngine, chance: random.Random) -> None:
+        self.engine, self._chance = engine, chance
+        self.capabilities = engine.capabilities
+        self.counter = TokenCounter()
+        self._num_counted = 0
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def die(self, why: str = "it was killed") -> None:
+        if not self._end.done():
+            self._end.set_result(why)
+            self.engine.die()
+
+    async def ready(self) -> None:
+        await asyncio.sleep(START_S)
+
+    async def generate(self, sample: Sample) -> None:
+        try:
+            await self.engine.generate(sample)
+        finally:
+            self.usage()
+
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        if self._chance.random() < 1 / 8:
+            raise TransferFailed(self.engine.name)
+        await self.engine.load(weights, kv=kv)
+        if self._end.done():
+            raise EngineDied(self._end.result())
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    def usage(self) -> Usage:
+        usage = self.engine.usage()
+        self.counter.add(usage.num_generated - self._num_counted)
+        self._num_counted = usage.num_generated
+        return replace(usage, num_counted=usage.num_generated)
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._end)
+
+    async def close(self) -> None:
+        self.die("it was closed")
+
+
+def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], Parts]:
+    """Parts whose engines are supervised. They open when `mortality` runs beside the schedule."""
+
+    def parts() -> Parts:
+        simulated, chance = simulated_parts(sim, seed), random.Random(seed)
+
+        def supervised(engine: SimEngine) -> SupervisedEngine:
+            async def begin() -> Life:
+                return Life(
+                    SimEngine(engine.name, sim.engines, engine._length_of, engine._max_tokens), chance
+                )
+
+            return SupervisedEngine(engine.name, engine.slots, begin, TokenCounter())
+
+        engines = [supervised(engine) for engine in simulated.engines if isinstance(engine, SimEngine)]
+        return replace(simulated, engines=engines)
+
+    return parts
+
+
+async def mortality(parts: Parts, run: Run, *, kills_s: list[tuple[float, int]]) -> None:
+    """Open and keep the engines, and kill the present life of one at each of the moments."""
+    engines = [engine for engine in parts.engines if isinstance(engine, SupervisedEngine)]
+    for engine in engines:
+        await engine.open()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch_engines(engines, give_up_s=300.0))
+        for at_s, number in kills_s:
+            tasks.create_task(_kill(engines[number], at_s))
+
+
+async def _kill(engine: SupervisedEngine, at_s: float) -> None:
+    await asyncio.sleep(at_s)
+    while not isinstance(life := engine._life, Life):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    life.die()
