@@ -76,6 +76,7 @@ class Vllm:
     asks_spans: bool
     config: Mapping[str, Any]
     capabilities: Capabilities
+    alive_route: str = "/health"
     missing: tuple[str, ...] = ()
     _initialised: bool = field(default=False, init=False)
 
