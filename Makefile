@@ -47,6 +47,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/crash.py
+	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
 	$(BIN)/python benchmarks/kl_study.py
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.

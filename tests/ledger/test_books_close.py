@@ -16,7 +16,17 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.virtual import ON_POLICY, Book, Death, Outcome, beside_each_other, dying, reporting, simulate
+from helpers.virtual import (
+    ON_POLICY,
+    Book,
+    Death,
+    Outcome,
+    beside_each_other,
+    dying,
+    regenerated,
+    reporting,
+    simulate,
+)
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import simulated_parts
@@ -197,6 +207,7 @@ def test_the_books_close_in_every_world(
                 ),
                 algorithm=algorithm,
             )
+            assert regenerated(outcome.events) == []
             books = read_books(book.store)
             assert set(books.groups) == set(range(books.run.num_drawn)), "a prompt was lost"
             assert drawn.items() <= (drawn := _lives_of(books)).items(), "a prompt was drawn twice"
