@@ -21,6 +21,24 @@ from tailrace.errors import ConfigError, Interrupted, TailraceError
 if TYPE_CHECKING:
     from tailrace.config import RunConfig
 
+SERVER_OPTIONS: Mapping[str, tuple[type, str]] = {
+    "host": (str, "the address to listen on; 127.0.0.1 by default"),
+    "port": (int, "8000 by default; 0: a free one"),
+    "served_model_name": (str, "the model's name in requests; MODEL by default"),
+    "weights_folder": (Path, "new weights are read from safetensors files below it; none by default"),
+    "max_body_bytes": (int, "the largest request body; 33554432 by default"),
+}
+"""Options of `serve` that are ServeSettings."""
+ENGINE_OPTIONS: Mapping[str, tuple[type, str]] = {
+    "dtype": (str, "float32 or bfloat16; float32 by default"),
+    "device": (str, "cpu, cuda or cuda:N; cpu by default"),
+    "threads": (int, "torch threads; 1 by default"),
+    "max_num_seqs": (int, "requests that are decoded together; 128 by default"),
+    "kv_cache_tokens": (int, "size of the KV cache; 262144 by default"),
+    "health_timeout_s": (float, "seconds in which the engine must answer, or the server ends; 60 by default"),
+    "max_prefill_tokens": (int, "prompt tokens computed between two decode steps; 8192 by default"),
+}
+"""Options of `serve` that are NativeEngineSettings."""
 OVERRIDES = "any setting of the config can be overridden: --section.key VALUE, for example --run.rounds 5"
 
 
@@ -108,6 +126,22 @@ def _join(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     join(arguments.stage, arguments.broker, arguments.run)
 
 
+def _serve(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.serve import given, serve
+    from tailrace.engine.serve.settings import ServeSettings
+    from tailrace.engine.settings import NativeEngineSettings
+
+    for key, value in overrides.items():
+        raise ConfigError(f"--{key}", value, "serve has no config to override", "see tailrace serve --help")
+    options = vars(arguments)
+    engine = given(NativeEngineSettings, {name: options[name] for name in ENGINE_OPTIONS})
+    named = {"served_model_name": str(arguments.model)}
+    server = given(
+        ServeSettings, named | {name: v for name in SERVER_OPTIONS if (v := options[name]) is not None}
+    )
+    serve(arguments.model, engine, server, token_file=arguments.token_file)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
         prog="tailrace", description="Post-train language models on verifiable rewards."
@@ -149,6 +183,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     join.add_argument("--broker", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url")
     join.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
     join.set_defaults(command=_join)
+    summary = "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights"
+    serve = commands.add_parser("serve", help=summary, description=summary)
+    serve.set_defaults(command=_serve)
+    serve.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    for name, (kind, summary) in {**SERVER_OPTIONS, **ENGINE_OPTIONS}.items():
+        serve.add_argument("--" + name.replace("_", "-"), type=kind, help=summary)
+    found = (
+        "has the bearer token, or receives a new one; without it: $TAILRACE_TOKEN, or a new one is printed"
+    )
+    serve.add_argument("--token-file", type=Path, metavar="F", help=found)
     arguments, rest = parser.parse_known_args(argv)
     return arguments, _overrides(parser, rest)
 

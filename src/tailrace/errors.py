@@ -14,9 +14,10 @@ TailraceError
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
 |-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
 |   `-- EngineDied      the engine has ended
+|-- EnginesLost          all engines are dead and none came back in time
 |-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
-|-- EnginesLost          all engines are dead and none came back in time
+|-- ServerRefused        an inference server answered with an error
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -101,6 +102,20 @@ class TransferFailed(TailraceError):
 class WeightsRefused(TailraceError):
     """The published tensors are not those of the served model. The message names them. The engine was not
     touched. Sending again does not help."""
+
+
+class ServerRefused(TailraceError):
+    """An inference server answered with an error.
+
+    Args:
+        request: method and address.
+        status: HTTP status.
+        reply: the body, as text.
+    """
+
+    def __init__(self, request: str, status: int, reply: str) -> None:
+        super().__init__(f"{request} was answered with {status}: {reply[:500]}")
+        self.request, self.status, self.reply = request, status, reply
 
 
 class EnginesLost(TailraceError):

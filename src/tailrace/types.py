@@ -135,6 +135,19 @@ class Sample:
         self.behavior_logprobs.extend(behavior_logprobs)
         self.grow(len(ids), version)
 
+    def attribute(self, start: int, spans: Iterable[Span]) -> None:
+        """Correct which versions generated the tokens from `start` on; `spans` covers all of them."""
+        left = start
+        kept: list[Span] = []
+        for span in self.spans:
+            if left > 0:
+                kept.append(Span(span.version, min(span.num_tokens, left)))
+                left -= span.num_tokens
+        self.spans = kept
+        self.num_tokens = start
+        for version, num_tokens in spans:
+            self.grow(num_tokens, version)
+
 
 @dataclass(eq=False, slots=True)
 class Group:

@@ -269,31 +269,28 @@ def test_a_stopped_engine_is_killed_and_replaced_and_its_samples_go_on(
     model: Path, tmp_path: Path, execute: Execute, expected: list[GenerationOutput]
 ) -> None:
     async def main() -> None:
-        settings = job(model, report_every_s=0.0, health_timeout_s=1.0)
-        async with supervised(2, settings, tmp_path) as engines:
+        settings = job(model, report_every_s=0.0, health_timeout_s=2.0)
+        async with supervised(1, settings, tmp_path) as (engine,):
             states: list[tuple[str, str]] = []
-            engines[0].on_state = lambda why: states.append((engines[0].state, why))
-            samples, hung = fresh_samples(12), process_of(engines[0])
-            generations = [asyncio.create_task(engines[0].generate(sample)) for sample in samples]
+            engine.on_state = lambda why: states.append((engine.state, why))
+            samples, hung = fresh_samples(12), process_of(engine)
+            generations = [asyncio.create_task(engine.generate(sample)) for sample in samples]
             while not any(sample.num_tokens for sample in samples):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             os.kill(hung.pid, signal.SIGSTOP)
             ended = await asyncio.gather(*generations, return_exceptions=True)
             lost = [sample for sample, error in zip(samples, ended, strict=True) if error is not None]
             assert lost and all(isinstance(error, EngineDied | None) for error in ended)
-            await asyncio.gather(*(engines[1].generate(sample) for sample in lost))
-            check(samples, expected)
-            while engines[0].state != "open":  # noqa: ASYNC110
+            while engine.state != "open":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            why = "did not answer for 1 s (engine.health_timeout_s) and was killed"
+            why = "did not answer for 2 s (engine.health_timeout_s) and was killed"
             assert states == [
                 ("dead", f"engine-0 {why}"),
                 ("open", "it was restarted"),
             ]
-            again = fresh_samples(12)
-            await asyncio.gather(*(engines[0].generate(sample) for sample in again))
-            check(again, expected)
-            for engine in engines:
-                assert engine.usage().num_counted == engine.usage().num_generated
+            await asyncio.gather(*(engine.generate(sample) for sample in lost))
+            check(samples, expected)
+            usage = engine.usage()
+            assert usage.num_counted == usage.num_generated == sum(sample.num_tokens for sample in samples)
 
     execute(main())

@@ -14,8 +14,11 @@ from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
+from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.engine.vllm import check_sampling
+from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import BadRow
-from tailrace.model_folder import context_length
+from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
 from tailrace.types import Prompt
@@ -36,9 +39,7 @@ def check_live(config: RunConfig) -> None:
     """
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
-    check_model(config.model.path)
-    if config.engine.kind == "native":
-        check_device("engine.device", config.engine.device)
+    _check_engine(config)
     check_device("trainer.device", config.trainer.device)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
@@ -52,7 +53,22 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
-    plan_pins(config.host, config.engine.replicas)
+    plan_pins(config.host, config.engine.num_engines)
+
+
+def _check_engine(config: RunConfig) -> None:
+    assert config.model and config.sampling
+    match config.engine:
+        case NativeEngineSettings(device=device):
+            check_model(config.model.path)
+            check_device("engine.device", device)
+        case VllmEngineSettings():
+            check_files(config.model.path)
+            check_sampling(config.sampling)
+            if not config.engine.urls:
+                VllmInstallation.find(config.engine)
+        case _:
+            check_files(config.model.path)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
@@ -114,7 +130,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    pins = plan_pins(config.host, config.engine.replicas)
+    pins = plan_pins(config.host, config.engine.num_engines)
     workers = open_local(
         config.model.path,
         engine=config.engine,

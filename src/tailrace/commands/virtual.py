@@ -28,7 +28,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
     engines, lengths = config.sim.engines, config.sim.lengths
     max_tokens = sim_max_tokens(config)
     taken = 1.0 if lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
-    count = engines.count or config.engine.replicas
+    count = engines.count or config.engine.num_engines
     slots = engines.slots or config.engine.max_num_seqs
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
     changes = {

@@ -13,6 +13,24 @@ EngineState = Literal["open", "asleep", "dead"]
 """open: serves requests. asleep: its device is lent. dead: it does not answer; it may come back."""
 
 
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How one request is sampled; `SamplingSettings` says what each means.
+
+    Args:
+        num_top_logprobs: the likeliest tokens whose log-probs come with each token; 0: none.
+        ignore_end_of_text: the model's own end-of-text tokens do not end the completion.
+    """
+
+    max_completion_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    num_top_logprobs: int = 0
+    ignore_end_of_text: bool = False
+
+
 class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     """Start a completion, or continue one.
 
@@ -20,6 +38,7 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
         completion_ids: the tokens it already has.
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
         greedy: take the most likely token at each position; the seed then has no effect.
+        sampling: None: as the engine's settings say.
     """
 
     id: str
@@ -27,6 +46,7 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     completion_ids: Sequence[int]
     seed: int
     greedy: bool = False
+    sampling: SamplingParams | None = None
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
@@ -37,6 +57,8 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
         behavior_logprobs: [num_tokens], under the weights that generated each token, at the sampling
             temperature, over the whole vocabulary.
         finish_reason: None while the request is unfinished.
+        top_logprobs: [num_tokens], for each token the likeliest ones with their log-probs, the likeliest
+            first; empty unless the request asked for them.
     """
 
     id: str
@@ -44,6 +66,7 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
     behavior_logprobs: list[float]
     version: int
     finish_reason: FinishReason | None
+    top_logprobs: list[list[tuple[int, float]]] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Settings of the rollout engines and of sampling."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from tailrace.devices import Device
 from tailrace.settings import Settings
@@ -43,6 +43,11 @@ class ReplicaSettings(Settings):
     """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends. A restart that
     takes longer is begun again."""
 
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return self.replicas
+
 
 class NativeEngineSettings(ReplicaSettings):
     """The embedded engine."""
@@ -66,7 +71,8 @@ class ServerEngineSettings(ReplicaSettings):
 
     urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = ()
     """Addresses of running servers to join, for example `http://10.0.0.7:8000`; one engine each. Without them
-    the run starts `replicas` servers itself."""
+    the run starts `replicas` servers itself. They may also be of `tailrace serve`. Where they need a bearer
+    token: $TAILRACE_TOKEN."""
     python: str | None = None
     """The Python interpreter whose environment has the server. Without it: $VLLM_PYTHON or $SGLANG_PYTHON."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -83,6 +89,19 @@ class ServerEngineSettings(ReplicaSettings):
     max_logprob_difference: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,
     in nats."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return len(self.urls) or self.replicas
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.urls and "replicas" in self.model_fields_set and self.replicas != len(self.urls):
+            raise ValueError(f"replicas = {self.replicas}, but {len(self.urls)} urls are one engine each")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas")
+        return self
 
 
 class VllmEngineSettings(ServerEngineSettings):

@@ -31,6 +31,7 @@ from tailrace.trainer.forward_backward import ForwardBackward
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
+from tailrace.trainer.reference import TorchReference
 from tailrace.trainer.step_statistics import StepStatistics
 
 
@@ -157,6 +158,10 @@ class TorchTrainer:
             num_tokens += len(batch.targets)
         self._statistics.compute_s += time.perf_counter() - started
         return effective_sample_size(weights, squares, num_tokens)
+
+    def logprobs(self, sample: TrainingSample) -> list[float]:
+        """Compute the log-probs of a sample's completion tokens under the current weights."""
+        return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
     def state(self) -> Mapping[str, Tensor]:
         """The current weights by their Hugging Face names, tied ones once. They are not copies."""

@@ -6,8 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import msgspec
-
 from tailrace.engine.base import Capabilities, GenerationRequest, Usage
 from tailrace.engine.counter import TokenCounter
 from tailrace.errors import EngineDied, TransferFailed, WorkerDied
@@ -22,19 +20,9 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.messages import (
-    Abort,
-    Alive,
-    Done,
-    EngineJob,
-    FromEngine,
-    Load,
-    Ping,
-    Report,
-    Sleep,
-    Wake,
-)
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.engine_process import EngineProcess
+from tailrace.workers.messages import Abort, Done, EngineJob, Load, Report, Sleep, Wake
+from tailrace.workers.process import WorkerProcess
 
 
 @dataclass(slots=True)
@@ -51,27 +39,21 @@ class _Request:
     aborted: asyncio.Future[None] | None = None
 
 
-class RemoteEngine(RemoteWorker[EngineJob]):
+class RemoteEngine(EngineProcess):
     """One process of the embedded engine: an EngineLife (engine/life.py).
 
     Once the process has ended, every method raises EngineDied.
     """
 
-    module = "tailrace.workers.engine_child"
-    decoder = msgspec.msgpack.Decoder(FromEngine)
     capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
 
     def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
         super().__init__(process, job)
         self.counter = TokenCounter()
-        process.on_message = self._on_message
         self._requests: dict[str, _Request] = {}
-        self._usage = Usage()
         self._link = new_link(process.name)
         self.send: Send = _is_in_files
         """The trainer's half of a transfer; the owner sets it."""
-        self._alive: asyncio.Future[None] | None = None
-        """Done when the last Ping is answered."""
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
@@ -121,29 +103,6 @@ class RemoteEngine(RemoteWorker[EngineJob]):
         num_counted = None if self.process.has_ended else self._usage.num_counted
         return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
-    async def died(self) -> str:
-        """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is
-        stopped or a decode step does not end. It is then killed."""
-        limit_s = self.job.engine.health_timeout_s
-        ended = asyncio.ensure_future(self.process.last_words())
-        try:
-            while not ended.done():
-                self._alive = alive = self.process.promise()
-                self.process.send(Ping())
-                await asyncio.wait([alive], timeout=limit_s)
-                if not alive.done():
-                    self.process.kill()
-                    return (
-                        f"{self.process.name} did not answer for {limit_s:g} s "
-                        "(engine.health_timeout_s) and was killed"
-                    )
-                await asyncio.wait([ended], timeout=limit_s / 4)
-            return ended.result()
-        except WorkerDied as died:
-            return str(died)
-        finally:
-            ended.cancel()
-
     @cached_property
     def _expected(self) -> tuple[TensorInfo, ...]:
         return expected_tensors(self.job.model, self.job.engine.dtype)
@@ -162,16 +121,8 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 continue
         aborted.result()
 
-    def _on_message(self, message: msgspec.Struct) -> None:
-        if isinstance(message, Alive):
-            if self._alive is not None and not self._alive.done():
-                self._alive.set_result(None)
-            return
-        if not isinstance(message, Report):
-            self.process.answer(message)
-            return
-        self._usage = message.usage
-        for output in message.outputs:
+    def _on_report(self, report: Report) -> None:
+        for output in report.outputs:
             request = self._requests.get(output.id)
             if request is None:  # submitted at its limit, and aborted before the engine looked at it
                 assert not output.ids, output
@@ -182,7 +133,7 @@ class RemoteEngine(RemoteWorker[EngineJob]):
                 request.sample.finish_reason = output.finish_reason
                 if not request.ended.done():
                     request.ended.set_result(None)
-        for id in message.aborted:
+        for id in report.aborted:
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)

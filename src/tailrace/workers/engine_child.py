@@ -23,10 +23,12 @@ from tailrace.workers.messages import (
     Done,
     EngineJob,
     Load,
+    Pause,
     Ping,
     Ready,
     Refused,
     Report,
+    Resume,
     Sleep,
     ToEngine,
     Wake,
@@ -47,20 +49,24 @@ class EngineLoop:
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
+        self._paused = False
         self._receiver = WeightReceiver()
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
-        while (messages := self._channel.receive(wait=self._engine.idle)) is not None:
+        while (messages := self._channel.receive(wait=self._rests())) is not None:
             for message in messages:
                 self._handle(message)
-            if not self._engine.idle:
+            if not self._rests():
                 self._outputs += self._engine.step()
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._outputs += self._engine.report()
                 self._reported_s = time.monotonic()
             if self._outputs or self._aborted:
                 self._report()
+
+    def _rests(self) -> bool:
+        return self._paused or self._engine.idle
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -72,6 +78,11 @@ class EngineLoop:
                 self._aborted.append(id)
             case Load(weights=weights, link=link, kv=kv):
                 self._load(weights, link, kv)
+            case Pause() | Resume():
+                self._paused = isinstance(message, Pause)
+                self._outputs += self._engine.report()
+                self._report()
+                self._channel.send(Done())
             case Ping():
                 self._channel.send(Alive())
             case Sleep():

@@ -21,6 +21,7 @@ from tailrace.weights.base import WeightsSettings, in_run_folder
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.process import RemoteWorker
 from tailrace.workers.reference import RemoteReference
@@ -77,7 +78,7 @@ async def open_local(
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
-    cpus: list[int | None] = [*pins] or [None] * (engine.replicas + 1)
+    cpus: list[int | None] = [*pins] or [None] * (engine.num_engines + 1)
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
 
@@ -89,12 +90,14 @@ async def open_local(
         started.append(worker)
         return worker
 
-    def supervised(name: str, pin: int | None) -> SupervisedEngine:
+    def supervised(number: int, pin: int | None) -> SupervisedEngine:
+        name = f"engine-{number}"
         count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
-        assert isinstance(engine, NativeEngineSettings)
-        job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
 
         async def begin() -> EngineLife:
+            if not isinstance(engine, NativeEngineSettings):
+                return await http_engines.begin(name, number)
+            job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
             process = await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
             process.send = remote_trainer.send
             return process
@@ -114,9 +117,14 @@ async def open_local(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     scorer_job = ScorerJob(reward=reward, data=data)
-    engines = [supervised(f"engine-{i}", pin) for i, pin in enumerate(cpus[:-1])]
+    engines = [supervised(number, pin) for number, pin in enumerate(cpus[:-1])]
     try:
         remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, cpus[-1])
+        if not isinstance(engine, NativeEngineSettings):
+            longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
+            http_engines = HttpEngines(
+                model, engine, sampling, logs=folder / "logs", min_context=longest, trainer=remote_trainer
+            )
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
         reference = None
         if algorithm.needs_reference:

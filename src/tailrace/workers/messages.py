@@ -41,6 +41,14 @@ class EngineJob(Job):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
 
 
+class ServerJob(Job):
+    """Run an inference server."""
+
+    command: tuple[str, ...]
+    env: dict[str, str] = {}
+    """Environment variables beside those of the controller."""
+
+
 class TrainerJob(Job):
     """Train a model."""
 
@@ -113,6 +121,15 @@ class Load(msgspec.Struct, tag=True):
     kv: KV
 
 
+class Pause(msgspec.Struct, tag=True):
+    """Generate nothing until Resume; loads and aborts still happen. Answered by Done, after a Report of all
+    tokens."""
+
+
+class Resume(msgspec.Struct, tag=True):
+    """Generate again. Answered by Done."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Answered by Alive between two decode steps."""
 
@@ -137,8 +154,11 @@ class Report(msgspec.Struct, tag=True):
     usage: Usage
 
 
-ToEngine = GenerationRequest | Abort | Load | Ping | Sleep | Wake
+ToEngine = GenerationRequest | Abort | Load | Pause | Resume | Ping | Sleep | Wake
 FromEngine = Ready | Refused | Report | Done | Alive
+
+FromServer = Ready
+"""Nothing, in fact: it answers over HTTP."""
 
 
 class Accumulate(msgspec.Struct, tag=True):
@@ -203,10 +223,6 @@ class Sent(msgspec.Struct, tag=True):
     """Of TransferFailed."""
 
 
-ToTrainer = Accumulate | Ess | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Done | Stepped | Published | Sent
-
-
 class Refer(msgspec.Struct, tag=True):
     """Compute the log-probs of a sample. Answered by Referred."""
 
@@ -216,6 +232,10 @@ class Refer(msgspec.Struct, tag=True):
 class Referred(msgspec.Struct, tag=True):
     logprobs: list[float]
     """[num_tokens]"""
+
+
+ToTrainer = Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | EssOf | Referred | Done | Stepped | Published | Sent
 
 
 FromReference = Ready | Refused | Referred

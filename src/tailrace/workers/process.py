@@ -89,6 +89,18 @@ class WorkerProcess(Conversation):
             os.sched_setaffinity(process.pid, {pin})
         return cls(name, process, mine, decoder, log, begins)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._words.done()
+
+    def log_end(self) -> str:
+        """The end of its log, to follow in a sentence."""
+        with suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+            if words := file.read().decode(errors="replace").strip():
+                return f"the end of {self._log}:\n{words}"
+        return "it printed nothing"
+
     def kill(self) -> None:
         """Send SIGKILL to its process group."""
         if not self._words.done():
@@ -124,11 +136,7 @@ class WorkerProcess(Conversation):
         how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"
         if self._cause is not None:
             return f"{how}; the controller could not handle its message: {self._cause!r}"
-        with suppress(FileNotFoundError), self._log.open("rb") as file:
-            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            if words := file.read().decode(errors="replace").strip():
-                return f"{how}; the end of {self._log}:\n{words}"
-        return f"{how}; it printed nothing"
+        return f"{how}; {self.log_end()}"
 
 
 class RemoteWorker(Generic[JobT]):

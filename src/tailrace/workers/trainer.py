@@ -39,6 +39,11 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
         """As Trainer.ess."""
         return (await self.process.ask(messages.Ess(_training_samples(units, version)), messages.EssOf)).share
 
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """The log-probs of a sample's completion tokens under the current weights, at the sampling
+        temperature."""
+        return (await self.process.ask(messages.Refer(TrainingSample.of(sample)), messages.Referred)).logprobs
+
     async def step(self) -> StepStats:
         """As Trainer.step.
 

@@ -31,6 +31,8 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publisher: Publisher) -> 
             return messages.EssOf(trainer.ess(units))
         case messages.Step():
             return messages.Stepped(trainer.step())
+        case messages.Refer(sample=sample):
+            return messages.Referred(trainer.logprobs(sample))
         case messages.Publish(version=version):
             return messages.Published(publisher.publish(trainer.publish(), version))
         case messages.Save(folder=folder):

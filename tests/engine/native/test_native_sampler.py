@@ -4,7 +4,7 @@ import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
-from tailrace.engine.base import GenerationRequest
+from tailrace.engine.base import GenerationRequest, SamplingParams
 from tailrace.engine.native.sampler import draw, noise, noise_stream
 from tailrace.engine.settings import SamplingSettings
 
@@ -18,8 +18,10 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def plain(num_tokens: int = 1, **settings) -> SamplingSettings:
-    return SamplingSettings(max_completion_tokens=num_tokens, **settings)
+def drawn(logits, uniforms, greedy=(), **params):
+    """Token ids and their log-probs, [T] each; all rows are sampled alike."""
+    found = draw(logits, uniforms, [SamplingParams(1, **params)] * len(logits), greedy)
+    return torch.tensor(found.ids), torch.tensor(found.logprobs)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 + 5])
@@ -41,7 +43,7 @@ def test_drawn_frequencies_are_the_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 40_000
     uniforms = torch.from_numpy(noise([noise_stream(3)] * num, range(num)))
-    ids, logprobs = draw(logits.expand(num, -1), uniforms, plain())
+    ids, logprobs = drawn(logits.expand(num, -1), uniforms)
     frequencies = torch.bincount(ids, minlength=5) / num
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
     torch.testing.assert_close(logprobs, logits.log_softmax(0)[ids])
@@ -50,7 +52,7 @@ def test_drawn_frequencies_are_the_probabilities():
 def test_the_draw_inverts_the_cumulative_distribution():
     logits = torch.tensor([0.0, 0.25, 0.25, 0.5, 0.0]).log()
     uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.4999, 0.5001, 1 - 2**-53], dtype=torch.float64)
-    ids, _ = draw(logits.expand(6, -1), uniforms, plain())
+    ids, _ = drawn(logits.expand(6, -1), uniforms)
     assert ids.tolist() == [1, 1, 2, 2, 3, 3]
 
 
@@ -68,7 +70,7 @@ def test_the_draw_inverts_the_cumulative_distribution():
 def test_truncation_cuts_the_tail_but_not_the_recorded_logprob(settings, kept):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     uniforms = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    ids, logprobs = draw(probs.log().expand(1000, -1), uniforms, plain(**settings))
+    ids, logprobs = drawn(probs.log().expand(1000, -1), uniforms, **settings)
     assert set(ids.tolist()) == kept
     torch.testing.assert_close(logprobs, probs.log()[ids])
 
@@ -84,7 +86,7 @@ def test_tokens_do_not_depend_on_the_company(make_engine):
 
 
 def test_top_k_one_is_greedy(make_engine, models):
-    engine = make_engine(sampling=plain(10, top_k=1))
+    engine = make_engine(sampling=SamplingSettings(max_completion_tokens=10, top_k=1))
     engine.submit(GenerationRequest("x", PROMPTS["17"], (), 0))
     tokens = PROMPTS["17"] + finish(engine)["x"].ids
     with torch.no_grad():
@@ -95,7 +97,7 @@ def test_top_k_one_is_greedy(make_engine, models):
 def test_greedy_rows_get_the_most_likely_token_and_the_others_do_not_change():
     logits = torch.tensor([[0.0, 1.0, 0.5]] * 3)
     uniforms = torch.tensor([0.99, 0.01, 0.99], dtype=torch.float64)
-    ids, logprobs = draw(logits, uniforms, plain(), greedy=[0, 1])
+    ids, logprobs = drawn(logits, uniforms, greedy=[0, 1])
     assert ids.tolist() == [1, 1, 2]
     assert logprobs.tolist() == logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]].tolist()
 
@@ -106,3 +108,31 @@ def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):
         engine.submit(GenerationRequest(str(seed), next(iter(PROMPTS.values())), (), seed, greedy=True))
     completions = {tuple(output.ids) for output in finish(engine).values()}
     assert len(completions) == 1
+
+
+def test_every_row_is_sampled_by_its_own_parameters():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 4)
+    uniforms = torch.full((4,), 0.999, dtype=torch.float64)
+    params = [
+        SamplingParams(1),
+        SamplingParams(1, top_k=2, num_top_logprobs=3),
+        SamplingParams(1, top_p=0.5),
+        SamplingParams(1, temperature=0.1, num_top_logprobs=1),
+    ]
+    found = draw(logits, uniforms, params)
+    assert found.ids == [3, 1, 0, 0]
+    plain, cold = logits[0].log_softmax(-1).tolist(), (logits[0] / 0.1).log_softmax(-1).tolist()
+    assert found.logprobs == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)
+    assert {row: [id for id, _ in top] for row, top in found.top.items()} == {1: [0, 1, 2], 3: [0]}
+    assert [logprob for _, logprob in found.top[1]] == pytest.approx(plain[:3], abs=1e-6)
+
+
+def test_parameters_of_a_request_replace_the_settings_of_the_engine(make_engine):
+    engine = make_engine(max_completion_tokens=60)
+    own = SamplingParams(5, temperature=0.8, num_top_logprobs=2)
+    for id, params in (("own", own), ("settings", None)):
+        engine.submit(GenerationRequest(id, PROMPTS["17"], (), 7, sampling=params))
+    ended = finish(engine)
+    assert ended["own"].ids == ended["settings"].ids[:5]
+    assert [len(top) for top in ended["own"].top_logprobs] == [2] * 5
+    assert ended["settings"].top_logprobs == []

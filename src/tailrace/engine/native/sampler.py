@@ -6,14 +6,14 @@ the tokens of a request do not depend on the other requests of a batch, the repl
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.base import SamplingParams
 
 _64_BITS = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -44,32 +44,71 @@ def noise(streams: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]
     return uniforms
 
 
+class Drawn(NamedTuple):
+    """One token for each row.
+
+    Args:
+        logprobs: [T], over the whole vocabulary whatever top_k and top_p keep.
+        top: by row, the likeliest tokens with their log-probs, where they are asked for.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    top: dict[int, list[tuple[int, float]]]
+
+
 def draw(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingSettings, greedy: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, uniforms: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
+) -> Drawn:
     """Draw one token from each row.
 
     Args:
-        logits: [T, V], float32, already divided by the temperature.
+        logits: [T, V], float32.
         uniforms: [T], float64, in [0, 1).
+        sampling: [T]
         greedy: the rows that get their most likely token.
-
-    Returns:
-        Token ids [T] and their log-probs [T], over the whole vocabulary whatever top_k and top_p keep.
     """
+    logits = logits / logits.new_tensor([each.temperature for each in sampling])[:, None]
     logprobs = torch.log_softmax(logits, -1)
     probs = logprobs.exp()
-    if 0 < sampling.top_k < probs.shape[-1]:
-        probs.masked_fill_(probs < probs.topk(sampling.top_k).values[:, -1:], 0.0)
-    if sampling.top_p < 1.0:
-        probs = _nucleus(probs, sampling.top_p)
+    for (top_k, top_p), rows in _rows_by_truncation(sampling).items():
+        probs[rows] = _truncate(probs[rows], top_k, top_p)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     targets = uniforms[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the target: never one of probability zero.
     ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
     if greedy:
         ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
-    return ids[:, 0], logprobs.gather(1, ids)[:, 0]
+    chosen = logprobs.gather(1, ids)
+    return Drawn(ids[:, 0].tolist(), chosen[:, 0].tolist(), _likeliest(logprobs, sampling))
+
+
+def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
+    found: dict[tuple[int, float], list[int]] = {}
+    for row, each in enumerate(sampling):
+        if each.top_k > 0 or each.top_p < 1.0:
+            found.setdefault((each.top_k, each.top_p), []).append(row)
+    return found
+
+
+def _likeliest(logprobs: Tensor, sampling: Sequence[SamplingParams]) -> dict[int, list[tuple[int, float]]]:
+    """The `top` of Drawn."""
+    rows = [row for row, each in enumerate(sampling) if each.num_top_logprobs]
+    if not rows:
+        return {}
+    num = min(max(sampling[row].num_top_logprobs for row in rows), logprobs.shape[-1])
+    values, ids = (top.tolist() for top in logprobs[rows].topk(num))
+    return {
+        row: list(zip(ids[i], values[i], strict=True))[: sampling[row].num_top_logprobs]
+        for i, row in enumerate(rows)
+    }
+
+
+def _truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zero all tokens that top_k or top_p exclude."""
+    if 0 < top_k < probs.shape[-1]:
+        probs = probs.masked_fill(probs < probs.topk(top_k).values[:, -1:], 0.0)
+    return _nucleus(probs, top_p) if top_p < 1.0 else probs
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tailrace.engine.base import SamplingParams
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -12,7 +14,8 @@ class Sequence:
     Args:
         tokens: prompt and completion.
         noise_stream: of the request's seed (sampler.py).
-        logprobs: of the last tokens: those that are not yet in an output.
+        logprobs: of the last tokens: those that are not yet in an output. So are top_logprobs, where the
+            request asked for them.
         prompt_version: the weights that computed the cached prompt; None if they are not known.
     """
 
@@ -20,8 +23,10 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     noise_stream: int
+    sampling: SamplingParams
     greedy: bool = False
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_version: int | None = None
 
     @property

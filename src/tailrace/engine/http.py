@@ -1,0 +1,323 @@
+"""An engine behind HTTP: tokens in, tokens out, over the dialect of the server (engine/dialect.py).
+
+A completion is one streaming request, or several after one another: each continues from the tokens that
+have arrived, under an id of its own. So a request that is cancelled, or whose connection breaks, loses
+nothing that has arrived, and no token comes twice.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tailrace.clock import now, waiting
+from tailrace.engine.base import Capabilities, Usage
+from tailrace.engine.connection import Connection, Server
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.dialect import Attempt, Dialect, VersionSpan
+from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
+from tailrace.types import KV, Sample, Span
+from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_link, send_and_load
+
+ABORT_S, ABORT_AGAIN_S = 5.0, 0.25
+"""Seconds that an aborted request may take to end before its connection is closed, and between two calls to
+abort it: the first may reach the server before the request does."""
+RETRY_S = 1.0
+"""The pause before a request is sent again that was not answered or refused for now."""
+HEALTH_EVERY_S = 5.0
+"""Seconds between two health checks, at most."""
+_FOR_NOW = (408, 409, 425, 429)
+"""Statuses below 500 after which a request may be sent again."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A sample that is being generated.
+
+    Args:
+        attempt: what the server was asked; None: nothing at present.
+        start: the sample's tokens at the start of the attempt.
+        cancelled: it must not be asked again.
+    """
+
+    sample: Sample
+    attempt: Attempt | None = None
+    start: int = 0
+    cancelled: bool = False
+
+
+class HttpEngine:
+    """A connection to a server: an EngineLife (engine/supervised.py).
+
+    Args:
+        detect: makes the dialect.
+        check: the self-tests at the start (engine/self_test.py).
+        send: the trainer's half of a transfer.
+        expected: the tensors of the model; anything else is refused before the server is touched.
+        num_ranks: processes of the server that receive weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        server: Server,
+        detect: Callable[[httpx.AsyncClient], Awaitable[Dialect]],
+        *,
+        max_completion_tokens: int,
+        health_timeout_s: float,
+        check: Callable[["HttpEngine"], Awaitable[None]],
+        send: Send,
+        expected: Sequence[TensorInfo],
+        num_ranks: int = 1,
+    ) -> None:
+        self.name, self.counter = name, TokenCounter()
+        self.capabilities = Capabilities()
+        self.connection = Connection(name, server.url, health_timeout_s)
+        self._server, self._detect, self._check = server, detect, check
+        self._max_completion_tokens = max_completion_tokens
+        self._send, self._expected, self._num_ranks = send, expected, num_ranks
+        self._link = new_link(name, num_ranks)
+        self._version = 0
+        """Of the weights that the server has, as far as it was told."""
+        self._num_prefilled = 0
+        self._requests: dict[Sample, _Request] = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._loading = asyncio.Lock()
+        self._num_loads = 0
+        """Under way or waiting."""
+        self._open = asyncio.Event()
+        """No load is under way or waits. New requests wait for it, so that they get the new weights."""
+        self._open.set()
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """How to speak to the server."""
+        return self.connection.dialect
+
+    async def ready(self) -> None:
+        """As EngineLife.ready."""
+        await self._server.ready()
+        self.connection.dialect = await self._detect(self.connection.client)
+        self.capabilities = self.dialect.capabilities
+        self._watcher = asyncio.create_task(self._watch())
+        await self._check(self)
+
+    async def generate(self, sample: Sample) -> None:
+        """As Engine.generate. A cancelled call aborts the request at the server, and returns once its last
+        token is in the sample. Cancelling it again in the meantime has no effect."""
+        request = self._requests[sample] = _Request(sample)
+        try:
+            with self._until_death(self._complete(request)) as task:
+                try:
+                    await asyncio.wait([task])
+                except asyncio.CancelledError:
+                    await self._abort(request, task)
+                    raise
+        finally:
+            del self._requests[sample]
+
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        """As EngineLife.load.
+
+        Raises:
+            WeightsRefused: the weights are not those of the model. The server was not asked.
+        """
+        async with self._closed():
+            if weights.tensors:
+                check_tensors(weights.tensors, self._expected)
+            try:
+                with self._until_death(self._update(weights, kv)) as update, waiting(f"{self.name} to load"):
+                    await asyncio.wait([update])
+            except BaseException:  # the link may be in the middle of a transfer
+                self._link = new_link(self.name, self._num_ranks)
+                raise
+
+    async def sleep(self) -> None:
+        """As EngineLife.sleep."""
+        await self.dialect.sleep()
+
+    async def wake(self) -> None:
+        """As EngineLife.wake."""
+        await self.dialect.wake()
+
+    def usage(self) -> Usage:
+        """The controller's own figures: other clients may share the server."""
+        running = [request for request in self._requests.values() if request.attempt]
+        return Usage(
+            num_running=len(running),
+            num_waiting=len(self._requests) - len(running),
+            kv_tokens=sum(len(each.sample.prompt.ids) + each.sample.num_tokens for each in running),
+            num_generated=self.counter.num,
+            num_prefilled=self._num_prefilled,
+        )
+
+    async def died(self) -> str:
+        """As EngineLife.died."""
+        return await asyncio.shield(self._died)
+
+    async def close(self) -> None:
+        """As EngineLife.close."""
+        if self._watcher:
+            self._watcher.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self.connection.close()
+        await self._server.close()
+
+    async def _update(self, weights: Weights, kv: KV) -> None:
+        try:
+            await self.dialect.pause(kv)
+            try:
+                update = self.dialect.update(weights, self._link)
+                await send_and_load(self._send(weights, self._link), update)
+                self._version = weights.version  # before the first token of these weights can arrive
+            finally:
+                await self.dialect.resume()
+        except ServerRefused as refused:
+            raise TransferFailed(f"{self.name}: {refused}") from refused
+
+    async def _complete(self, request: _Request) -> None:
+        """Ask until the sample has ended. A broken stream is asked for again while the server is well."""
+        sample = request.sample
+        while sample.finish_reason is None and not request.cancelled:
+            await self._open.wait()
+            left = self._max_completion_tokens - sample.num_tokens
+            if left <= 0:
+                sample.finish_reason = "length"
+                return
+            request.attempt = self.connection.attempt(sample, left, self._version)
+            request.start = sample.num_tokens
+            self._num_prefilled += len(request.attempt.ids)
+            try:
+                await self._receive(request, request.attempt)
+            except ServerRefused as refused:
+                if refused.status < 500 and refused.status not in _FOR_NOW:
+                    raise
+                await self._before_retry(request)
+            except EngineDied:
+                await self._before_retry(request)
+
+    async def _receive(self, request: _Request, attempt: Attempt) -> None:
+        """Put what arrives into the sample, until the request has ended.
+
+        Raises:
+            Evicted: the server ended it unasked.
+            EngineDied: the stream ended early or is malformed.
+            ServerRefused: the request is refused.
+        """
+        sample, ended = request.sample, False
+        async with aclosing(self.connection.stream(attempt)) as chunks:
+            async for chunk in chunks:
+                self._num_prefilled -= chunk.num_cached or 0
+                if chunk.ids:
+                    self.counter.add(len(chunk.ids))
+                    sample.extend(chunk.ids, chunk.logprobs, self._version)
+                if chunk.spans:
+                    self._attribute(request, chunk.spans)
+                if chunk.finish in ("stop", "length"):
+                    sample.finish_reason = chunk.finish
+                ended = ended or chunk.finish is not None
+        if not ended:
+            raise EngineDied(f"{self.name}: the stream of {sample.id} ended early")
+        if sample.finish_reason is None and not request.cancelled:
+            raise Evicted(f"{self.name} aborted {sample.id} unasked")
+
+    def _attribute(self, request: _Request, spans: Sequence[VersionSpan]) -> None:
+        """Correct the versions of an attempt's tokens by the server's own word. A label that is no version is
+        that of the model the server started with."""
+        versions = [
+            Span(int(span.label) if span.label.isdecimal() else 0, span.end - span.start) for span in spans
+        ]
+        told, arrived = sum(span.num_tokens for span in versions), request.sample.num_tokens - request.start
+        if told != arrived:
+            raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
+        request.sample.attribute(request.start, versions)
+
+    async def _before_retry(self, request: _Request) -> None:
+        """Raise EngineDied if the server is not well, else make a pause."""
+        request.attempt = None
+        if not request.cancelled:
+            await self._check_health()
+            await asyncio.sleep(RETRY_S)
+
+    async def _abort(self, request: _Request, task: asyncio.Future[None]) -> None:
+        request.cancelled = True
+        deadline_s = now() + ABORT_S
+        while not task.done():
+            if request.attempt is None or now() >= deadline_s or not await self._send_abort(request.attempt):
+                task.cancel()
+            with suppress(asyncio.CancelledError):  # the first one is raised again when the tokens are here
+                await asyncio.wait([task], timeout=ABORT_AGAIN_S)
+
+    async def _send_abort(self, attempt: Attempt) -> bool:
+        """Whether the server may have aborted it."""
+        try:
+            return await self.dialect.abort(attempt)
+        except asyncio.CancelledError:
+            return True
+        except (EngineDied, ServerRefused):
+            return False
+
+    async def _check_health(self) -> None:
+        """Raise EngineDied if the server is not well; it then has died for good."""
+        try:
+            await self.connection.health(deep=not self._num_loads)
+        except EngineDied as died:
+            self._end(str(died))
+            raise
+
+    async def _watch(self) -> None:
+        """Wait until the server has ended or does not answer any more."""
+        ended = asyncio.ensure_future(self._server.died())
+        every_s = min(HEALTH_EVERY_S, self.connection.timeout_s / 2)
+        try:
+            while not self._died.done():
+                await asyncio.wait([ended, self._died], timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    self._end(ended.result())
+                else:
+                    with suppress(EngineDied):
+                        await self._check_health()
+        finally:
+            ended.cancel()
+
+    def _end(self, why: str) -> None:
+        if not self._died.done():
+            self._died.set_result(why)
+            for task in self._tasks:
+                task.cancel()
+
+    @contextmanager
+    def _until_death(self, work: Coroutine[Any, Any, None]) -> Iterator[asyncio.Future[None]]:
+        """Run a task for the block to wait for. It is cancelled when the server dies, or with the block.
+
+        Raises:
+            EngineDied: the server died.
+        """
+        self._tasks.add(task := asyncio.ensure_future(work))
+        try:
+            yield task
+            if task.cancelled():
+                raise EngineDied(self._died.result() if self._died.done() else f"{self.name} was closed")
+            task.result()
+        finally:
+            self._tasks.discard(task)
+            task.cancel()
+
+    @asynccontextmanager
+    async def _closed(self) -> AsyncIterator[None]:
+        """Hold new requests back."""
+        self._num_loads += 1
+        self._open.clear()
+        try:
+            async with self._loading:
+                yield
+        finally:
+            self._num_loads -= 1
+            if not self._num_loads:
+                self._open.set()

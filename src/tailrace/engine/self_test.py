@@ -1,0 +1,157 @@
+"""Self-tests of a server before a run: each failure is one message in the user's words.
+
+`check_server` needs the server alone, and is repeated when it comes back. `check_policy` compares it with the
+trainer, once, while both have the weights of the model folder.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from tailrace.engine.connection import Connection
+from tailrace.engine.dialect import Attempt, Chunk
+from tailrace.engine.http import HttpEngine
+from tailrace.engine.settings import SamplingSettings, ServerEngineSettings
+from tailrace.errors import ConfigError, ServerRefused
+from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.weights.base import Weights
+
+PROBE_TOKENS = 32
+"""Tokens of a probe's prompt, and of its completion."""
+LONG_PROMPT = 600
+"""Tokens of the prompt that must come from the prefix cache, at most: prefix caches count in blocks, of up to
+256 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a server must be.
+
+    Args:
+        vocabulary: tokens of the model.
+        min_context: tokens that a prompt and its completion may have together.
+    """
+
+    settings: ServerEngineSettings
+    sampling: SamplingSettings
+    vocabulary: int
+    min_context: int
+
+    @property
+    def key(self) -> str:
+        """The setting that names the server."""
+        return "engine.urls" if self.settings.urls else "engine.kind"
+
+
+def refusal(expected: Expected, connection: Connection, problem: str, remedy: str) -> ConfigError:
+    """A ConfigError about a server."""
+    return ConfigError(expected.key, connection.url, problem, remedy)
+
+
+async def check_server(connection: Connection, expected: Expected) -> None:
+    """Check what a server says about itself.
+
+    Raises:
+        ConfigError: it is not what the run needs.
+    """
+    dialect, settings, sampling = connection.dialect, expected.settings, expected.sampling
+    if dialect.missing:
+        remedy = "; ".join(dialect.missing)
+        raise refusal(expected, connection, f"{dialect.server} lacks what a run needs", f"it lacks {remedy}")
+    if (sampling.top_p < 1 or sampling.top_k > 0) and not dialect.capabilities.sampling_mask:
+        keys = "sampling.top_p and sampling.top_k"
+        problem = f"{dialect.server} reports log-probs of the tokens that {keys} keep, not of the policy"
+        remedy = "set top_p = 1 and top_k = 0; with vLLM, temperature = 1 and --logprobs-mode raw_logprobs do"
+        raise refusal(expected, connection, problem, remedy)
+    served = await dialect.model()
+    if served.dtype not in (None, settings.dtype):
+        problem = f"it serves {served.dtype}, and engine.dtype is {settings.dtype}"
+        raise refusal(expected, connection, problem, f"start it with --dtype {settings.dtype}")
+    if served.max_context is not None and served.max_context < expected.min_context:
+        problem = f"its context is {served.max_context} tokens, and a sample may have {expected.min_context}"
+        raise refusal(expected, connection, problem, "start it with a longer context, or shorten the samples")
+    if served.vocabulary not in (None, expected.vocabulary):
+        problem = f"its vocabulary has {served.vocabulary} tokens, and the model's {expected.vocabulary}"
+        raise refusal(expected, connection, problem, "serve the folder of model.path")
+
+
+async def check_policy(
+    engine: HttpEngine,
+    expected: Expected,
+    weights: Weights,
+    trainer_logprobs: Callable[[Sample], Awaitable[list[float]]],
+) -> None:
+    """Check that the server has the trainer's policy, before and after an update that changes nothing, and
+    that requests of different versions share no prefix cache.
+
+    Args:
+        weights: a publication of the weights of the model folder.
+        trainer_logprobs: the log-probs of a sample under them, at the sampling temperature.
+
+    Raises:
+        ConfigError: it has not.
+        TransferFailed: the weights do not reach it.
+    """
+    await _check_vocabulary(engine.connection, expected)
+    for when in ("after its weights were loaded", "after the same weights were loaded again"):
+        await engine.load(weights, kv="recompute")
+        sample = await _probe(engine.connection, expected)
+        want = await trainer_logprobs(sample)
+        pairs = zip(sample.behavior_logprobs, want, strict=True)
+        difference = max((abs(have - trainer) for have, trainer in pairs), default=0.0)
+        limit = expected.settings.max_logprob_difference
+        if not difference <= limit:
+            problem = f"{when}, its log-probs are {difference:.3g} off the trainer's (limit: {limit:g})"
+            remedy = "serve the folder of model.path in its dtype, or raise engine.max_logprob_difference"
+            raise refusal(expected, engine.connection, problem, remedy)
+    await _check_salt(engine.connection, expected)
+
+
+async def _check_vocabulary(connection: Connection, expected: Expected) -> None:
+    """A token beyond the vocabulary must be refused."""
+    beyond = connection.probe([expected.vocabulary], 1, seed=0, salt="vocabulary")
+    try:
+        await connection.whole(beyond)
+    except ServerRefused:
+        return
+    problem = f"it takes token {expected.vocabulary}, and the model's vocabulary has {expected.vocabulary}"
+    raise refusal(expected, connection, problem, "serve the folder of model.path")
+
+
+async def _probe(connection: Connection, expected: Expected) -> Sample:
+    """A completion of a prompt whose tokens are spread over the vocabulary."""
+    length = min(PROBE_TOKENS, expected.min_context // 2)
+    ids = _spread(length, expected.vocabulary)
+    attempt = connection.probe(ids, length, seed=0, salt="probe")
+    chunk = await _answer(connection, expected, attempt)
+    group = Group(Prompt(0, ids), 1, [])
+    sample = Sample(SampleId(0, 0, 0), group, finish_reason="length")
+    sample.extend(chunk.ids, chunk.logprobs, 0)
+    return sample
+
+
+async def _check_salt(connection: Connection, expected: Expected) -> None:
+    """A long prompt comes from the cache when its salt is repeated, and not when the salt is another."""
+    ids = _spread(min(LONG_PROMPT, expected.min_context - 1), expected.vocabulary)
+    cached = []
+    for salt in ("one", "one", "other"):
+        attempt = connection.probe(ids, 1, seed=0, salt=salt)
+        cached.append((await _answer(connection, expected, attempt)).num_cached or 0)
+    if cached[1] and cached[2] >= cached[1]:
+        problem = (
+            "its prefix cache ignores cache_salt, so a prefix of old weights would be used after an update"
+        )
+        raise refusal(expected, connection, problem, "update the server, or switch its prefix cache off")
+
+
+async def _answer(connection: Connection, expected: Expected, attempt: Attempt) -> Chunk:
+    try:
+        return await connection.whole(attempt)
+    except ServerRefused as refused:
+        raise refusal(
+            expected, connection, f"it refuses a probe: {refused}", "serve the folder of model.path"
+        ) from refused
+
+
+def _spread(length: int, vocabulary: int) -> Sequence[int]:
+    """Token ids from all parts of the vocabulary, its last one first."""
+    return [(vocabulary - 1 - 7919 * place) % vocabulary for place in range(length)]

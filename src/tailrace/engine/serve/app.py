@@ -1,0 +1,92 @@
+"""The HTTP application: all routes, guarded, over one engine process."""
+
+import json
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from tailrace import __version__
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.engine.serve.base import ComputingEngine
+from tailrace.engine.serve.control import Control
+from tailrace.engine.serve.control_routes import control_routes
+from tailrace.engine.serve.formats import Context
+from tailrace.engine.serve.generation import generation_routes
+from tailrace.engine.serve.guard import Guard, error_body
+from tailrace.engine.serve.info_routes import info_routes
+from tailrace.engine.serve.offered_weights import OfferedWeights
+from tailrace.engine.serve.requests import Requests
+from tailrace.engine.serve.settings import ServedModel, ServeSettings
+from tailrace.engine.serve.text import TokenStrings
+from tailrace.engine.serve.versions import Versions
+from tailrace.errors import TransferFailed, WeightsRefused
+from tailrace.weights.base import expected_tensors
+
+
+def make_app(
+    requests: Requests,
+    engine: ComputingEngine,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    settings: ServeSettings,
+    token: str,
+) -> FastAPI:
+    """Make the application.
+
+    Args:
+        requests: of the engine.
+        token: what requests must bear to change weights or state.
+    """
+    versions = Versions()
+    context = Context(
+        settings.served_model_name,
+        tokenizer.backend_tokenizer,
+        TokenStrings(tokenizer.backend_tokenizer),
+        versions,
+    )
+    offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
+    control = Control(engine, requests, versions, offered)
+    app = FastAPI(title="tailrace serve", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(generation_routes(requests, context, tokenizer, model))
+    app.include_router(control_routes(control, requests, versions))
+    app.include_router(info_routes(requests, engine, model, settings))
+    app.add_middleware(
+        Guard,
+        token=token,
+        max_body_bytes=settings.max_body_bytes,
+        all_guarded=not is_loopback(settings.host),
+    )
+    app.add_exception_handler(HTTPException, _answer(lambda why: (why.status_code, str(why.detail))))
+    app.add_exception_handler(RequestValidationError, _answer(lambda why: (400, _words(why))))
+    app.add_exception_handler(UnicodeEncodeError, _answer(lambda why: (400, "the text is not valid Unicode")))
+    for kind in (WeightsRefused, TransferFailed):
+        app.add_exception_handler(kind, _answer(lambda why: (400, str(why))))
+    return app
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _answer(describe: Callable[[Any], tuple[int, str]]) -> Callable[[Request, Exception], Response]:
+    """An exception handler that replies in OpenAI's form, in ASCII: messages may quote the client's."""
+
+    def handle(request: Request, why: Exception) -> Response:
+        status, message = describe(why)
+        return Response(json.dumps(error_body(status, message)), status, media_type="application/json")
+
+    return handle
+
+
+def _words(why: RequestValidationError) -> str:
+    """The first defect of a body; the value is not repeated."""
+    defect = why.errors()[0]
+    return f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}"

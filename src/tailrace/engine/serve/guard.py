@@ -1,0 +1,91 @@
+"""What every request must pass before a route sees it: the bearer token and the limit on its body."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ALWAYS_OPEN = frozenset({"/health"})
+OPEN = ALWAYS_OPEN | {
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/server_info",
+    "/get_world_size",
+    "/is_paused",
+    "/is_sleeping",
+    "/weight_info",
+}
+"""Routes that change neither weights nor state. All others need the token, unknown ones too."""
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        token: what a request must bear in its Authorization header.
+        all_guarded: every route but /health needs the token.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str, max_body_bytes: int, all_guarded: bool) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+        self._expected = f"Bearer {token}".encode()
+        self._open = ALWAYS_OPEN if all_guarded else OPEN
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        if scope["path"] not in self._open and not self._bears_token(headers):
+            await _refuse(send, 401, "this route needs the server's token: Authorization: Bearer TOKEN")
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            await _refuse(send, 413, self._too_large)
+            return
+        await self._app(scope, self._limited(receive), send)
+
+    def _bears_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        return secrets.compare_digest(headers.get(b"authorization", b""), self._expected)
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes"
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The same, until the body is too large: it may come in chunks, without a length."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return limited
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = json.dumps(error_body(status, message)).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,189 @@
+"""The bodies of requests for generation.
+
+Fields that change nothing here, such as `user`, are ignored. Fields that ask for what this engine cannot do
+are refused: a reply that silently lacks it would be wrong.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from tailrace.engine.base import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it mean greedy decoding; the log-probs are then those of temperature 1."""
+MAX_SAMPLES, MAX_PROMPTS, MAX_TOP_LOGPROBS = 256, 1024, 20
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "features": (),
+    "content_parts": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+}
+"""Fields of other servers that this one does not carry out, with their values that ask for nothing."""
+
+
+def _is_unicode(text: str) -> str:
+    """JSON can spell halves of surrogate pairs, which no tokenizer takes and no reply can contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode") from None
+    return text
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+String = Annotated[str, AfterValidator(_is_unicode)]
+StopString = Annotated[String, Field(min_length=1, max_length=256)]
+Name = Annotated[String, Field(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, neutral in _NEUTRAL.items():
+                if (value := data.get(name)) is not None and value not in neutral:
+                    raise ValueError(f"{name} is not supported by this engine; leave it out")
+        return data
+
+
+class SamplingFields(Body):
+    """How to sample."""
+
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature is not None and self.temperature < GREEDY_BELOW
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def params(self, max_tokens: int, num_top_logprobs: int) -> SamplingParams:
+        """The engine's form of it."""
+        return SamplingParams(
+            max_tokens,
+            temperature=1.0 if self.greedy or self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=self.stops,
+            num_top_logprobs=num_top_logprobs,
+            ignore_end_of_text=self.ignore_eos,
+        )
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    include_usage: bool = False
+
+
+class ServingFields(BaseModel):
+    """How to reply. `cache_salt` and `priority` have no effect: the engine reuses no keys and values of other
+    weights, and serves in the order of arrival."""
+
+    model: str | None = None
+    request_id: Name | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    cache_salt: Name | None = None
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class OpenAIFields(ServingFields, SamplingFields):
+    """Of both OpenAI routes."""
+
+    return_tokens_as_token_ids: bool | None = False
+    return_weight_versions: bool | None = False
+
+
+class CompletionRequest(OpenAIFields):
+    """Of /v1/completions."""
+
+    prompt: (
+        String
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[String], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ]
+    )
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Text or token ids of each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class ChatCompletionRequest(OpenAIFields):
+    """Of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class GenerateSampling(SamplingFields):
+    """`sampling_params` of /inference/v1/generate."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+class GenerateRequest(Body, ServingFields):
+    """Of /inference/v1/generate."""
+
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: GenerateSampling

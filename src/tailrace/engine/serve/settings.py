@@ -1,0 +1,34 @@
+"""Settings of the HTTP server."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from tailrace.settings import Settings
+from tailrace.weights.base import DTYPE
+
+
+class ServeSettings(Settings):
+    """Where the server listens and what it accepts."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. On one that is not loopback every route but /health needs the token."""
+    port: int = Field(default=8000, ge=0, le=65_535)
+    """0 to 65,535. 0: a free port."""
+    served_model_name: str = Field(min_length=1)
+    """The model's name in requests and replies."""
+    weights_folder: Path | None = None
+    """New weights are read from files below it. None: the server takes no new weights from files."""
+    max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
+    """The largest request body, in bytes; 1,024 to 2^40."""
+
+
+class ServedModel(Settings):
+    """What the server must know of its model."""
+
+    path: Path
+    dtype: DTYPE
+    max_model_len: int
+    """Tokens of a prompt and its completion together, at most."""
+    vocab_size: int
+    kv_cache_tokens: int

@@ -1,0 +1,296 @@
+"""vLLM over HTTP, from 0.18 on. What a server can do is read from its OpenAPI page and from its config.
+
+Generation is /inference/v1/generate where the server streams it, else /v1/completions with token ids.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+
+from tailrace.engine.base import Capabilities
+from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, describe, label_of
+from tailrace.engine.settings import SamplingSettings
+from tailrace.errors import ConfigError, EngineDied, ServerRefused
+from tailrace.types import KV
+from tailrace.weights.base import Link, Weights
+from tailrace.weights.vllm_plugin import BACKEND
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_RL_ROUTES = ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights")
+_DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
+_TOKEN_PREFIX = "token_id:"
+_ABSENT = -9999.0
+"""The log-prob that vLLM writes where it has none."""
+
+
+def logprobs_mode(sampling: SamplingSettings) -> str:
+    """The mode in which log-probs are those of the whole vocabulary at the sampling temperature.
+
+    Raw log-probs leave the temperature out. Processed ones are renormalised over what top_p and top_k keep.
+    """
+    truncated = sampling.top_p < 1 or sampling.top_k > 0
+    return "raw_logprobs" if truncated else "processed_logprobs"
+
+
+def check_sampling(sampling: SamplingSettings) -> None:
+    """Refuse sampling for which vLLM cannot give the log-probs that the trainer needs.
+
+    Raises:
+        ConfigError: top_p or top_k together with a temperature.
+    """
+    if logprobs_mode(sampling) == "raw_logprobs" and sampling.temperature != 1:
+        key, value = ("top_p", sampling.top_p) if sampling.top_p < 1 else ("top_k", sampling.top_k)
+        problem = (
+            "vLLM reports the log-probs of what remains after it, or those without the temperature; both are "
+            "not those of the policy that is trained"
+        )
+        raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
+
+
+@dataclass(slots=True)
+class Vllm:
+    """The dialect of one vLLM server (engine/dialect.py). Made by `detect`.
+
+    Args:
+        route: GENERATE or COMPLETIONS.
+        stop_token_ids: every token that ends a completion.
+        abort_route: where requests are aborted; None: nowhere.
+        has_start: an update has a start and a finish.
+        has_label: the finish of an update takes the label of the weights.
+        asks_spans: version spans must be asked for.
+        config: what /server_info says.
+    """
+
+    client: httpx.AsyncClient
+    sampling: SamplingSettings
+    stop_token_ids: list[int]
+    server: str
+    model_name: str
+    max_context: int | None
+    route: str
+    abort_route: str | None
+    has_start: bool
+    has_label: bool
+    asks_spans: bool
+    config: Mapping[str, Any]
+    capabilities: Capabilities
+    alive_route: str = "/health"
+    missing: tuple[str, ...] = ()
+    _initialised: bool = field(default=False, init=False)
+
+    def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
+        """As Dialect.request."""
+        sampling: dict[str, Any] = {
+            "max_tokens": attempt.max_tokens,
+            "temperature": 0.0 if attempt.greedy else self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+            "logprobs": 1,
+            "seed": attempt.seed,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": True,  # the ids above are all that end a completion
+            "skip_special_tokens": False,
+        }
+        if self.sampling.stop:
+            sampling["stop"] = list(self.sampling.stop)
+        body: dict[str, Any] = {
+            "request_id": attempt.id,
+            "model": self.model_name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": attempt.salt,
+        }
+        if self.route == GENERATE:
+            sampling["detokenize"] = bool(self.sampling.stop)
+            return GENERATE, body | {"token_ids": list(attempt.ids), "sampling_params": sampling}
+        body |= {"prompt": list(attempt.ids), "return_token_ids": True} | sampling
+        return COMPLETIONS, body | ({"return_weight_versions": True} if self.asks_spans else {})
+
+    def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
+        """As Dialect.chunk."""
+        if error := event.get("error"):
+            raise ServerRefused(self.route, int(error.get("code") or 500), str(error.get("message")))
+        cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not event["choices"]:
+            return Chunk(num_cached=cached)
+        (choice,) = event["choices"]
+        ids = list(choice.get("token_ids") or ())
+        logprobs = _generate_logprobs(choice, ids) if self.route == GENERATE else _completion_logprobs(choice)
+        if len(logprobs) != len(ids) or _ABSENT in logprobs:
+            raise ValueError(f"{len(ids)} tokens came with the log-probs {logprobs}")
+        spans = tuple(
+            VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
+            for span in choice.get("weight_versions") or ()
+        )
+        return Chunk(ids, logprobs, _finish(choice.get("finish_reason")), spans, cached)
+
+    async def abort(self, attempt: Attempt) -> bool:
+        """As Dialect.abort."""
+        if self.abort_route is None:
+            return False
+        name = f"generate-tokens-{attempt.id}" if self.route == GENERATE else f"cmpl-{attempt.id}-0"
+        await call(self.client, "POST", self.abort_route, body={"request_ids": [name]}, timeout_s=5.0)
+        return True
+
+    async def pause(self, kv: KV) -> None:
+        """As Dialect.pause. The reply comes once no batch is being computed. The caches are cleared only when
+        asked to; the default of the server depends on its version."""
+        clear = "true" if kv == "recompute" else "false"
+        await call(self.client, "POST", "/pause", params={"mode": "keep", "clear_cache": clear})
+
+    async def resume(self) -> None:
+        """As Dialect.resume."""
+        await call(self.client, "POST", "/resume")
+
+    async def update(self, weights: Weights, link: Link) -> None:
+        """As Dialect.update. Needs the backend of weights/vllm_plugin.py."""
+        if not self._initialised:
+            await call(self.client, "POST", "/init_weight_transfer_engine", body={"init_info": {}})
+            self._initialised = True
+        if self.has_start:
+            await call(self.client, "POST", "/start_weight_update", body={"is_checkpoint_format": True})
+        info = {"weights": asdict(weights), "link": list(link)}
+        await call(self.client, "POST", "/update_weights", body={"update_info": info})
+        label = {"weight_version": label_of(weights.version)} if self.has_label else {}
+        if self.has_start:
+            await call(self.client, "POST", "/finish_weight_update", body=label)
+
+    async def sleep(self) -> None:
+        """As Dialect.sleep. Level 1 keeps the weights in host memory."""
+        await call(self.client, "POST", "/sleep", params={"level": "1"})
+
+    async def wake(self) -> None:
+        """As Dialect.wake."""
+        await call(self.client, "POST", "/wake_up")
+
+    async def model(self) -> ServedModel:
+        """As Dialect.model."""
+        config = self.config.get("model_config") or {}
+        dtype = config.get("dtype")
+        return ServedModel(
+            path=config.get("model"),
+            dtype=str(dtype).removeprefix("torch.") if dtype else None,
+            max_context=self.max_context,
+        )
+
+    async def health(self) -> None:
+        """As Dialect.health. The second route asks the process that computes."""
+        await call(self.client, "GET", "/health")
+        await call(self.client, "GET", "/is_paused")
+
+
+async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]) -> Vllm:
+    """Find out what a server can do.
+
+    Args:
+        end_of_text: the model's tokens that end a text.
+
+    Raises:
+        EngineDied: it cannot be reached.
+        ServerRefused: it is no vLLM server.
+    """
+    page = await call(client, "GET", "/openapi.json") or {}
+    version = (await call(client, "GET", "/version") or {}).get("version", "of an unknown version")
+    models = await call(client, "GET", "/v1/models") or {}
+    (model, *_) = models.get("data") or [{}]
+    paths, schemas = page.get("paths", {}), page.get("components", {}).get("schemas", {})
+    completion = _fields(schemas, "CompletionRequest")
+    config = await _config(client) if "/server_info" in paths else {}
+    salted = "cache_salt" in completion or "cache_salt" in _fields(schemas, "GenerateRequest")
+    raw = (config.get("model_config") or {}).get("logprobs_mode") == "raw_logprobs"
+    vllm = Vllm(
+        client=client,
+        sampling=sampling,
+        stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
+        server=f"vLLM {version}",
+        model_name=str(model.get("id", "")),
+        max_context=model.get("max_model_len"),
+        route=COMPLETIONS,
+        abort_route=next(
+            (route for route in ("/abort_requests", "/inference/v1/abort_requests") if route in paths), None
+        ),
+        has_start="/start_weight_update" in paths,
+        has_label="weight_version" in _fields(schemas, "Body_finish_weight_update_finish_weight_update_post"),
+        asks_spans="return_weight_versions" in completion,
+        config=config,
+        capabilities=Capabilities(),
+        missing=(
+            *_missing(paths, config, sampling),
+            *(() if salted else ("the field cache_salt: update vLLM",)),
+        ),
+    )
+    if GENERATE in paths and await _streams(vllm):
+        vllm.route = GENERATE
+    tells_spans = vllm.asks_spans or (vllm.route == GENERATE and "WeightVersionSpan" in schemas)
+    vllm.capabilities = Capabilities(
+        version_spans=vllm.has_label and tells_spans,
+        sleep="/sleep" in paths and bool((config.get("model_config") or {}).get("enable_sleep_mode")),
+        sampling_mask=raw and sampling.temperature == 1,
+    )
+    return vllm
+
+
+def _missing(paths: Collection[str], config: Mapping[str, Any], sampling: SamplingSettings) -> list[str]:
+    missing = [f"the route {route}: {_DEV_MODE}" for route in _RL_ROUTES if route not in paths]
+    if not config:
+        return missing
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if backend != BACKEND:
+        missing.append(
+            f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps tailrace` there, "
+            f'and start it with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
+        )
+    wanted = logprobs_mode(sampling)
+    mode = (config.get("model_config") or {}).get("logprobs_mode", "raw_logprobs")
+    if mode != wanted and (sampling.temperature != 1 or wanted == "raw_logprobs"):
+        missing.append(f"log-probs of the right kind (it has {mode}): start it with --logprobs-mode {wanted}")
+    return missing
+
+
+async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
+    """The server's config; empty if it does not tell."""
+    try:
+        reply = await call(client, "GET", "/server_info", params={"config_format": "json"})
+    except ServerRefused:
+        return {}
+    config = reply.get("vllm_config") if isinstance(reply, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+async def _streams(vllm: Vllm) -> bool:
+    """Whether GENERATE answers with a stream: some versions have the route and refuse or do not stream."""
+    attempt = Attempt("tailrace-stream", [0], 1, seed=0, greedy=True, salt="tailrace")
+    vllm.route = GENERATE
+    _, body = vllm.request(attempt)
+    vllm.route = COMPLETIONS
+    try:
+        reply = await vllm.client.post(GENERATE, json=body, timeout=None)
+    except httpx.HTTPError as error:
+        raise EngineDied(f"{vllm.client.base_url}{GENERATE}: {describe(error)}") from error
+    return reply.status_code == 200 and reply.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def _fields(schemas: Mapping[str, Any], name: str) -> Collection[str]:
+    fields: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
+    return fields
+
+
+def _generate_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]:
+    """Of /inference/v1/generate. Each entry names its token, as a number or as "token_id:N"."""
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    named = [entry.get("token_id", entry.get("token")) for entry in entries]
+    if [int(str(name).removeprefix(_TOKEN_PREFIX)) for name in named] != ids:
+        raise ValueError(f"the log-probs are of the tokens {named}, not of {ids}")
+    return [float(entry["logprob"]) for entry in entries]
+
+
+def _completion_logprobs(choice: Mapping[str, Any]) -> list[float]:
+    return [float(each) for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()]
+
+
+def _finish(reason: str | None) -> Any:
+    if reason in (None, "stop", "length", "abort"):
+        return reason
+    raise ValueError(f"the finish reason {reason!r}")

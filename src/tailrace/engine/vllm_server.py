@@ -1,0 +1,121 @@
+"""The command line of a vLLM server that a run starts."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace import weights
+from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
+from tailrace.engine.vllm import logprobs_mode
+from tailrace.errors import ConfigError
+from tailrace.weights.vllm_plugin import BACKEND
+
+PYTHON_VARIABLE = "VLLM_PYTHON"
+_FIND = """
+from importlib.util import find_spec
+from pathlib import Path
+found = find_spec("vllm")
+if found:
+    files = Path(found.origin).parent.glob("entrypoints/**/*.py")
+    print("scale_out" if any("enable_scale_out" in file.read_text() for file in files) else "plain")
+"""
+"""Whether an environment has vLLM, and whether its server hides /inference/v1/generate without a flag. To
+import vLLM would take many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started.
+
+    Args:
+        env: environment variables beside those of this process.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmInstallation:
+    """A Python interpreter whose environment has vLLM."""
+
+    python: str
+    has_scale_out: bool
+
+    @classmethod
+    def find(cls, settings: VllmEngineSettings) -> "VllmInstallation":
+        """Find the one that the settings, or $VLLM_PYTHON, name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        python = settings.python or os.environ.get(PYTHON_VARIABLE)
+        remedy = f"name the interpreter of an environment with vLLM here or in ${PYTHON_VARIABLE}"
+        if not python:
+            raise ConfigError(
+                "engine.python", None, "the run must start vLLM and does not know with what", remedy
+            )
+        try:
+            done = subprocess.run([python, "-c", _FIND], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError("engine.python", python, f"it cannot be started ({error})", remedy) from error
+        if not (found := done.stdout.strip()):
+            raise ConfigError("engine.python", python, "its environment has no vLLM", remedy)
+        return cls(python, found == "scale_out")
+
+    def launch(
+        self,
+        settings: VllmEngineSettings,
+        sampling: SamplingSettings,
+        *,
+        model: Path,
+        max_context: int,
+        port: int,
+        plugins: Path,
+        devices: str | None,
+    ) -> Launch:
+        """The command line of one server on the loopback interface.
+
+        Args:
+            max_context: tokens of a prompt and its completion together.
+            plugins: the folder that `write_plugin` has written.
+            devices: CUDA_VISIBLE_DEVICES; None: as this process has it.
+        """
+        flags = {
+            "--model": str(model),
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": settings.dtype,
+            "--max-model-len": str(max_context),
+            "--max-num-seqs": str(settings.max_num_seqs),
+            "--tensor-parallel-size": str(settings.tensor_parallel_size),
+            "--logprobs-mode": logprobs_mode(sampling),
+            "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        }
+        words = [word for flag in flags.items() for word in flag]
+        words += ["--enable-prompt-tokens-details", *(["--enable-scale-out"] if self.has_scale_out else [])]
+        env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        module = ("-m", "vllm.entrypoints.openai.api_server")
+        return Launch((self.python, *module, *words, *settings.args), env | settings.env)
+
+
+def write_plugin(folder: Path) -> Path:
+    """Make this package a plug-in of vLLM for every Python that has the folder on its PYTHONPATH.
+
+    The folder has nothing but this package and its entry point, so that a server sees no other package of
+    this process's environment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    package = folder / "tailrace"
+    package.unlink(missing_ok=True)
+    package.symlink_to(Path(weights.__file__).parent.parent)
+    info = folder / "tailrace_plugin-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")
+    entry = f"{BACKEND} = tailrace.weights.vllm_plugin:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    return folder

@@ -1,0 +1,96 @@
+"""The lives of engines behind HTTP: servers that the run starts, or joins."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from tailrace.engine.dialect import Dialect
+from tailrace.engine.http import HttpEngine
+from tailrace.engine.self_test import Expected, check_policy, check_server
+from tailrace.engine.settings import SamplingSettings, ServerEngineSettings, VllmEngineSettings
+from tailrace.engine.vllm import detect
+from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.model_folder import context_length, end_of_text_ids, read_config
+from tailrace.weights.base import TensorInfo, Weights, expected_tensors
+from tailrace.workers.messages import ServerJob
+from tailrace.workers.server import JoinedServer, ManagedServer, free_port
+from tailrace.workers.trainer import RemoteTrainer
+
+
+class HttpEngines:
+    """Begins lives of the engines of one run.
+
+    Args:
+        model: the Hugging Face folder.
+        logs: receives the output of servers that are started.
+        min_context: tokens that a prompt and its completion may have together.
+        trainer: publishes the weights. It may still be starting.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        settings: ServerEngineSettings,
+        sampling: SamplingSettings,
+        *,
+        logs: Path,
+        min_context: int,
+        trainer: RemoteTrainer,
+    ) -> None:
+        self._model, self._settings, self._sampling = model, settings, sampling
+        self._logs, self._trainer = logs, trainer
+        self._end_of_text = end_of_text_ids(model)
+        vocabulary = read_config(model)["vocab_size"]
+        self._expected = Expected(settings, sampling, vocabulary, min_context)
+        self._tensors: Sequence[TensorInfo] = expected_tensors(model, settings.dtype)
+        self._compared: set[str] = set()
+        """Engines that were compared with the trainer."""
+        self._initial: Weights | None = None
+        self._comparing = asyncio.Lock()
+
+    async def begin(self, name: str, number: int) -> HttpEngine:
+        """Begin a life of engine `number`."""
+        settings = self._settings
+        server = JoinedServer(settings.urls[number]) if settings.urls else await self._start(name, number)
+        return HttpEngine(
+            name,
+            server,
+            self._detect,
+            max_completion_tokens=self._sampling.max_completion_tokens,
+            health_timeout_s=settings.health_timeout_s,
+            check=self._check,
+            send=self._trainer.send,
+            expected=self._tensors,
+            num_ranks=settings.tensor_parallel_size,
+        )
+
+    async def _start(self, name: str, number: int) -> ManagedServer:
+        settings, port = self._settings, free_port()
+        assert isinstance(settings, VllmEngineSettings)
+        launch = VllmInstallation.find(settings).launch(
+            settings,
+            self._sampling,
+            model=self._model,
+            max_context=context_length(self._model),
+            port=port,
+            plugins=write_plugin(self._logs / "vllm-plugin"),
+            devices=settings.devices[number] if settings.devices else None,
+        )
+        job = ServerJob(command=launch.command, env=dict(launch.env))
+        url = f"http://127.0.0.1:{port}"
+        return await ManagedServer.spawn(name, job, url=url, logs=self._logs, start_s=settings.start_s)
+
+    async def _detect(self, client: httpx.AsyncClient) -> Dialect:
+        return await detect(client, self._sampling, self._end_of_text)
+
+    async def _check(self, engine: HttpEngine) -> None:
+        await check_server(engine.connection, self._expected)
+        if engine.name in self._compared:
+            return
+        await self._trainer.ready()
+        async with self._comparing:
+            self._initial = self._initial or await self._trainer.publish(0)
+            await check_policy(engine, self._expected, self._initial, self._trainer.logprobs)
+        self._compared.add(engine.name)

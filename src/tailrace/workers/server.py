@@ -1,0 +1,100 @@
+"""Inference servers: those that a run starts and supervises, and those that it joins."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from tailrace.clock import waiting
+from tailrace.errors import WorkerDied
+from tailrace.workers.messages import FromServer, ServerJob
+from tailrace.workers.process import WorkerProcess
+
+ASK_EVERY_S = 0.25
+"""Seconds between two questions to a starting server."""
+
+
+class ManagedServer:
+    """A server that this run has started (engine/http.py: Server)."""
+
+    def __init__(self, process: WorkerProcess, url: str, start_s: float) -> None:
+        self.url = url
+        self._process, self._start_s = process, start_s
+
+    @classmethod
+    async def spawn(
+        cls, name: str, job: ServerJob, *, url: str, logs: Path, start_s: float
+    ) -> "ManagedServer":
+        """Start a server in a process group of its own.
+
+        Args:
+            url: where it will answer.
+            logs: the folder in which `<name>.log` receives its output.
+            start_s: seconds that it may take.
+        """
+        decoder = msgspec.msgpack.Decoder(FromServer)
+        module = "tailrace.workers.server_child"
+        return cls(await WorkerProcess.spawn(name, module, job, decoder, logs=logs), url, start_s)
+
+    async def ready(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            WorkerDied: it ended, with the end of its log, or did not answer in time.
+        """
+        ended = asyncio.ensure_future(self._process.last_words())
+        try:
+            with waiting(f"{self._process.name} to start"):
+                async with asyncio.timeout(self._start_s), httpx.AsyncClient(trust_env=False) as client:
+                    while not ended.done() and not await _is_well(client, self.url):
+                        await asyncio.wait([ended], timeout=ASK_EVERY_S)
+        except TimeoutError:
+            words = self._process.log_end()
+            problem = f"{self._process.name} did not answer within {self._start_s:g} s (engine.start_s)"
+            raise WorkerDied(f"{problem}; {words}") from None
+        finally:
+            ended.cancel()
+        if ended.done() and not ended.cancelled():
+            raise WorkerDied(ended.result())
+
+    async def died(self) -> str:
+        """Wait until it has ended. Returns its exit cause and the end of its log."""
+        return await self._process.last_words()
+
+    async def close(self) -> None:
+        """Kill it, with all processes that it has started."""
+        await self._process.close()
+
+
+class JoinedServer:
+    """A server that somebody else runs (engine/http.py: Server)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def ready(self) -> None:
+        """Nothing to wait for: whether it answers is found out by asking."""
+
+    async def died(self) -> str:
+        """Never returns: only a health check can tell."""
+        return str(await asyncio.get_running_loop().create_future())
+
+    async def close(self) -> None:
+        """Leave it as it is."""
+
+
+async def _is_well(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

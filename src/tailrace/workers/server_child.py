@@ -1,0 +1,39 @@
+"""The parent of an inference server that a run starts: it ends with the server, and the server with it.
+
+The server's own processes may start others, and may be killed at any time. This process adopts what they
+leave behind. When the controller lets go, or dies, it kills them all.
+"""
+
+import os
+import subprocess
+import threading
+
+from tailrace.workers.child import begin, end_with_controller
+from tailrace.workers.messages import ServerJob
+from tailrace.workers.orphans import adopt_orphans, kill_descendants
+
+_OURS = ("PYTHONPATH", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Environment variables that were set for this process alone (process.py)."""
+
+
+def main() -> None:
+    end, job = begin(ServerJob)
+    adopt_orphans()
+    inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+    server = subprocess.Popen(job.command, env={**inherited, **job.env})
+    end_with_controller(end, clean_up=kill_descendants)
+
+    def watch() -> None:
+        code = server.wait()
+        if code < 0:  # end in the same way
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+    threading.Thread(target=watch, name="end with server", daemon=True).start()
+    end.recv(1)  # nothing is ever sent: the controller lets go
+    kill_descendants()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Requests of every shape that the server's own schema allows, and of shapes that it does not."""
+
+from contextlib import suppress
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+
+
+def shortened(body):
+    """The same body, but without many long samples."""
+    if not isinstance(body, dict):
+        return body
+    limits = {"n": 2, "max_tokens": 4, "max_completion_tokens": 4}
+    body = {name: shortened(value) if name == "sampling_params" else value for name, value in body.items()}
+    long = {name for name, most in limits.items() if isinstance(body.get(name), int) and body[name] > most}
+    unlimited = {name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is None}
+    return body | {name: limits[name] for name in long | unlimited}
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_request_is_a_fault_of_the_server(server, http, mode):
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+    def answers(case):
+        http.post("/resume")  # generation waits while the server is paused
+        case.body = shortened(case.body)
+        reply = case.call(headers=dict(http.headers), timeout=60)
+        assert reply.status_code < 500, (case, reply.text)
+
+    operations = [each.ok() for each in schema.get_all_operations()]
+    assert len(operations) > 20
+    for operation in operations:
+        cases = operation.as_strategy(generation_mode=mode)
+        with suppress(Unsatisfiable):  # a route that takes nothing has no wrong requests
+            settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))(
+                given(cases)(answers)
+            )()

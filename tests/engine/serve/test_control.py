@@ -1,0 +1,222 @@
+"""Pauses, aborts and new weights under way."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serve_cases import generated
+
+from tailrace.engine.base import GenerationRequest, SamplingParams
+from tailrace.weights.base import Link, ProcessGroupSettings
+from tailrace.weights.process_group import ProcessGroupSender
+
+PROMPT = [3, 4, 5, 6]
+LINK = ("served", 1, 1)
+
+
+def update(http, info, label):
+    for route, body in (
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": info}),
+        ("/finish_weight_update", {"weight_version": label}),
+    ):
+        reply = http.post(route, json=body)
+        assert reply.status_code == 200, reply.text
+
+
+@pytest.fixture(autouse=True)
+def _as_before(http):
+    yield
+    assert http.post("/resume").json() == {"status": "resumed"}
+    http.post("/finish_weight_update")
+    update(http, {"location": "old"}, "default")
+
+
+class Stream:
+    """A stream of tokens that is read in a thread."""
+
+    def __init__(self, url, num_tokens, seed=0):
+        self.ids, self.spans, self.finish = [], [], None
+        self.begun = threading.Event()
+        self._url, self._sampling = url, {"max_tokens": num_tokens, "seed": seed, "logprobs": 1}
+        self.logprobs = []
+
+    def read(self):
+        body = {"token_ids": PROMPT, "stream": True, "sampling_params": self._sampling}
+        with httpx.stream("POST", f"{self._url}/inference/v1/generate", json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                if line in ("", "data: [DONE]"):
+                    continue
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                self.ids += choice["token_ids"]
+                self.logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                self.begun.set()
+                if choice["finish_reason"]:
+                    self.finish, self.spans = choice["finish_reason"], choice["weight_versions"]
+        return self
+
+
+def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server, http):
+    streams = [Stream(server.url, 400, seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        reading = [pool.submit(stream.read) for stream in streams]
+        for stream in streams:
+            stream.begun.wait(60)
+        assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).status_code == 200
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        update(http, {"location": "new/model.safetensors"}, "7")
+        assert http.post("/resume").status_code == 200
+        ended = [each.result(60) for each in reading]
+    assert http.get("/weight_info").json() == {"weight_version": "7"}
+    for stream in ended:
+        assert (stream.finish, len(stream.ids), len(stream.logprobs)) == ("length", 400, 400)
+        old, new = stream.spans
+        assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "7", 400)
+        assert 0 < old["end"] == new["start"] < 400
+
+
+@pytest.mark.parametrize(("clear", "kv"), [("false", "keep"), ("true", "recompute")])
+def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder, native, clear, kv):
+    stream = Stream(server.url, 400)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream.read)
+        stream.begun.wait(60)
+        http.post("/pause", params={"mode": "keep", "clear_cache": clear})
+        update(http, {"location": "new"}, "7")
+        http.post("/resume")
+        reading.result(60)
+    native.submit(GenerationRequest("x", PROMPT, (), 0, sampling=SamplingParams(400)))
+    for _ in range(stream.spans[0]["end"]):
+        native.step()
+    (first,) = native.load(load_file(folder / "weights/new/model.safetensors"), version=1, kv=kv)
+    rest = []
+    while not native.idle:
+        rest += native.step()
+    native.load(load_file(folder / "weights/old/model.safetensors"), version=0, kv="recompute")
+    assert stream.ids == first.ids + rest[0].ids
+    expected = first.behavior_logprobs + rest[0].behavior_logprobs
+    assert stream.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_pipelinerls_update_needs_no_pause(server, http, native):
+    stream = Stream(server.url, 400)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream.read)
+        stream.begun.wait(60)
+        assert http.post("/init_process_group", json={}).json() == {"status": "ok"}
+        reply = http.post("/request_weight_update", json={"version": 9, "location": "new"})
+        assert reply.json() == {"status": "ok"}
+        reading.result(60)
+    assert [span["version"] for span in stream.spans] == ["default", "9"]
+
+
+def test_weights_arrive_over_a_process_group(http, folder, native):
+    tensors = load_file(folder / "weights/new/model.safetensors")
+    sender = ProcessGroupSender(ProcessGroupSettings(timeout_s=30))
+    weights = sender.publish(tensors, 3)
+    manifest = [[info.name, list(info.shape), info.dtype] for info in weights.tensors]
+    http.post(
+        "/init_weight_transfer_engine", json={"init_info": {"location": weights.location, "link": LINK}}
+    )
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, 3, Link(*LINK))
+        update(http, {"tensors": manifest}, "3")
+        sending.result(60)
+    sender.close()
+    native.load(tensors, version=3, kv="recompute")
+    (expected,) = generated(native, [PROMPT], 20, greedy=True)
+    native.load(load_file(folder / "weights/old/model.safetensors"), version=0, kv="recompute")
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20, "temperature": 0}}
+    (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["token_ids"] == expected.ids
+    assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 20}]
+    http.post("/init_weight_transfer_engine", json={"init_info": {}})
+
+
+def test_a_pause_that_aborts_ends_requests_with_their_tokens(server, http):
+    stream = Stream(server.url, 500)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream.read)
+        stream.begun.wait(60)
+        assert http.post("/pause", params={"mode": "abort"}).json() == {"status": "paused"}
+        reading.result(60)
+    assert stream.finish == "abort"
+    assert 0 < len(stream.ids) < 500
+
+
+def test_a_pause_that_waits_completes_requests_and_holds_new_ones(server, http):
+    first, second = Stream(server.url, 400), Stream(server.url, 5)
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(first.read)
+        first.begun.wait(60)
+        assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+        assert reading.result(60).finish == "length"
+        held = pool.submit(second.read)
+        update(http, {"location": "new"}, "8")
+        http.post("/resume")
+        held.result(60)
+    assert [span["version"] for span in second.spans] == ["8"]
+
+
+def test_a_sleeping_server_says_so_and_wakes(http):
+    assert http.post("/sleep", params={"level": 1}).json() == {"status": "sleeping", "level": 1}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert http.post("/wake_up").json() == {"status": "awake"}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_an_update_has_a_start_and_ends_once(http):
+    for route, body in (
+        ("/update_weights", {"update_info": {"location": "new"}}),
+        ("/finish_weight_update", None),
+    ):
+        reply = http.post(route, json=body)
+        assert (reply.status_code, "no update was started" in reply.text) == (400, True)
+    assert http.post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
+    assert "an update is under way" in http.post("/start_weight_update").text
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NAME), f"1 missing: {NAME}"),
+        (lambda t: t.update(extra=torch.zeros(2)), "1 not in the model: extra"),
+        (lambda t: t.update({NAME: t[NAME][:1]}), f"1 of another shape: {NAME} [1, 32] in place of [48, 32]"),
+        (lambda t: t.update({NAME: t[NAME].half()}), f"1 of another type: {NAME} F16 in place of float32"),
+    ],
+)
+def test_other_tensors_are_refused_and_the_old_weights_stay(http, folder, native, change, message):
+    tensors = load_file(folder / "weights/new/model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "weights" / "other.safetensors")
+    http.post("/start_weight_update")
+    reply = http.post("/update_weights", json={"update_info": {"location": "other.safetensors"}})
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20, "temperature": 0}}
+    (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["token_ids"] == generated(native, [PROMPT], 20, greedy=True)[0].ids
+    assert http.post("/start_weight_update").status_code == 200  # the failed update is over
+
+
+def test_a_transport_that_the_server_lacks_is_refused(http):
+    info = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
+    reply = http.post("/init_weight_transfer_engine", json={"init_info": info})
+    assert "the transport of this server has no master_address" in reply.json()["error"]["message"]
+
+
+def test_an_address_where_nobody_sends_fails_and_the_server_goes_on(http, folder):
+    tensors = load_file(folder / "weights/new/model.safetensors")
+    manifest = [[name, list(t.shape), "float32"] for name, t in tensors.items()]
+    location = "gloo://127.0.0.1:9/?bucket_bytes=1000&timeout_s=1"
+    http.post("/start_weight_update")
+    reply = http.post("/update_weights", json={"update_info": {"location": location, "tensors": manifest}})
+    assert reply.status_code == 400
+    assert "did not send version" in reply.json()["error"]["message"]

@@ -1,0 +1,192 @@
+"""Who may change weights and state, and what the server makes of hostile requests and files."""
+
+import asyncio
+import pickle
+import stat
+
+import httpx
+import pytest
+from serve_cases import TOKEN, served
+
+from tailrace.cli import main
+from tailrace.engine.serve.guard import Guard
+from tailrace.engine.serve.settings import ServeSettings
+
+OPEN_POSTS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+
+
+@pytest.fixture
+def anonymous(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}", TOKEN])
+def test_no_route_that_changes_something_answers_without_the_token(http, anonymous, header):
+    paths = http.get("/openapi.json").json()["paths"]
+    changing = {path for path, methods in paths.items() if "post" in methods} - OPEN_POSTS
+    assert {"/pause", "/update_weights", "/request_weight_update", "/abort_requests", "/sleep"} <= changing
+    headers = {} if header is None else {"authorization": header}
+    for path in changing:
+        reply = anonymous.post(path, headers=headers, json={})
+        assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), path
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize("path", ["/pause/", "//pause", "/nothing", "/v1/%2e%2e/pause", "/docs", "/static/x"])
+def test_unknown_paths_need_the_token_too(anonymous, path):
+    assert anonymous.post(path).status_code == 401
+
+
+def guarded(path, *, all_guarded, **headers):
+    """The status that a request gets from a Guard before a route that answers 200."""
+    sent = []
+
+    async def route(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    guard = Guard(route, token=TOKEN, max_body_bytes=10, all_guarded=all_guarded)
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(guard({"type": "http", "path": path, "headers": encoded}, receive, send))
+    return sent[0]["status"]
+
+
+def test_beyond_loopback_only_health_is_open():
+    for path in ("/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/pause"):
+        assert guarded(path, all_guarded=True) == 401
+        assert guarded(path, all_guarded=True, authorization=f"Bearer {TOKEN}") == 200
+    assert guarded("/health", all_guarded=True) == 200
+    assert guarded("/v1/completions", all_guarded=False) == 200
+
+
+def test_the_server_listens_on_loopback_unless_told_otherwise(server):
+    assert server.url.startswith("http://127.0.0.1:")
+    assert ServeSettings(served_model_name="x").host == "127.0.0.1"
+
+
+def test_a_body_that_is_too_large_is_refused(http):
+    small = http.get("/version").status_code
+    assert small == 200
+    body = b'{"prompt": "' + b"a" * 2**25 + b'"}'
+    assert http.post("/v1/completions", content=body).status_code == 413
+    chunks = (body[start : start + 2**20] for start in range(0, len(body), 2**20))
+    json = {"content-type": "application/json"}
+    assert http.post("/v1/completions", content=chunks, headers=json).status_code == 413
+    assert guarded("/health", all_guarded=False, **{"content-length": "-1"}) == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": [1], "temperature": NaN}',
+        b'{"prompt": [1], "seed": 1e400}',
+        b'{"prompt": [1], "\\ud800": 1, "n": "\\ud800"}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": [[]]}',
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/inference/v1/generate", "/update_weights"])
+def test_a_malformed_body_is_the_clients_error(http, route, body):
+    reply = http.post(route, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+class Exploit:
+    def __reduce__(self):
+        return (exit, (1,))
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("weights.pt", "is not a .safetensors file; no other format is read"),
+        ("pickled.safetensors", "cannot be read"),
+        ("truncated.safetensors", "cannot be read"),
+        ("nothing.safetensors", "there is no 'nothing.safetensors' below"),
+        ("../model/model.safetensors", "there is no '../model/model.safetensors' below"),
+        ("{outside}", "below the server's --weights-folder"),
+        ("link.safetensors", "there is no 'link.safetensors' below"),
+        ("linked", "below the server's --weights-folder"),
+        ("/etc", "there is no '/etc' below"),
+        ("new/config.json", "is not a .safetensors file"),
+        ("..", "there is no '..' below"),
+        ("empty", "the folder has no safetensors weights"),
+        ("new\0", "there is no 'new\\x00' below"),
+        ("x" * 5000, "below the server's --weights-folder"),
+        (7, "location: Input should be a valid string"),
+    ],
+)
+def test_only_safetensors_below_the_folder_are_read(http, folder, location, message):
+    weights, outside = folder / "weights", folder / "model" / "model.safetensors"
+    (weights / "weights.pt").write_bytes(pickle.dumps(Exploit()))
+    (weights / "pickled.safetensors").write_bytes(pickle.dumps(Exploit()))
+    (weights / "truncated.safetensors").write_bytes(outside.read_bytes()[:5000])
+    for name in ("linked", "empty"):
+        (weights / name).mkdir(exist_ok=True)
+    for link in ("link.safetensors", "linked/model.safetensors"):
+        if not (weights / link).is_symlink():
+            (weights / link).symlink_to(outside)
+    if isinstance(location, str):
+        location = location.format(outside=outside)
+    reply = http.post("/request_weight_update", json={"version": 1, "location": location})
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+    assert http.get("/weight_info").json() == {"weight_version": "default"}
+
+
+def test_without_a_token_the_server_makes_one_in_a_file_for_its_user_alone(folder, tmp_path):
+    file = tmp_path / "token"
+    with served(folder / "model", "--token-file", str(file), token=None) as server:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        token = file.read_text().strip()
+        assert len(token) >= 32
+        headers = {"authorization": f"Bearer {token}"}
+        assert httpx.post(f"{server.url}/pause", headers=headers, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/pause", timeout=60).status_code == 401
+        # It was started without --weights-folder.
+        body = {"version": 1, "location": str(folder / "weights/new")}
+        refused = httpx.post(f"{server.url}/request_weight_update", headers=headers, json=body, timeout=60)
+        assert "this server reads no files; start it with --weights-folder" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "99999"], "--port = 99999: Input should be less than or equal to 65535"),
+        (["--dtype", "int8"], "--dtype = 'int8'"),
+        (["--device", "tpu"], "--device = 'tpu'"),
+        (["--weights-folder", "/nowhere"], "--weights-folder = '/nowhere': there is no such folder"),
+        (["--run.rounds", "3"], "--run.rounds = '3': serve has no config to override"),
+        (["--host", "192.0.2.1"], "--host, --port = '192.0.2.1:8000': the server cannot listen there"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_model_is_loaded(
+    folder, capsys, monkeypatch, options, message
+):
+    monkeypatch.setenv("TAILRACE_TOKEN", TOKEN)
+    assert main(["serve", str(folder / "model"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_weak_token_is_refused_and_not_shown(folder, capsys, monkeypatch):
+    monkeypatch.setenv("TAILRACE_TOKEN", "secret")
+    assert main(["serve", str(folder / "model")]) == 2
+    error = capsys.readouterr().err
+    assert "at least 16 printable ASCII characters" in error
+    assert "secret" not in error
