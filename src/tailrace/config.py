@@ -39,17 +39,8 @@ _KINDS = (
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *(
-        "trainer.*",
-        "engine.*",
-        "weights.*",
-        "host.*",
-        "broker.*",
-        "ledger.*",
-        "record.*",
-        "sim.*",
-        "compare.*",
-    ),
+    *("trainer.*", "engine.*", "weights.*", "host.*", "broker.*"),
+    *("ledger.*", "record.*", "sim.*", "compare.*"),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
 reward means, or what is learnt."""
