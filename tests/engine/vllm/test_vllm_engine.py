@@ -12,8 +12,10 @@ from vllm_cases import NUM_TOKENS, Models, Servers, joined, logprobs, told_count
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from tailrace.engine.base import Engine
+from tailrace.engine.connection import Connection
+from tailrace.engine.dialect import Attempt
 from tailrace.errors import WeightsRefused
-from tailrace.types import KV, Sample
+from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import TensorInfo, Weights
 
 pytestmark = pytest.mark.vllm
@@ -71,21 +73,21 @@ def test_new_weights_in_flight_change_what_32_sequences_compute_and_nothing_else
     servers: Servers, kv: KV
 ) -> None:
     async def main() -> None:
-        engine, dialect = servers.engines[0], servers.dialects[0]
-        samples, known = fresh_samples(32), len(dialect.record)
+        engine, record = servers.engines[0], servers.records[0]
+        samples, known = fresh_samples(32), len(record)
         generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
         await all_under_way(samples, 20)
         await engine.load(servers.models.weights(1), kv=kv)
         assert all(sample.finish_reason is None for sample in samples)
         await generation
-        told = list(dialect.record.values())[known:]
+        told = list(record.values())[known:]
         assert len(told) == 32  # nothing was asked for twice
-        record = {tuple(told_ids(events)): told_spans(events) for events in told}
+        by_tokens = {tuple(told_ids(events)): told_spans(events) for events in told}
         worst = 0.0
         for sample in samples:
             assert sample.num_tokens == NUM_TOKENS
             assert [span.version for span in sample.spans] == [0, 1]
-            assert sample.spans == record[tuple(sample.completion_ids)]
+            assert sample.spans == by_tokens[tuple(sample.completion_ids)]
             reference = mixed_logprobs(servers.models, sample, kv)
             pairs = zip(sample.behavior_logprobs, reference, strict=True)
             worst = max(worst, *(abs(mine - theirs) for mine, theirs in pairs))
@@ -95,7 +97,7 @@ def test_new_weights_in_flight_change_what_32_sequences_compute_and_nothing_else
 
 
 def test_over_10000_tokens_with_aborts_and_updates_the_samples_are_what_the_servers_say(
-    servers: Servers,
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def live(sample: Sample, chance: random.Random) -> int:
         num_cancelled = 0
@@ -121,42 +123,33 @@ def test_over_10000_tokens_with_aborts_and_updates_the_samples_are_what_the_serv
 
     async def main() -> None:
         chance = random.Random(0)
-        known = [len(dialect.record) for dialect in servers.dialects]
         counted = sum(engine.usage().num_generated for engine in servers.engines)
         samples = fresh_samples(64)
         publishing = asyncio.create_task(publish(chance))
         num_cancelled = sum(await asyncio.gather(*(live(sample, chance) for sample in samples)))
         publishing.cancel()
         await asyncio.wait([publishing])
-        told = [
-            events
-            for dialect, already in zip(servers.dialects, known, strict=True)
-            for events in list(dialect.record.values())[already:]
-        ]
         num_tokens = sum(sample.num_tokens for sample in samples)
         assert num_tokens == 64 * NUM_TOKENS > 10_000
         assert num_cancelled > 0
         assert sum(engine.usage().num_generated for engine in servers.engines) - counted == num_tokens
-        assert sum(told_count(events) for events in told) == num_tokens
+        record = {id: events for each in servers.records for id, events in each.items()}
         for sample in samples:
-            assert_put_together(sample, told)
+            told = [record[id] for id in asked[sample] if id in record]
+            assert sample.completion_ids == [id for events in told for id in told_ids(events)]
+            assert sample.spans == joined([span for events in told for span in told_spans(events)])
+            assert sum(told_count(events) for events in told) == sample.num_tokens
 
+    asked: dict[Sample, list[str]] = {}
+
+    def noting(connection: Connection, sample: Sample, max_tokens: int, version: int) -> Attempt:
+        attempt = ask(connection, sample, max_tokens, version)
+        asked.setdefault(sample, []).append(f"generate-tokens-{attempt.id}")
+        return attempt
+
+    ask = Connection.attempt
+    monkeypatch.setattr(Connection, "attempt", noting)
     servers.run(main())
-
-
-def assert_put_together(sample: Sample, told: list[list[dict]]) -> None:
-    """A sample is the outputs of some requests, one after another, with the versions the server gives."""
-    spans, start = [], 0
-    while start < sample.num_tokens:
-        rest = sample.completion_ids[start:]
-        (events,) = [
-            each for each in told if told_ids(each) and told_ids(each) == rest[: len(told_ids(each))]
-        ] or [None]
-        assert events is not None, f"no server says what follows token {start} of {sample.id}"
-        told.remove(events)
-        spans += told_spans(events)
-        start += len(told_ids(events))
-    assert joined(spans) == sample.spans
 
 
 def test_misshapen_weights_are_refused_before_the_server_is_asked(servers: Servers) -> None:
@@ -172,14 +165,13 @@ def test_a_transfer_that_fails_leaves_the_old_weights(servers: Servers) -> None:
     async def main() -> None:
         engine = servers.engines[0]
         (sample,) = fresh_samples(1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tailrace.engine.supervised.TRANSFERS", 10)
-            loading = asyncio.create_task(engine.load(Weights(1, "/nowhere.safetensors"), kv="keep"))
-            await asyncio.sleep(1.0)
-            await engine.load(servers.models.weights(2), kv="keep")
-            loading.cancel()
-            await asyncio.wait([loading])
+        failing = asyncio.create_task(engine.load(Weights(1, "/nowhere.safetensors"), kv="keep"))
+        await asyncio.sleep(0.5)
         await engine.generate(sample)
+        assert sample.spans == [Span(0, NUM_TOKENS)]
+        await engine.load(servers.models.weights(2), kv="keep")  # the owner sends the newest weights
+        await failing
+        assert engine.state == "open"
         reference = logprobs(servers.models.inner[0], sample)
         assert sample.behavior_logprobs == pytest.approx(reference, abs=TOLERANCE)
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,19 @@ SETTINGS = VllmEngineSettings(
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
 
+Record = dict[str, list[Mapping[str, Any]]]
+
+
+@dataclass(slots=True)
 class RecordingVllm(Vllm):
     """Keeps the raw events of each request: the server's own record."""
+
+    record: Record = field(default_factory=dict)
 
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
         if "request_id" in event:  # else it is an error
             self.record.setdefault(str(event["request_id"]), []).append(event)
-        return super().chunk(event, num_received)
-
-    @property
-    def record(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The events by request, in the order of the requests."""
-        return RECORDS.setdefault(id(self), {})
-
-
-RECORDS: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
+        return Vllm.chunk(self, event, num_received)
 
 
 @dataclass
@@ -82,7 +80,8 @@ class Servers:
     models: Models
     engines: list[SupervisedEngine]
     urls: list[str]
-    dialects: list[RecordingVllm] = field(default_factory=list)
+    records: list[Record] = field(default_factory=lambda: [{}, {}])
+    """What each server has said, by request, in the order of the requests."""
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Drive a test. The engines are idle afterwards, and have version 0 again."""
@@ -121,9 +120,9 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
 
     async def recording(client: httpx.AsyncClient) -> RecordingVllm:
         found = await detect(client, SAMPLING, ())
-        fields = {name: getattr(found, name) for name in found.__dataclass_fields__ if name[0] != "_"}
-        servers.dialects.append(RecordingVllm(**fields))
-        return servers.dialects[-1]
+        given = {each.name: getattr(found, each.name) for each in fields(found) if each.init}
+        record = servers.records[servers.urls.index(str(client.base_url).rstrip("/"))]
+        return RecordingVllm(**given, record=record)
 
     async def trainer_logprobs(sample: Sample) -> list[float]:
         return logprobs(models.inner[0], sample)
