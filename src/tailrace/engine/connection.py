@@ -49,7 +49,8 @@ class Connection:
         self.name, self.url, self.timeout_s = name, url, timeout_s
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # No connection is used twice: a server may close an idle one at the moment of the next request.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, read=None, pool=None)
         token = os.environ.get(TOKEN_VARIABLE)
         headers = {"authorization": f"Bearer {token}"} if token else {}
