@@ -15,7 +15,13 @@ from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
 GENERATE = "/generate"
-_ROUTES = (GENERATE, "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
+_ROUTES = (
+    GENERATE,
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+)
 _NO_OVERLAP = (
     "the flag --disable-overlap-schedule: without it a forward pass may still run while weights are loaded"
 )
