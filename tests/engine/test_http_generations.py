@@ -38,7 +38,7 @@ from tailrace.weights.filesystem import FilesystemSender
 every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 each_server = pytest.mark.parametrize("generation", ["vllm-0.18", "vllm-0.33", "sglang-0.5.23"])
 Publish = Callable[[int], Weights]
-SLOW = {"step_s": 0.02}
+SLOW = {"step_s": 0.006}
 """Decode steps that leave time to do something between them."""
 
 
@@ -74,10 +74,15 @@ def supervised_client(engine: supervision.SupervisedEngine) -> Any:
     return life.connection.client
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Wait until something is true."""
+    while not true():  # noqa: ASYNC110  # the server is in another thread
+        await asyncio.sleep(0.01)
+
+
 async def arrived(samples: list[Sample], num: int = 3) -> None:
     """Wait until every sample has some tokens."""
-    while any(sample.num_tokens < num for sample in samples):
-        await asyncio.sleep(0.001)
+    await until(lambda: all(sample.num_tokens >= num for sample in samples))
 
 
 def num_tokens(samples: list[Sample]) -> int:
@@ -119,8 +124,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
                     while sample.finish_reason is None:
                         task = asyncio.ensure_future(router.serve(sample))
                         target = sample.num_tokens + chance.randint(1, NUM_TOKENS)
-                        while not task.done() and sample.num_tokens < target:
-                            await asyncio.sleep(0.01)
+                        await until(lambda: task.done() or sample.num_tokens >= target)
                         task.cancel()
                         with suppress(asyncio.CancelledError):
                             await task
@@ -128,8 +132,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
                 async def update() -> None:
                     kvs: list[KV] = ["keep", "recompute", "recompute", "keep"]
                     for version, kv in enumerate(kvs, start=1):
-                        while num_tokens(samples) < version * 2000:
-                            await asyncio.sleep(0.01)
+                        await until(lambda: num_tokens(samples) >= version * 2000)
                         weights = publish(version)
                         await asyncio.gather(*(engine.load(weights, kv=kv) for engine in engines))
 
@@ -190,9 +193,8 @@ def test_an_update_in_flight_ends_nothing_and_signs_the_tokens_after_it(
             assert after[0].spans == [Span(1, NUM_TOKENS)]
             compare_with_records(samples, [fake])
             assert fake.model.violations == []
-            running = fake.model.requests[-4:-1] if kv == "keep" else fake.model.requests[-7:]
-            computed = sum(request.num_prefills for request in running if request.ids[0] != 4)
-            assert computed == (3 if kv == "keep" else 6)
+            num_prefills = sum(each.num_prefills for each in fake.model.requests if each.ids[0] in (1, 2, 3))
+            assert num_prefills == (3 if kv == "keep" else 6)
             assert salts_of(fake.model.requests)[-1] == "1"
 
     run(main())
@@ -221,8 +223,7 @@ def test_a_server_that_somebody_else_has_paused_is_waited_for(mode: str, model: 
                 client = supervised_client(engine)
                 await client.post("/pause", params={"mode": mode})
                 task = asyncio.ensure_future(engine.generate(sample))
-                while fake.calls.count("/inference/v1/generate") < 4:
-                    await asyncio.sleep(0.01)
+                await until(lambda: fake.calls.count("/inference/v1/generate") >= 4)
                 await client.post("/resume")
                 await task
             assert sample.num_tokens == NUM_TOKENS
@@ -274,7 +275,7 @@ def test_a_server_that_dies_in_mid_stream_loses_nothing_that_was_reported(
             async with connected(one, two) as engines:
                 router, samples = Router(engines, Recorder()), distinct_samples(8)
                 serving = asyncio.gather(*map(router.serve, samples))
-                await arrived([sample for sample in samples if sample.engine == "engine-0"])
+                await arrived(samples)
                 one.die()
                 await serving
                 assert engines[0].state == "dead"
@@ -292,7 +293,7 @@ def test_a_server_that_hangs_is_found_by_the_health_check(generation: str, model
             async with connected(one, two, timeout_s=1.0) as engines:
                 router, samples = Router(engines, Recorder()), distinct_samples(4)
                 serving = asyncio.gather(*map(router.serve, samples))
-                await arrived([sample for sample in samples if sample.engine == "engine-0"])
+                await arrived(samples)
                 one.hang()
                 await serving
                 assert "has not answered for 1 s" in engines[0].why_dead
