@@ -15,7 +15,8 @@ from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
 GENERATE = "/generate"
-_ROUTES = (GENERATE, "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
+UPDATE = "/update_weights_from_disk"
+_ROUTES = (GENERATE, "/abort_request", "/pause_generation", "/continue_generation", UPDATE)
 _NO_OVERLAP = (
     "the flag --disable-overlap-schedule: without it a forward pass may still run while weights are loaded"
 )
@@ -151,11 +152,10 @@ class Sglang:
         await call(self.client, "GET", "/server_info")
 
     async def _load(self, folder: str, label: str, *, flush: bool) -> None:
-        route = "/update_weights_from_disk"
         body = {"model_path": folder, "weight_version": label, "flush_cache": flush}
-        reply = await call(self.client, "POST", route, body=body)
+        reply = await call(self.client, "POST", UPDATE, body=body)
         if not isinstance(reply, dict) or not reply.get("success"):
-            raise ServerRefused(f"POST {self.client.base_url}{route}", 200, str(reply))
+            raise ServerRefused(f"POST {self.client.base_url}{UPDATE}", 200, str(reply))
 
     async def _info(self) -> Mapping[str, Any]:
         info: Mapping[str, Any] = await call(self.client, "GET", "/model_info") or {}

@@ -1,5 +1,6 @@
 """Engines connected to fake servers, and the comparison of their records."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from helpers.fakes.server import FakeServer
 from helpers.fakes.sglang import FakeSglang
 from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import VOCABULARY
-
 from tailrace.engine import sglang, vllm
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.http import HttpEngine
@@ -33,7 +33,11 @@ def fake_server(generation: str, model: Path, **options: Any) -> FakeServer:
 
 
 def http_engine(
-    fake: FakeServer, sampling: SamplingSettings | None = None, *, name: str = "engine-0", timeout_s: float = 20.0
+    fake: FakeServer,
+    sampling: SamplingSettings | None = None,
+    *,
+    name: str = "engine-0",
+    timeout_s: float = 20.0,
 ) -> HttpEngine:
     """An engine that joins a fake. Which kind of server it is, is all that it is told."""
     sampling = sampling or SamplingSettings(max_completion_tokens=NUM_TOKENS)
@@ -59,13 +63,15 @@ async def _is_in_files(weights: Weights, link: Link) -> None:
 
 @asynccontextmanager
 async def connected(*fakes: FakeServer, **options: Any) -> AsyncIterator[list[SupervisedEngine]]:
-    """An open engine for each fake."""
+    """An open engine for each fake, restarted when it dies."""
     async with AsyncExitStack() as stack:
         engines = []
         for number, fake in enumerate(fakes):
             engines.append(engine := supervised(fake, f"engine-{number}", **options))
-            await engine.open()
             stack.push_async_callback(engine.close)
+            await engine.open()
+            keeping = asyncio.ensure_future(engine.keep(start_s=30))
+            stack.callback(keeping.cancel)
         yield engines
 
 
@@ -107,7 +113,9 @@ def compare_with_records(samples: Sequence[Sample], fakes: Sequence[FakeServer])
     truth = Truth()
     for sample in samples:
         prompt = list(sample.prompt.ids)
-        requests = [each for fake in fakes for each in fake.model.requests if each.ids[: len(prompt)] == prompt]
+        requests = [
+            each for fake in fakes for each in fake.model.requests if each.ids[: len(prompt)] == prompt
+        ]
         requests.sort(key=lambda request: request.order)
         starts = [len(request.ids) - len(prompt) for request in requests]
         versions = [span.version for span in sample.spans for _ in range(span.num_tokens)]

@@ -105,7 +105,9 @@ print("PAGE", json.dumps(page))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="an interpreter that has the requirements of vLLM")
     parser.add_argument("--only", choices=PACKAGES, help="this version alone")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels that were downloaded before")
@@ -135,7 +137,15 @@ def find_wheel(package: str, folder: Path) -> Path:
     name, _, version = package.partition("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
-        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "-d", str(folder), package)
+        pip(
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version=3.12",
+            "-d",
+            str(folder),
+            package,
+        )
     (wheel,) = folder.glob(pattern)
     return wheel
 

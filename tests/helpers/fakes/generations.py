@@ -34,7 +34,12 @@ class Generation:
     flush_asserts: bool = False
 
 
-_OLD = {"names_tokens": "token", "has_spans": False, "rejects_while_paused": False, "ends_aborted_streams": False}
+_OLD = {
+    "names_tokens": "token",
+    "has_spans": False,
+    "rejects_while_paused": False,
+    "ends_aborted_streams": False,
+}
 GENERATIONS = {
     "vllm-0.18": Generation("vllm", "0.18.1", streams_generate=False, hides_generate=False, **_OLD),
     "vllm-0.22": Generation("vllm", "0.22.0", starts_with_body=True, hides_generate=False, **_OLD),

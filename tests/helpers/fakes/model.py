@@ -75,6 +75,7 @@ class Model:
         """No step is computed: the server is paused, asleep or hung."""
         self.has_weights = True
         """False while an update is under way, and after a sleep that gave them up."""
+        self.ignores_salt = False
         self.violations: list[str] = []
         """What a real server would have answered with garbage."""
         self._cache: dict[tuple[str, int], int] = {}
@@ -127,7 +128,10 @@ class Model:
 
     def _prefill(self, request: Request) -> None:
         ids = [*request.ids, *request.tokens]
-        blocks = [(request.salt, _checksum(ids[:end])) for end in range(BLOCK, len(ids), BLOCK)]
+        blocks = [
+            ("" if self.ignores_salt else request.salt, _checksum(ids[:end]))
+            for end in range(BLOCK, len(ids), BLOCK)
+        ]
         cached = list(itertools.takewhile(self._cache.__contains__, blocks))
         # A request that waits during an update may keep the prefix that it had a claim to, as a running one.
         if any(self._cache[block] < request.version_at_arrival for block in cached):

@@ -19,9 +19,7 @@ def _page(generation: str) -> dict[str, Any]:
 
 @cache
 def _validator(generation: str, schema: str) -> Any:
-    return jsonschema_rs.validator_for(
-        {**json.loads(schema), "components": _page(generation)["components"]}
-    )
+    return jsonschema_rs.validator_for({**json.loads(schema), "components": _page(generation)["components"]})
 
 
 class Page:

@@ -38,7 +38,12 @@ class FakeSglang(FakeServer):
         **options: Any,
     ) -> None:
         super().__init__(generation, model, **options)
-        self.overlap, self.incremental, self.memory_saver, self.lies = overlap, incremental, memory_saver, lies
+        self.overlap, self.incremental, self.memory_saver, self.lies = (
+            overlap,
+            incremental,
+            memory_saver,
+            lies,
+        )
         self.model_path = model
         self.paused: str | None = None
         self.released = False
@@ -74,7 +79,9 @@ class FakeSglang(FakeServer):
         sampling, rid, ids = body["sampling_params"], body["rid"], list(body["input_ids"])
         if rid in self.known and self.known[rid].finish is None:
             raise Refusal(400, {"error": {"message": f"Duplicate request ID: {rid}"}})
-        stop_ids = frozenset() if sampling.get("ignore_eos") else frozenset(sampling.get("stop_token_ids") or ())
+        stop_ids = (
+            frozenset() if sampling.get("ignore_eos") else frozenset(sampling.get("stop_token_ids") or ())
+        )
         seed = None if sampling.get("temperature") == 0 else sampling.get("sampling_seed")
         salt = body.get("cache_salt") or body.get("extra_key") or ""
         request = Request(rid, ids, sampling.get("max_new_tokens", 128), stop_ids, seed, salt)

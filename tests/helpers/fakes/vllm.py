@@ -151,7 +151,9 @@ class FakeVllm(FakeServer):
         self.refuse_if_due()
         if self.paused in ("abort", "wait") and self.generation.rejects_while_paused:
             message = "Generation is paused. Please retry after it resumes."
-            raise Refusal(503, {"error": {"message": message, "type": "ServiceUnavailableError", "code": 503}})
+            raise Refusal(
+                503, {"error": {"message": message, "type": "ServiceUnavailableError", "code": 503}}
+            )
         if body.get("model") not in (None, str(self.folder)):
             raise Refusal(404, {"error": {"message": "The model does not exist.", "code": 404}})
         max_tokens = sampling.get("max_tokens") or 16
@@ -168,7 +170,9 @@ class FakeVllm(FakeServer):
 
     async def abort_requests(self, body: Body, query: Query) -> Response:
         wanted = body.get("request_ids")
-        found = [each for each in self.model.requests if each.finish is None and (not wanted or each.id in wanted)]
+        found = [
+            each for each in self.model.requests if each.finish is None and (not wanted or each.id in wanted)
+        ]
         for request in found:
             self.model.abort(request)
         return JSONResponse({"status": "aborted", "aborted": len(found)})
