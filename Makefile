@@ -21,7 +21,7 @@ quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest --numprocesses 2 --ignore tests/docs/test_your_own_run.py
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/docs/test_your_own_run.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -71,7 +71,7 @@ def serve(
         vocab_size=read_config(model)["vocab_size"],
         kv_cache_tokens=engine.kv_cache_tokens,
     )
-    server = _Server(served, engine, settings, tokenizer, _token(token_file))
+    server = _Server(served, engine, settings, tokenizer, bearer_token(token_file))
     clock.run(server.run(), virtual=False)
 
 
@@ -95,15 +95,15 @@ class _Server:
             sampling=sampling,
             report_every_s=REPORT_EVERY_S,
         )
-        with self._listening() as listening, TemporaryDirectory(prefix="tailrace-serve-") as logs:
+        with self._bound() as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
             process = await ServedEngine.spawn("engine", job, logs=Path(logs))
             try:
                 await process.ready()
-                await self._serve(process, listening)
+                await self._serve(process, bound)
             finally:
                 await process.close()
 
-    async def _serve(self, process: ServedEngine, listening: socket.socket) -> None:
+    async def _serve(self, process: ServedEngine, bound: socket.socket) -> None:
         import uvicorn
 
         from tailrace.engine.serve.app import make_app
@@ -121,11 +121,11 @@ class _Server:
             received.append(signal)
             server.should_exit = True  # it looks at this several times a second
 
-        serving = asyncio.ensure_future(server.serve([listening]))
+        serving = asyncio.ensure_future(server.serve([bound]))
         died = asyncio.ensure_future(process.died())
         died.add_done_callback(lambda _: setattr(server, "should_exit", True))
         with signals_received(stop):
-            host, port = listening.getsockname()[:2]
+            host, port = bound.getsockname()[:2]
             print(f"serving   http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
             await asyncio.wait([serving, died], return_when=asyncio.FIRST_COMPLETED)
             if died.done():
@@ -137,12 +137,19 @@ class _Server:
         if received:
             raise Interrupted("the server was stopped", received[0])
 
-    def _listening(self) -> socket.socket:
-        """A socket that listens, so that a port in use is known before the model is loaded."""
+    def _bound(self) -> socket.socket:
+        """A socket with the address, so that one in use is known before the model is loaded."""
         host, port = self.settings.host, self.settings.port
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return socket.create_server(address[:2], family=family, backlog=2048)
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind(address)
+            except OSError:
+                bound.close()
+                raise
+            return bound
         except OSError as why:
             problem = f"the server cannot listen there: {why}"
             raise ConfigError("--host, --port", f"{host}:{port}", problem, "choose another") from why
@@ -177,8 +184,15 @@ def given(kind: type[S], values: Mapping[str, object]) -> S:
         raise ConfigError(option, defect["input"], defect["msg"], "see tailrace serve --help") from why
 
 
-def _token(file: Path | None) -> str:
-    """The bearer token: of the file, of $TAILRACE_TOKEN, or a new one that is told."""
+def bearer_token(file: Path | None) -> str:
+    """The bearer token of the server.
+
+    Args:
+        file: has the token, or receives a new one. None: it is $TAILRACE_TOKEN, or a new one that is printed.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or the token is too weak.
+    """
     source, token = f"${TOKEN_VARIABLE}", os.environ.get(TOKEN_VARIABLE, "")
     try:
         if file is not None:

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams
 from tailrace.engine.native.engine import NativeEngine
 
 TOKEN, MODEL_NAME = "a-token-of-the-tests", "tiny"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ONE_WORKER = pytest.mark.xdist_group("serve")
+"""With pytest-xdist the tests of this folder share one server, in one worker."""
 CONTEXT = 512
 """Tokens of the model's context."""
 
@@ -44,7 +48,7 @@ def served(model: Path, *options: str, token: str | None = TOKEN) -> Iterator[Se
         yield Served(url, process)
     finally:
         process.terminate()
-        process.wait()
+        assert process.wait() in (1, 143)
         process.stdout.close()  # type: ignore[union-attr]
 
 

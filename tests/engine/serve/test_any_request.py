@@ -7,6 +7,9 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
+from serve_cases import ONE_WORKER
+
+pytestmark = ONE_WORKER
 
 
 def shortened(body):
@@ -35,6 +38,6 @@ def test_no_request_is_a_fault_of_the_server(server, http, mode):
     for operation in operations:
         cases = operation.as_strategy(generation_mode=mode)
         with suppress(Unsatisfiable):  # a route that takes nothing has no wrong requests
-            settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))(
+            settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))(
                 given(cases)(answers)
             )()

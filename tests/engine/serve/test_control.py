@@ -8,12 +8,13 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve_cases import generated
+from serve_cases import ONE_WORKER, generated
 
 from tailrace.engine.base import GenerationRequest, SamplingParams
 from tailrace.weights.base import Link, ProcessGroupSettings
 from tailrace.weights.process_group import ProcessGroupSender
 
+pytestmark = ONE_WORKER
 PROMPT = [3, 4, 5, 6]
 LINK = ("served", 1, 1)
 
@@ -61,7 +62,7 @@ class Stream:
 
 
 def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server, http):
-    streams = [Stream(server.url, 400, seed) for seed in range(8)]
+    streams = [Stream(server.url, 300, seed) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         reading = [pool.submit(stream.read) for stream in streams]
         for stream in streams:
@@ -73,15 +74,15 @@ def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server,
         ended = [each.result(60) for each in reading]
     assert http.get("/weight_info").json() == {"weight_version": "7"}
     for stream in ended:
-        assert (stream.finish, len(stream.ids), len(stream.logprobs)) == ("length", 400, 400)
+        assert (stream.finish, len(stream.ids), len(stream.logprobs)) == ("length", 300, 300)
         old, new = stream.spans
-        assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "7", 400)
-        assert 0 < old["end"] == new["start"] < 400
+        assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "7", 300)
+        assert 0 < old["end"] == new["start"] < 300
 
 
 @pytest.mark.parametrize(("clear", "kv"), [("false", "keep"), ("true", "recompute")])
 def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder, native, clear, kv):
-    stream = Stream(server.url, 400)
+    stream = Stream(server.url, 300)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(stream.read)
         stream.begun.wait(60)
@@ -89,7 +90,7 @@ def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder,
         update(http, {"location": "new"}, "7")
         http.post("/resume")
         reading.result(60)
-    native.submit(GenerationRequest("x", PROMPT, (), 0, sampling=SamplingParams(400)))
+    native.submit(GenerationRequest("x", PROMPT, (), 0, sampling=SamplingParams(300)))
     for _ in range(stream.spans[0]["end"]):
         native.step()
     (first,) = native.load(load_file(folder / "weights/new/model.safetensors"), version=1, kv=kv)
@@ -103,7 +104,7 @@ def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder,
 
 
 def test_pipelinerls_update_needs_no_pause(server, http, native):
-    stream = Stream(server.url, 400)
+    stream = Stream(server.url, 300)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(stream.read)
         stream.begun.wait(60)
@@ -149,7 +150,7 @@ def test_a_pause_that_aborts_ends_requests_with_their_tokens(server, http):
 
 
 def test_a_pause_that_waits_completes_requests_and_holds_new_ones(server, http):
-    first, second = Stream(server.url, 400), Stream(server.url, 5)
+    first, second = Stream(server.url, 300), Stream(server.url, 5)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(first.read)
         first.begun.wait(60)
@@ -175,7 +176,7 @@ def test_an_update_has_a_start_and_ends_once(http):
         ("/finish_weight_update", None),
     ):
         reply = http.post(route, json=body)
-        assert (reply.status_code, "no update was started" in reply.text) == (400, True)
+        assert (reply.status_code, "no update was started" in reply.text) == (300, True)
     assert http.post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
     assert "an update is under way" in http.post("/start_weight_update").text
 
@@ -198,7 +199,7 @@ def test_other_tensors_are_refused_and_the_old_weights_stay(http, folder, native
     save_file(tensors, folder / "weights" / "other.safetensors")
     http.post("/start_weight_update")
     reply = http.post("/update_weights", json={"update_info": {"location": "other.safetensors"}})
-    assert reply.status_code == 400
+    assert reply.status_code == 300
     assert message in reply.json()["error"]["message"]
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20, "temperature": 0}}
     (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
@@ -218,5 +219,5 @@ def test_an_address_where_nobody_sends_fails_and_the_server_goes_on(http, folder
     location = "gloo://127.0.0.1:9/?bucket_bytes=1000&timeout_s=1"
     http.post("/start_weight_update")
     reply = http.post("/update_weights", json={"update_info": {"location": location, "tensors": manifest}})
-    assert reply.status_code == 400
+    assert reply.status_code == 300
     assert "did not send version" in reply.json()["error"]["message"]

@@ -6,12 +6,17 @@ import stat
 
 import httpx
 import pytest
-from serve_cases import TOKEN, served
+from serve_cases import ONE_WORKER, TOKEN
 
 from tailrace.cli import main
+from tailrace.commands.serve import bearer_token
 from tailrace.engine.serve.guard import Guard
+from tailrace.engine.serve.offered_weights import OfferedWeights
 from tailrace.engine.serve.settings import ServeSettings
+from tailrace.errors import WeightsRefused
+from tailrace.weights.base import expected_tensors
 
+pytestmark = ONE_WORKER
 OPEN_POSTS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
 
 
@@ -150,19 +155,26 @@ def test_only_safetensors_below_the_folder_are_read(http, folder, location, mess
     assert http.get("/weight_info").json() == {"weight_version": "default"}
 
 
-def test_without_a_token_the_server_makes_one_in_a_file_for_its_user_alone(folder, tmp_path):
+def test_without_a_token_one_is_made_in_a_file_for_its_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TAILRACE_TOKEN", TOKEN)
     file = tmp_path / "token"
-    with served(folder / "model", "--token-file", str(file), token=None) as server:
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        token = file.read_text().strip()
-        assert len(token) >= 32
-        headers = {"authorization": f"Bearer {token}"}
-        assert httpx.post(f"{server.url}/pause", headers=headers, timeout=60).status_code == 200
-        assert httpx.post(f"{server.url}/pause", timeout=60).status_code == 401
-        # It was started without --weights-folder.
-        body = {"version": 1, "location": str(folder / "weights/new")}
-        refused = httpx.post(f"{server.url}/request_weight_update", headers=headers, json=body, timeout=60)
-        assert "this server reads no files; start it with --weights-folder" in refused.text
+    made = bearer_token(file)
+    assert len(made) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert bearer_token(file) == made
+
+
+def test_without_a_token_and_a_file_a_new_one_is_told(capsys, monkeypatch):
+    monkeypatch.delenv("TAILRACE_TOKEN", raising=False)
+    tokens = [bearer_token(None), bearer_token(None)]
+    assert capsys.readouterr().err == "".join(f"token     {token}\n" for token in tokens)
+    assert tokens[0] != tokens[1]
+
+
+def test_without_a_weights_folder_no_file_is_read(folder):
+    offered = OfferedWeights(None, expected_tensors(folder / "model", "float32"))
+    with pytest.raises(WeightsRefused, match="reads no files; start it with --weights-folder"):
+        offered.check({"location": str(folder / "weights" / "new")}, 1)
 
 
 @pytest.mark.parametrize(

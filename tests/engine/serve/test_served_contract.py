@@ -1,6 +1,8 @@
 """The served engine keeps the contract of engines, for the client of vLLM and without a special case."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_cases import CONTEXT, MODEL_NAME, TOKEN, Served, served
+from serve_cases import CONTEXT, MODEL_NAME, ONE_WORKER, TOKEN, Served, served
 
 from helpers.engine_contract import EngineContract, Main
 from helpers.tiny_models import VOCABULARY, tiny_model
@@ -25,6 +27,7 @@ from tailrace.types import Sample
 from tailrace.weights.base import Link, Weights, expected_tensors
 from tailrace.workers.server import JoinedServer
 
+pytestmark = ONE_WORKER
 DEADLINE_S = 120.0
 NUM_TOKENS = 200
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
@@ -49,12 +52,13 @@ class Joined:
 
     runner: asyncio.Runner
     weights: Path
+    servers: Sequence[Served]
     engines: list[SupervisedEngine]
 
     @classmethod
-    async def open(cls, runner: asyncio.Runner, folder: Path, urls: Sequence[str]) -> "Joined":
+    async def open(cls, runner: asyncio.Runner, folder: Path, servers: Sequence[Served]) -> "Joined":
         """Join the servers; every self-test runs on both."""
-        joined = cls(runner, folder / "weights", [])
+        joined, urls = cls(runner, folder / "weights", servers, []), [server.url for server in servers]
         expected = Expected(VllmEngineSettings(urls=tuple(urls)), SAMPLING, VOCABULARY, CONTEXT)
 
         async def check(engine: HttpEngine) -> None:
@@ -110,7 +114,7 @@ def joined(server: Served, folder: Path) -> Iterator[Joined]:
         asyncio.Runner() as runner,
     ):
         patch.setenv(TOKEN_VARIABLE, TOKEN)
-        joined = runner.run(Joined.open(runner, folder, [server.url, other.url]))
+        joined = runner.run(Joined.open(runner, folder, [server, other]))
         yield joined
         for engine in joined.engines:
             runner.run(engine.close())
@@ -142,3 +146,11 @@ def test_what_the_client_finds_out(joined: Joined) -> None:
     assert engine.capabilities.version_spans
     assert engine.capabilities.sleep
     assert not engine.capabilities.seeded_noise
+
+
+def test_a_server_whose_engine_dies_ends(joined: Joined) -> None:
+    """It comes last: the server is gone."""
+    server = joined.servers[1].process
+    (engine,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    os.kill(int(engine), signal.SIGKILL)
+    assert server.wait(DEADLINE_S) == 1

@@ -1,7 +1,7 @@
 """Text that grows by tokens, whatever the pieces."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -33,12 +33,14 @@ def cut(ids, places):
     return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=30), st.lists(st.integers(0, 30), max_size=5))
 def test_pieces_of_any_bytes_make_the_text_of_all_tokens(ids, places):
     texts, _ = text_of(cut(ids, places))
     assert "".join(texts) == BYTES.decode(ids)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="abé", max_size=20), st.lists(st.integers(0, 40), max_size=6))
 @pytest.mark.parametrize("included", [False, True])
 def test_text_ends_at_the_first_stop_string_wherever_pieces_end(included, text, places):
