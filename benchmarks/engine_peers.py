@@ -4,15 +4,19 @@
 
 Runs under the interpreter of the engine it drives, so it imports nothing of another. Every engine samples
 at temperature 1 and returns the log-prob of each token; none may stop early. Prints, for each round,
-`ROUND wall_seconds cpu_seconds`.
+`ROUND wall_seconds cpu_seconds`; the CPU seconds of a server are those of its client.
 """
 
+import asyncio
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 Requests = list[tuple[list[int], int]]
 """(prompt, tokens to generate)"""
@@ -22,8 +26,6 @@ Generate = Callable[[Requests], int]
 
 
 def native(model: str) -> Generate:
-    from pathlib import Path
-
     import torch
 
     from tailrace.engine.base import GenerationRequest
@@ -111,11 +113,66 @@ def transformers_cb(model: str) -> Generate:
     return generate
 
 
-ENGINES: dict[str, Callable[[str], Generate]] = {
-    "native": native,
-    "vllm_eager": lambda model: vllm(model, eager=True),
-    "vllm_compiled": lambda model: vllm(model, eager=False),
-    "transformers_cb": transformers_cb,
+def served(command: list[str], model: str, core: str) -> Generate:
+    """A server on one core, asked over vLLM's route for token ids by a client on the other cores."""
+    import httpx
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["taskset", "-c", core, *command, "--port", str(port), "--max-num-seqs", str(MAX_REQUESTS)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if others := set(range(os.cpu_count() or 1)) - {int(core)}:
+        os.sched_setaffinity(0, others)
+    url = f"http://127.0.0.1:{port}"
+    while server.poll() is None:
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            break
+        except httpx.HTTPError:
+            time.sleep(0.5)
+
+    async def one(client: httpx.AsyncClient, seed: int, prompt: list[int], length: int) -> int:
+        sampling = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 1, "seed": seed}
+        body = {"model": model, "token_ids": prompt, "sampling_params": sampling}
+        reply = (await client.post(f"{url}/inference/v1/generate", json=body)).raise_for_status().json()
+        return len(reply["choices"][0]["token_ids"])
+
+    async def all_of(requests: Requests) -> int:
+        limits = httpx.Limits(max_connections=MAX_REQUESTS)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+            asked = [one(client, seed, *request) for seed, request in enumerate(requests)]
+            return sum(await asyncio.gather(*asked))
+
+    return lambda requests: asyncio.run(all_of(requests))
+
+
+def native_http(model: str, core: str) -> Generate:
+    command = [sys.executable, "-m", "tailrace.cli", "serve", model, "--kv-cache-tokens", "524288"]
+    return served(command, model, core)
+
+
+def vllm_http(model: str, core: str) -> Generate:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as its server is deployed
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--enable-scale-out",
+        "--skip-tokenizer-init",
+    ]
+    return served(command, model, core)
+
+
+ENGINES: dict[str, Callable[[str, str], Generate]] = {
+    "native": lambda model, core: native(model),
+    "vllm_eager": lambda model, core: vllm(model, eager=True),
+    "vllm_compiled": lambda model, core: vllm(model, eager=False),
+    "transformers_cb": lambda model, core: transformers_cb(model),
+    "native_http": native_http,
+    "vllm_http": vllm_http,
 }
 
 
@@ -126,7 +183,7 @@ def main(engine: str, model: str, file: str, core: str) -> None:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "CUDA_VISIBLE_DEVICES": ""}
     with open(file) as stream:
         requests: Requests = json.load(stream)
-    generate = ENGINES[engine](model)
+    generate = ENGINES[engine](model, core)
     for line in sys.stdin:
         served = requests[: int(line)]
         wall, cpu = time.perf_counter(), time.process_time()
