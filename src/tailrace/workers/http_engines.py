@@ -1,6 +1,7 @@
 """The lives of engines behind HTTP: servers that the run starts, or joins."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class HttpEngines:
         self._tensors: Sequence[TensorInfo] = expected_tensors(model, settings.dtype)
         self._compared: set[str] = set()
         """Engines that were compared with the trainer."""
+        self._seeds = itertools.count(1)
+        """One for each server that is started."""
         self._initial: Weights | None = None
         self._comparing = asyncio.Lock()
 
@@ -77,6 +80,7 @@ class HttpEngines:
             port=port,
             plugins=write_plugin(self._logs / "vllm-plugin"),
             devices=settings.devices[number] if settings.devices else None,
+            seed=next(self._seeds),
         )
         job = ServerJob(command=launch.command, env=dict(launch.env))
         url = f"http://127.0.0.1:{port}"
