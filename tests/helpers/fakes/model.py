@@ -79,7 +79,7 @@ class Model:
         self.violations: list[str] = []
         """What a real server would have answered with garbage."""
         self._cache: dict[tuple[str, int], int] = {}
-        """Blocks of the prefix cache: the salt and the checksum of the tokens, and the version of the weights."""
+        """Blocks of the prefix cache: salt and checksum of the tokens, and the version of the weights."""
 
     async def run(self) -> None:
         while True:
@@ -133,7 +133,7 @@ class Model:
             for end in range(BLOCK, len(ids), BLOCK)
         ]
         cached = list(itertools.takewhile(self._cache.__contains__, blocks))
-        # A request that waits during an update may keep the prefix that it had a claim to, as a running one.
+        # A request that waited during an update may keep the older prefix, as a running one does.
         if any(self._cache[block] < request.version_at_arrival for block in cached):
             self.violations.append("a request was computed from the prefix of older weights")
         self._cache |= dict.fromkeys(blocks[len(cached) :], self.version)

@@ -107,7 +107,7 @@ class FakeServer:
         self._uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         steps = asyncio.create_task(self.model.run())
         serving = asyncio.create_task(self._uvicorn.serve())
-        while not self._uvicorn.started:
+        while not self._uvicorn.started:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -205,5 +205,5 @@ def _shapes(files: Collection[Path] | Any) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for file in files:
         with safe_open(file, "numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
