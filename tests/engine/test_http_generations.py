@@ -40,7 +40,7 @@ from tailrace.weights.filesystem import FilesystemSender
 every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 each_server = pytest.mark.parametrize("generation", ["vllm-0.18", "vllm-0.33", "sglang-0.5.23"])
 Publish = Callable[[int], Weights]
-SLOW = {"step_s": 0.006}
+SLOW = {"step_s": 0.004}
 """Decode steps that leave time to do something between them."""
 
 
@@ -117,7 +117,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
     """Over 10,000 tokens, on two replicas."""
 
     async def main() -> None:
-        options = {"slots": 8, "step_s": 0.002}
+        options = {"slots": 8, "step_s": 0.002, "report_every": 5}
         with (
             fake_server(generation, model, **options) as one,
             fake_server(generation, model, **options) as two,
@@ -337,7 +337,7 @@ def test_wrong_tensors_are_refused_before_the_server_is_touched(
     run(main())
 
 
-@every_generation
+@each_server
 def test_a_transfer_that_fails_is_repeated_while_requests_wait(
     generation: str, model: Path, publish: Publish
 ) -> None:
@@ -384,7 +384,7 @@ def test_streams_of_all_tokens_and_of_the_latest_ones_are_told_apart(incremental
     run(main())
 
 
-@every_generation
+@each_server
 def test_a_server_that_sleeps_comes_back_with_the_newest_weights(
     generation: str, model: Path, publish: Publish
 ) -> None:
