@@ -47,6 +47,8 @@ INSIDES = {
     ("reward", "data.procedural"),
     # Simulated rows come in epochs like real ones.
     ("sim", "data.epochs"),
+    # A vLLM server is told the name of our transfer backend.
+    ("engine", "weights.vllm_plugin"),
     # A worker process is where the insides of these rooms run.
     ("workers", "data.tokenizer"),
     ("workers", "engine"),

@@ -47,7 +47,8 @@ class Connection:
         self.name, self.url, self.timeout_s = name, url, timeout_s
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # No connection is used twice: a server may close an idle one at the moment of the next request.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, read=None, pool=None)
         self.client = httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False)
         self._address = os.urandom(6).hex()

@@ -22,7 +22,7 @@ from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_link, send_and_load
 
-ABORT_S, ABORT_AGAIN_S = 5.0, 0.25
+ABORT_S, ABORT_AGAIN_S = 30.0, 0.5
 """Seconds that an aborted request may take to end before its connection is closed, and between two calls to
 abort it: the first may reach the server before the request does."""
 FRUITLESS = 5

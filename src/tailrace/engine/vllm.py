@@ -150,12 +150,20 @@ class Vllm:
             await call(self.client, "POST", "/init_weight_transfer_engine", body={"init_info": {}})
             self._initialised = True
         if self.has_start:
-            await call(self.client, "POST", "/start_weight_update", body={"is_checkpoint_format": True})
+            await self._start_update()
         info = {"weights": asdict(weights), "link": list(link)}
         await call(self.client, "POST", "/update_weights", body={"update_info": info})
         label = {"weight_version": label_of(weights.version)} if self.has_label else {}
         if self.has_start:
             await call(self.client, "POST", "/finish_weight_update", body=label)
+
+    async def _start_update(self) -> None:
+        start = {"is_checkpoint_format": True}
+        try:
+            await call(self.client, "POST", "/start_weight_update", body=start)
+        except ServerRefused:  # an update that this or another client gave up is still open
+            await call(self.client, "POST", "/finish_weight_update", body={})
+            await call(self.client, "POST", "/start_weight_update", body=start)
 
     async def sleep(self) -> None:
         """As Dialect.sleep. Level 1 keeps the weights in host memory."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace import weights
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.vllm import logprobs_mode
 from tailrace.errors import ConfigError
@@ -112,7 +111,7 @@ def write_plugin(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     package = folder / "tailrace"
     package.unlink(missing_ok=True)
-    package.symlink_to(Path(weights.__file__).parent.parent)
+    package.symlink_to(Path(__file__).parent.parent)
     info = folder / "tailrace_plugin-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tailrace.weights.base import Link, Weights
@@ -62,6 +64,7 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors.items())
         finalize_layerwise_reload(self.model, self.model_config)
+        _process_tied(self.model)
 
     def finish_weight_update(self) -> None:
         """The version was finished when it was received."""
@@ -69,3 +72,18 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Let the trainer go."""
         self._receiver = None
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Let layers that share another layer's weight see the new one.
+
+    vLLM processes a tied weight for the layer under whose name it was loaded. The others, such as an output
+    layer that is tied to the embedding, may hold a packed copy of the old weight.
+    """
+    first: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
+        if weight is None or not weight.numel() or not isinstance(method, QuantizeMethodBase):
+            continue
+        if first.setdefault(weight.data_ptr(), layer) is not layer:
+            method.process_weights_after_loading(layer)

@@ -25,6 +25,7 @@ def main() -> None:
 
     def watch() -> None:
         code = server.wait()
+        kill_descendants()
         if code < 0:  # end in the same way
             os.kill(os.getpid(), -code)
         os._exit(code)
