@@ -15,10 +15,11 @@ from tailrace.data.open import open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
-from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
+from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
-from tailrace.errors import BadRow
+from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
@@ -68,8 +69,13 @@ def _check_engine(config: RunConfig) -> None:
             check_sampling(config.sampling)
             if not config.engine.urls:
                 VllmInstallation.find(config.engine)
-        case _:
+        case SglangEngineSettings():
             check_files(config.model.path)
+            if (transport := config.weights.transport) != "filesystem":
+                problem, remedy = "SGLang reads weights from a folder", 'set it to "filesystem"'
+                raise ConfigError("weights.transport", transport, problem, remedy)
+            if not config.engine.urls:
+                find_python(config.engine)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

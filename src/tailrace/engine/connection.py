@@ -115,7 +115,7 @@ class Connection:
         Raises:
             EngineDied: it is not.
         """
-        check = self.dialect.health() if deep else call(self.client, "GET", "/health")
+        check = self.dialect.health() if deep else call(self.client, "GET", self.dialect.alive_route)
         try:
             await asyncio.wait_for(check, self.timeout_s)
         except TimeoutError:

@@ -92,6 +92,8 @@ class Dialect(Protocol):
     server: str
     """Name and version, for messages."""
     capabilities: Capabilities
+    alive_route: str
+    """A route that a well server answers at any time, also while it loads weights."""
     missing: tuple[str, ...]
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""

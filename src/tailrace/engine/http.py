@@ -25,6 +25,8 @@ from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_
 ABORT_S, ABORT_AGAIN_S = 30.0, 0.5
 """Seconds that an aborted request may take to end before its connection is closed, and between two calls to
 abort it: the first may reach the server before the request does."""
+FRUITLESS = 5
+"""Replies to one sample that break in sequence, without a token; then the server counts as dead."""
 RETRY_S = 1.0
 """The pause before a request is sent again that was not answered or refused for now."""
 HEALTH_EVERY_S = 5.0
@@ -183,7 +185,7 @@ class HttpEngine:
 
     async def _complete(self, request: _Request) -> None:
         """Ask until the sample has ended. A broken stream is asked for again while the server is well."""
-        sample = request.sample
+        sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
             left = self._max_completion_tokens - sample.num_tokens
@@ -199,7 +201,11 @@ class HttpEngine:
                 if refused.status < 500 and refused.status not in _FOR_NOW:
                     raise
                 await self._before_retry(request)
-            except EngineDied:
+            except EngineDied as broken:
+                num_fruitless = 0 if sample.num_tokens > request.start else num_fruitless + 1
+                if num_fruitless == FRUITLESS:
+                    self._end(str(broken))
+                    raise
                 await self._before_retry(request)
 
     async def _receive(self, request: _Request, attempt: Attempt) -> None:

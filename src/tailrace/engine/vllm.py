@@ -76,6 +76,7 @@ class Vllm:
     asks_spans: bool
     config: Mapping[str, Any]
     capabilities: Capabilities
+    alive_route: str = "/health"
     missing: tuple[str, ...] = ()
     _initialised: bool = field(default=False, init=False)
 
@@ -229,9 +230,10 @@ async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_t
             *(() if salted else ("the field cache_salt: update vLLM",)),
         ),
     )
-    if GENERATE in paths and await _streams(vllm):
+    probe = await _stream(vllm) if GENERATE in paths else None
+    if probe is not None:
         vllm.route = GENERATE
-    tells_spans = vllm.asks_spans or (vllm.route == GENERATE and "WeightVersionSpan" in schemas)
+    tells_spans = "weight_versions" in probe if probe is not None else vllm.asks_spans
     vllm.capabilities = Capabilities(
         version_spans=vllm.has_label and tells_spans,
         sleep="/sleep" in paths and bool((config.get("model_config") or {}).get("enable_sleep_mode")),
@@ -267,8 +269,9 @@ async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-async def _streams(vllm: Vllm) -> bool:
-    """Whether GENERATE answers with a stream: some versions have the route and refuse or do not stream."""
+async def _stream(vllm: Vllm) -> str | None:
+    """What GENERATE streams; None: it does not. Some versions have the route and refuse or do not stream, and
+    no page says whether a stream has version spans."""
     attempt = Attempt("tailrace-stream", [0], 1, seed=0, greedy=True, salt="tailrace")
     vllm.route = GENERATE
     _, body = vllm.request(attempt)
@@ -277,7 +280,8 @@ async def _streams(vllm: Vllm) -> bool:
         reply = await vllm.client.post(GENERATE, json=body, timeout=None)
     except httpx.HTTPError as error:
         raise EngineDied(f"{vllm.client.base_url}{GENERATE}: {describe(error)}") from error
-    return reply.status_code == 200 and reply.headers.get("content-type", "").startswith("text/event-stream")
+    streams = reply.headers.get("content-type", "").startswith("text/event-stream")
+    return reply.text if reply.status_code == 200 and streams else None
 
 
 def _fields(schemas: Mapping[str, Any], name: str) -> Collection[str]:

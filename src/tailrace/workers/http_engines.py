@@ -7,12 +7,17 @@ from pathlib import Path
 
 import httpx
 
+from tailrace.engine import sglang, sglang_server, vllm
 from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
-from tailrace.engine.settings import SamplingSettings, ServerEngineSettings, VllmEngineSettings
-from tailrace.engine.vllm import detect
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.settings import (
+    SamplingSettings,
+    ServerEngineSettings,
+    SglangEngineSettings,
+    VllmEngineSettings,
+)
+from tailrace.engine.vllm_server import Launch, VllmInstallation, write_plugin
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob
@@ -70,24 +75,35 @@ class HttpEngines:
         )
 
     async def _start(self, name: str, number: int) -> ManagedServer:
-        settings, port = self._settings, free_port()
+        port = free_port()
+        launch = self._launch(number, port)
+        job = ServerJob(command=launch.command, env=dict(launch.env))
+        url, start_s = f"http://127.0.0.1:{port}", self._settings.start_s
+        return await ManagedServer.spawn(name, job, url=url, logs=self._logs, start_s=start_s)
+
+    def _launch(self, number: int, port: int) -> Launch:
+        settings, max_context = self._settings, context_length(self._model)
+        devices = settings.devices[number] if settings.devices else None
+        if isinstance(settings, SglangEngineSettings):
+            return sglang_server.launch(
+                settings, model=self._model, max_context=max_context, port=port, devices=devices
+            )
         assert isinstance(settings, VllmEngineSettings)
-        launch = VllmInstallation.find(settings).launch(
+        return VllmInstallation.find(settings).launch(
             settings,
             self._sampling,
             model=self._model,
-            max_context=context_length(self._model),
+            max_context=max_context,
             port=port,
             plugins=write_plugin(self._logs / "vllm-plugin"),
-            devices=settings.devices[number] if settings.devices else None,
+            devices=devices,
             seed=next(self._seeds),
         )
-        job = ServerJob(command=launch.command, env=dict(launch.env))
-        url = f"http://127.0.0.1:{port}"
-        return await ManagedServer.spawn(name, job, url=url, logs=self._logs, start_s=settings.start_s)
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
-        return await detect(client, self._sampling, self._end_of_text)
+        if isinstance(self._settings, SglangEngineSettings):
+            return await sglang.detect(client, self._sampling, self._end_of_text)
+        return await vllm.detect(client, self._sampling, self._end_of_text)
 
     async def _check(self, engine: HttpEngine) -> None:
         await check_server(engine.connection, self._expected)
