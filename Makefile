@@ -1,5 +1,6 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
+# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: a quarter of an hour
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -9,11 +10,12 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test check install-check docs bench clean
+.PHONY: quickstart test test-vllm check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -22,6 +24,10 @@ quickstart: $(VENV)/quickstart.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/docs/test_your_own_run.py
+
+# Servers that the tests start find tailrace's plug-in without an installation.
+test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
+	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -60,5 +66,10 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) install --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
+$(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VLLM_VENV) runs

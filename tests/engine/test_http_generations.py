@@ -5,9 +5,11 @@ import random
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -38,7 +40,7 @@ from tailrace.weights.filesystem import FilesystemSender
 every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 each_server = pytest.mark.parametrize("generation", ["vllm-0.18", "vllm-0.33", "sglang-0.5.23"])
 Publish = Callable[[int], Weights]
-SLOW = {"step_s": 0.006}
+SLOW = {"step_s": 0.004}
 """Decode steps that leave time to do something between them."""
 
 
@@ -85,8 +87,12 @@ async def arrived(samples: list[Sample], num: int = 3) -> None:
     await until(lambda: all(sample.num_tokens >= num for sample in samples))
 
 
-def num_tokens(samples: list[Sample]) -> int:
-    return sum(sample.num_tokens for sample in samples)
+def _have(samples: list[Sample], num: int) -> bool:
+    return sum(sample.num_tokens for sample in samples) >= num
+
+
+def _has(sample: Sample, num: int, task: asyncio.Future[None]) -> bool:
+    return task.done() or sample.num_tokens >= num
 
 
 @every_generation
@@ -111,7 +117,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
     """Over 10,000 tokens, on two replicas."""
 
     async def main() -> None:
-        options = {"slots": 8, "step_s": 0.002}
+        options = {"slots": 8, "step_s": 0.002, "report_every": 5}
         with (
             fake_server(generation, model, **options) as one,
             fake_server(generation, model, **options) as two,
@@ -124,7 +130,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
                     while sample.finish_reason is None:
                         task = asyncio.ensure_future(router.serve(sample))
                         target = sample.num_tokens + chance.randint(1, NUM_TOKENS)
-                        await until(lambda: task.done() or sample.num_tokens >= target)
+                        await until(partial(_has, sample, target, task))
                         task.cancel()
                         with suppress(asyncio.CancelledError):
                             await task
@@ -132,7 +138,7 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
                 async def update() -> None:
                     kvs: list[KV] = ["keep", "recompute", "recompute", "keep"]
                     for version, kv in enumerate(kvs, start=1):
-                        await until(lambda: num_tokens(samples) >= version * 2000)
+                        await until(partial(_have, samples, version * 2000))
                         weights = publish(version)
                         await asyncio.gather(*(engine.load(weights, kv=kv) for engine in engines))
 
@@ -331,7 +337,7 @@ def test_wrong_tensors_are_refused_before_the_server_is_touched(
     run(main())
 
 
-@every_generation
+@each_server
 def test_a_transfer_that_fails_is_repeated_while_requests_wait(
     generation: str, model: Path, publish: Publish
 ) -> None:
@@ -378,7 +384,7 @@ def test_streams_of_all_tokens_and_of_the_latest_ones_are_told_apart(incremental
     run(main())
 
 
-@every_generation
+@each_server
 def test_a_server_that_sleeps_comes_back_with_the_newest_weights(
     generation: str, model: Path, publish: Publish
 ) -> None:
@@ -445,7 +451,7 @@ def test_a_server_of_the_other_kind_is_refused(model: Path) -> None:
     async def main() -> None:
         with fake_server("sglang-0.5.23", model) as fake:
             fake.generation = GENERATIONS["vllm-0.32"]  # what the run believes
-            with pytest.raises((ConfigError, ServerRefused), match="/version|/pause"):
+            with pytest.raises((ConfigError, ServerRefused), match=r"/version|/pause"):
                 await supervised(fake, "engine-0").open()
 
     run(main())
@@ -478,15 +484,75 @@ def test_the_self_tests_pass_on_every_generation(generation: str, model: Path, p
 @each_server
 def test_a_server_of_another_policy_is_refused(generation: str, model: Path, publish: Publish) -> None:
     async def main() -> None:
-        with fake_server(generation, model, vocabulary=100) as fake:
-            with pytest.raises(ConfigError, match="it takes token 61"):
-                await compared_with_trainer(fake, publish)
-        with fake_server(generation, model) as fake:
-            with pytest.raises(ConfigError, match="its log-probs are 0.2 off the trainer's"):
-                await compared_with_trainer(fake, publish, off=0.2)
-        with fake_server(generation, model) as fake:
+        with (
+            fake_server(generation, model, vocabulary=100) as fake,
+            pytest.raises(ConfigError, match="it takes token 61"),
+        ):
+            await compared_with_trainer(fake, publish)
+        with (
+            fake_server(generation, model) as fake,
+            pytest.raises(ConfigError, match=r"its log-probs are 0\.2 off the trainer's"),
+        ):
+            await compared_with_trainer(fake, publish, off=0.2)
+        with fake_server(generation, model) as fake, pytest.raises(ConfigError, match="ignores cache_salt"):
             fake.model.ignores_salt = True
-            with pytest.raises(ConfigError, match="ignores cache_salt"):
-                await compared_with_trainer(fake, publish)
+            await compared_with_trainer(fake, publish)
+
+    run(main())
+
+
+WRONG = [
+    ("vllm-0.18", "/v1/completions", {"model": "m", "prompt": [1], "max_tokens": "many"}),
+    ("vllm-0.22", "/start_weight_update", None),
+    ("vllm-0.22", "/inference/v1/generate", {"token_ids": [], "sampling_params": {}}),
+    ("vllm-0.26", "/pause?mode=retract", None),
+    ("vllm-0.32", "/inference/v1/generate", {"sampling_params": {"max_tokens": 1}}),
+    ("vllm-0.33", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_k": 0.5}}),
+    ("vllm-0.33", "/finish_weight_update", {"weight_version": 3}),
+    ("sglang-0.5.20", "/pause_generation", {"mode": "keep"}),
+    ("sglang-0.5.21", "/generate", {"rid": "a", "input_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    ("sglang-0.5.23", "/update_weights_from_disk", {"weight_version": "1"}),
+]
+
+
+@pytest.mark.parametrize(("generation", "route", "body"), WRONG)
+def test_a_fake_refuses_what_the_released_server_refuses(
+    generation: str, route: str, body: dict[str, Any] | None, model: Path
+) -> None:
+    with fake_server(generation, model) as fake:
+        assert httpx.post(f"{fake.url}{route}", json=body, trust_env=False).status_code == 400
+
+
+SPANS = [("vllm-0.30", False), ("vllm-0.32", True), ("vllm-0.33", True), ("sglang-0.5.20", True)]
+
+
+@pytest.mark.parametrize(("generation", "spans"), SPANS)
+def test_whether_a_server_tells_versions_is_found_out_without_a_flag(
+    generation: str, spans: bool, model: Path
+) -> None:
+    async def main() -> None:
+        with fake_server(generation, model) as fake:
+            async with connected(fake) as (engine,):
+                assert engine.capabilities.version_spans == spans
+
+    run(main())
+
+
+@pytest.mark.parametrize("generation", ["vllm-0.30", "vllm-0.33"])
+def test_a_vllm_without_scale_out_generates_by_completions(
+    generation: str, model: Path, publish: Publish
+) -> None:
+    async def main() -> None:
+        with fake_server(generation, model, scale_out=False, **SLOW) as fake:
+            async with connected(fake) as (engine,):
+                samples = distinct_samples(2)
+                serving = asyncio.gather(*(engine.generate(sample) for sample in samples))
+                await arrived(samples)
+                await engine.load(publish(1), kv="keep")
+                await serving
+            assert "/v1/completions" in fake.calls
+            assert fake.ignored == set()
+            assert [[span.version for span in sample.spans] for sample in samples] == [[0, 1]] * 2
+            compare_with_records(samples, [fake])
 
     run(main())

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace import weights
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.vllm import logprobs_mode
 from tailrace.errors import ConfigError
@@ -76,6 +75,7 @@ class VllmInstallation:
         port: int,
         plugins: Path,
         devices: str | None,
+        seed: int = 0,
     ) -> Launch:
         """The command line of one server on the loopback interface.
 
@@ -83,11 +83,13 @@ class VllmInstallation:
             max_context: tokens of a prompt and its completion together.
             plugins: the folder that `write_plugin` has written.
             devices: CUDA_VISIBLE_DEVICES; None: as this process has it.
+            seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         """
         flags = {
             "--model": str(model),
             "--host": "127.0.0.1",
             "--port": str(port),
+            "--seed": str(seed),
             "--dtype": settings.dtype,
             "--max-model-len": str(max_context),
             "--max-num-seqs": str(settings.max_num_seqs),
@@ -112,7 +114,7 @@ def write_plugin(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     package = folder / "tailrace"
     package.unlink(missing_ok=True)
-    package.symlink_to(Path(weights.__file__).parent.parent)
+    package.symlink_to(Path(__file__).parent.parent)
     info = folder / "tailrace_plugin-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")

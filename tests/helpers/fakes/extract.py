@@ -2,9 +2,9 @@
 
     python tests/helpers/fakes/extract.py --python PYTHON
 
-PYTHON is an interpreter whose environment has the requirements of vLLM. Each package is downloaded and unpacked
-into a temporary folder, and its own FastAPI routes say what they accept. What is kept of that is one OpenAPI
-page a version, in `schemas/`, with the routes that clients for reinforcement learning use.
+PYTHON is an interpreter whose environment has the requirements of vLLM. Each package is downloaded and
+unpacked into a temporary folder, and its own FastAPI routes say what they accept. What is kept of that is one
+OpenAPI page a version, in `schemas/`, with the routes that clients for reinforcement learning use.
 """
 
 import argparse
@@ -34,8 +34,8 @@ MISSING = ("orjson", "gguf", "diskcache", "soundfile", "torchao")
 """Further packages that the routes import, and that vLLM on a CPU does without."""
 VLLM_ROUTES = (
     "/health", "/version", "/server_info", "/v1/models", "/v1/completions", "/inference/v1/generate",
-    "/inference/v1/abort_requests", "/abort_requests", "/pause", "/resume", "/is_paused", "/sleep", "/wake_up",
-    "/is_sleeping", "/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update",
+    "/inference/v1/abort_requests", "/abort_requests", "/pause", "/resume", "/is_paused", "/sleep",
+    "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update",
     "/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_info",
 )  # fmt: skip
 SGLANG_ROUTES = (
@@ -88,7 +88,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 page = app.openapi()
 fields = {
     field.name: pydantic.TypeAdapter(field.type).json_schema()
-    for field in msgspec.structs.fields(SamplingParams) if field.name != "custom_params" and field.name != "watermark"
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in ("custom_params", "watermark")
 }
 schemas = page["components"]["schemas"]
 # A dictionary in the request class; the server makes a SamplingParams of it, with these names alone.

@@ -18,7 +18,6 @@ class Generation:
         rejects_while_paused: new requests get 503 under pause(abort) and pause(wait).
         flush_ignores_waiting: a paused server flushes its cache though requests wait.
         flush_asserts: a flush that fails after an update ends the server.
-        needs_session: an update from a process group needs begin_weight_update; not one from disk.
     """
 
     server: Literal["vllm", "sglang"]

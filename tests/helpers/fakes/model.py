@@ -60,10 +60,12 @@ class Model:
     Args:
         slots: requests that run together.
         step_s: time of a decode step.
+        report_every: tokens after which a request reports them; all are reported before a pause.
     """
 
-    def __init__(self, vocabulary: int, slots: int, step_s: float) -> None:
+    def __init__(self, vocabulary: int, slots: int, step_s: float, report_every: int) -> None:
         self.vocabulary, self.slots, self.step_s = vocabulary, slots, step_s
+        self._report_every = report_every
         self.version, self.label = 0, "default"
         self.requests: list[Request] = []
         """All there ever were, in order."""
@@ -71,15 +73,25 @@ class Model:
         self.waiting: list[Request] = []
         self.ending: list[Request] = []
         """Running requests that were aborted and end with the next step."""
-        self.stopped = False
-        """No step is computed: the server is paused, asleep or hung."""
+        self._stopped = False
         self.has_weights = True
         """False while an update is under way, and after a sleep that gave them up."""
         self.ignores_salt = False
         self.violations: list[str] = []
         """What a real server would have answered with garbage."""
         self._cache: dict[tuple[str, int], int] = {}
-        """Blocks of the prefix cache: the salt and the checksum of the tokens, and the version of the weights."""
+        """Blocks of the prefix cache: salt and checksum of the tokens, and the version of the weights."""
+
+    @property
+    def stopped(self) -> bool:
+        """No step is computed: the server is paused, asleep or hung."""
+        return self._stopped
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self._stopped = stopped
+        for request in self.running:
+            request.changed.set()
 
     async def run(self) -> None:
         while True:
@@ -124,7 +136,8 @@ class Model:
                 self._end(request, "stop")
             elif len(request.tokens) >= request.max_tokens:
                 self._end(request, "length")
-            request.changed.set()
+            elif len(request.tokens) % self._report_every == 0:
+                request.changed.set()
 
     def _prefill(self, request: Request) -> None:
         ids = [*request.ids, *request.tokens]
@@ -133,7 +146,7 @@ class Model:
             for end in range(BLOCK, len(ids), BLOCK)
         ]
         cached = list(itertools.takewhile(self._cache.__contains__, blocks))
-        # A request that waits during an update may keep the prefix that it had a claim to, as a running one.
+        # A request that waited during an update may keep the older prefix, as a running one does.
         if any(self._cache[block] < request.version_at_arrival for block in cached):
             self.violations.append("a request was computed from the prefix of older weights")
         self._cache |= dict.fromkeys(blocks[len(cached) :], self.version)

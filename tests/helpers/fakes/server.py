@@ -38,7 +38,7 @@ class FakeServer:
         generation: a key of GENERATIONS.
         model: the folder of the model that it says it serves.
         hidden: routes that it does not have.
-        vocabulary, slots, step_s: as in `Model`.
+        vocabulary, slots, step_s, report_every: as in `Model`.
         max_context: tokens of a prompt and its completion together.
     """
 
@@ -52,12 +52,13 @@ class FakeServer:
         vocabulary: int = 61,
         slots: int = 64,
         step_s: float = 0.001,
+        report_every: int = 1,
         max_context: int = 65_536,
     ) -> None:
         self.generation: Generation = GENERATIONS[generation]
         self.folder, self.dtype, self.max_context = model, dtype, max_context
         self.page = Page(generation, hidden)
-        self.model = Model(vocabulary, slots, step_s)
+        self.model = Model(vocabulary, slots, step_s, report_every)
         self.calls: list[str] = []
         """Paths of all requests but health checks, in order."""
         self.ignored: set[str] = set()
@@ -107,7 +108,7 @@ class FakeServer:
         self._uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         steps = asyncio.create_task(self.model.run())
         serving = asyncio.create_task(self._uvicorn.serve())
-        while not self._uvicorn.started:
+        while not self._uvicorn.started:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -205,5 +206,5 @@ def _shapes(files: Collection[Path] | Any) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for file in files:
         with safe_open(file, "numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes

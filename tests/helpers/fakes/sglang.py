@@ -50,7 +50,7 @@ class FakeSglang(FakeServer):
         self.known: dict[str, Request] = {}
         """Requests that the scheduler has, by id."""
 
-    # -- what it is --------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     async def health(self, body: Body, query: Query) -> Response:
         """It generates a token, which a paused server does not."""
@@ -72,7 +72,7 @@ class FakeSglang(FakeServer):
     async def v1_models(self, body: Body, query: Query) -> Response:
         return JSONResponse({"data": [{"id": str(self.folder), "max_model_len": self.max_context}]})
 
-    # -- generation ----------------------------------------------------------------------------------------
+    # -- generation --------------------------------------------------------------------------------
 
     async def generate(self, body: Body, query: Query) -> Response:
         self.refuse_if_due()
@@ -92,7 +92,7 @@ class FakeSglang(FakeServer):
             message = f"The input_ids contain values greater than the vocab size ({self.model.vocabulary})."
             yield {"error": {"message": message, "type": "invalid_request_error", "code": 400}}
             return
-        while self.paused:  # the scheduler does not have it yet
+        while self.paused:  # noqa: ASYNC110  # the scheduler does not have it yet
             await asyncio.sleep(self.model.step_s)
         self.known[request.id] = request
         self.model.add(request)
@@ -133,7 +133,7 @@ class FakeSglang(FakeServer):
         else:
             self.model.abort(request)
 
-    # -- pause and memory ------------------------------------------------------------------------------------
+    # -- pause and memory --------------------------------------------------------------------------
 
     async def pause_generation(self, body: Body, query: Query) -> Response:
         self.paused = body.get("mode", "abort")
@@ -174,10 +174,10 @@ class FakeSglang(FakeServer):
         self.released = False
         return Response("null")
 
-    # -- weights -----------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, body: Body, query: Query) -> Response:
-        while not self.paused and self.model.running:  # it waits for the lock
+        while not self.paused and self.model.running:  # noqa: ASYNC110  # it waits for the lock
             await asyncio.sleep(self.model.step_s)
         folder = Path(body["model_path"])
         label = body.get("weight_version") or self.model.label

@@ -11,9 +11,9 @@ from helpers.fakes.model import Request
 from helpers.fakes.server import FakeServer, Refusal
 
 _RL = (
-    "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
-    "/finish_weight_update", "/update_weight_version", "/weight_info", "/abort_requests", "/sleep", "/wake_up",
-    "/is_sleeping", "/reset_prefix_cache", "/server_info",
+    "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/start_weight_update",
+    "/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_info", "/abort_requests",
+    "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info",
 )  # fmt: skip
 """Routes that exist only with VLLM_SERVER_DEV_MODE=1."""
 _SCALE_OUT = ("/inference/v1/generate", "/inference/v1/abort_requests")
@@ -49,7 +49,7 @@ class FakeVllm(FakeServer):
         self.paused: str | None = None
         self.asleep = self.initialised = self.updating = False
 
-    # -- what it is --------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     async def health(self, body: Body, query: Query) -> Response:
         return Response()
@@ -73,7 +73,7 @@ class FakeVllm(FakeServer):
         config = {"model_config": model_config, "weight_transfer_config": transfer}
         return JSONResponse({"vllm_config": config if query.get("config_format") == "json" else str(config)})
 
-    # -- generation ----------------------------------------------------------------------------------------
+    # -- generation --------------------------------------------------------------------------------
 
     async def inference_v1_generate(self, body: Body, query: Query) -> Response:
         sampling = body["sampling_params"]
@@ -184,13 +184,13 @@ class FakeVllm(FakeServer):
             await self.abort_requests(body, query)
         return Response()
 
-    # -- pause and sleep -------------------------------------------------------------------------------------
+    # -- pause and sleep ---------------------------------------------------------------------------
 
     async def pause(self, body: Body, query: Query) -> Response:
         self.paused = query.get("mode", "abort")
         if self.paused == "abort":
             await self.abort_requests({}, {})
-        while self.paused == "wait" and (self.model.running or self.model.waiting):
+        while self.paused == "wait" and self.model.running:  # noqa: ASYNC110
             await asyncio.sleep(self.model.step_s)
         self._settle()
         if query.get("clear_cache", "true") == "true":
@@ -232,7 +232,7 @@ class FakeVllm(FakeServer):
     def _settle(self) -> None:
         self.model.stopped = self.hung or self.asleep or self.paused is not None
 
-    # -- weights -----------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     async def init_weight_transfer_engine(self, body: Body, query: Query) -> Response:
         self._need(body, "init_info")
