@@ -75,6 +75,7 @@ class VllmInstallation:
         port: int,
         plugins: Path,
         devices: str | None,
+        seed: int = 0,
     ) -> Launch:
         """The command line of one server on the loopback interface.
 
@@ -82,11 +83,13 @@ class VllmInstallation:
             max_context: tokens of a prompt and its completion together.
             plugins: the folder that `write_plugin` has written.
             devices: CUDA_VISIBLE_DEVICES; None: as this process has it.
+            seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         """
         flags = {
             "--model": str(model),
             "--host": "127.0.0.1",
             "--port": str(port),
+            "--seed": str(seed),
             "--dtype": settings.dtype,
             "--max-model-len": str(max_context),
             "--max-num-seqs": str(settings.max_num_seqs),

@@ -1,6 +1,7 @@
 """The lives of engines behind HTTP: servers that the run starts, or joins."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class HttpEngines:
         self._tensors: Sequence[TensorInfo] = expected_tensors(model, settings.dtype)
         self._compared: set[str] = set()
         """Engines that were compared with the trainer."""
+        self._seeds = itertools.count(1)
+        """One for each server that is started."""
         self._initial: Weights | None = None
         self._comparing = asyncio.Lock()
 
@@ -94,6 +97,7 @@ class HttpEngines:
             port=port,
             plugins=write_plugin(self._logs / "vllm-plugin"),
             devices=devices,
+            seed=next(self._seeds),
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:

@@ -124,13 +124,13 @@ def test_over_10000_tokens_with_aborts_and_updates_the_samples_are_what_the_serv
     async def main() -> None:
         chance = random.Random(0)
         counted = sum(engine.usage().num_generated for engine in servers.engines)
-        samples = fresh_samples(64)
+        samples = fresh_samples(24)
         publishing = asyncio.create_task(publish(chance))
         num_cancelled = sum(await asyncio.gather(*(live(sample, chance) for sample in samples)))
         publishing.cancel()
         await asyncio.wait([publishing])
         num_tokens = sum(sample.num_tokens for sample in samples)
-        assert num_tokens == 64 * NUM_TOKENS > 10_000
+        assert num_tokens == 24 * NUM_TOKENS > 10_000
         assert num_cancelled > 0
         assert sum(engine.usage().num_generated for engine in servers.engines) - counted == num_tokens
         record = {id: events for each in servers.records for id, events in each.items()}

@@ -26,8 +26,8 @@ from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
 
 DEADLINE_S = 300.0
-NUM_TOKENS = 400
-CONTEXT = 512
+NUM_TOKENS = 1000
+CONTEXT = 2048
 FILE = "model.safetensors"
 SETTINGS = VllmEngineSettings(
     max_num_seqs=64, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}, start_s=DEADLINE_S
@@ -61,7 +61,8 @@ class Models:
     def save(cls, folder: Path) -> "Models":
         """Heads of 32 numbers: vLLM on a CPU has no kernels for smaller ones."""
         folders = [folder / f"version-{version}" for version in (0, 1)]
-        return cls(folders, [save_tiny_model(each, seed=i, head_dim=32) for i, each in enumerate(folders)])
+        shape = {"head_dim": 32, "max_position_embeddings": CONTEXT}
+        return cls(folders, [save_tiny_model(each, seed=i, **shape) for i, each in enumerate(folders)])
 
     def weights(self, version: int) -> Weights:
         """A publication: even versions are the first model, odd ones the second."""
@@ -141,6 +142,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
             port=port,
             plugins=plugins,
             devices=None,
+            seed=port,
         )
         job = ServerJob(command=launch.command, env=dict(launch.env))
         servers.urls.append(f"http://127.0.0.1:{port}")
