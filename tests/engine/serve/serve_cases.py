@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams
@@ -50,6 +51,25 @@ def served(model: Path, *options: str, token: str | None = TOKEN) -> Iterator[Se
         process.terminate()
         assert process.wait() in (1, 143)
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def update(http: httpx.Client, info: dict[str, object], label: str) -> None:
+    """Load weights as a client of vLLM does."""
+    for route, body in (
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": info}),
+        ("/finish_weight_update", {"weight_version": label}),
+    ):
+        reply = http.post(route, json=body)
+        assert reply.status_code == 200, reply.text
+
+
+def restore(http: httpx.Client) -> None:
+    """Bring a server to the state of its start."""
+    assert http.post("/resume").json() == {"status": "resumed"}
+    http.post("/finish_weight_update")
+    http.post("/init_weight_transfer_engine", json={"init_info": {}})
+    update(http, {"location": "old"}, "default")
 
 
 def generated(

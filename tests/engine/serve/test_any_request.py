@@ -7,7 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
-from serve_cases import ONE_WORKER
+from serve_cases import ONE_WORKER, restore
 
 pytestmark = ONE_WORKER
 
@@ -41,3 +41,4 @@ def test_no_request_is_a_fault_of_the_server(server, http, mode):
             settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))(
                 given(cases)(answers)
             )()
+    restore(http)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve_cases import ONE_WORKER, generated
+from serve_cases import ONE_WORKER, generated, restore, update
 
 from tailrace.engine.base import GenerationRequest, SamplingParams
 from tailrace.weights.base import Link, ProcessGroupSettings
@@ -19,22 +19,10 @@ PROMPT = [3, 4, 5, 6]
 LINK = ("served", 1, 1)
 
 
-def update(http, info, label):
-    for route, body in (
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": info}),
-        ("/finish_weight_update", {"weight_version": label}),
-    ):
-        reply = http.post(route, json=body)
-        assert reply.status_code == 200, reply.text
-
-
 @pytest.fixture(autouse=True)
 def _as_before(http):
     yield
-    assert http.post("/resume").json() == {"status": "resumed"}
-    http.post("/finish_weight_update")
-    update(http, {"location": "old"}, "default")
+    restore(http)
 
 
 class Stream:
@@ -135,7 +123,6 @@ def test_weights_arrive_over_a_process_group(http, folder, native):
     (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
     assert choice["token_ids"] == expected.ids
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 20}]
-    http.post("/init_weight_transfer_engine", json={"init_info": {}})
 
 
 def test_a_pause_that_aborts_ends_requests_with_their_tokens(server, http):
@@ -176,7 +163,7 @@ def test_an_update_has_a_start_and_ends_once(http):
         ("/finish_weight_update", None),
     ):
         reply = http.post(route, json=body)
-        assert (reply.status_code, "no update was started" in reply.text) == (300, True)
+        assert (reply.status_code, "no update was started" in reply.text) == (400, True)
     assert http.post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
     assert "an update is under way" in http.post("/start_weight_update").text
 
@@ -199,7 +186,7 @@ def test_other_tensors_are_refused_and_the_old_weights_stay(http, folder, native
     save_file(tensors, folder / "weights" / "other.safetensors")
     http.post("/start_weight_update")
     reply = http.post("/update_weights", json={"update_info": {"location": "other.safetensors"}})
-    assert reply.status_code == 300
+    assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20, "temperature": 0}}
     (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
@@ -219,5 +206,5 @@ def test_an_address_where_nobody_sends_fails_and_the_server_goes_on(http, folder
     location = "gloo://127.0.0.1:9/?bucket_bytes=1000&timeout_s=1"
     http.post("/start_weight_update")
     reply = http.post("/update_weights", json={"update_info": {"location": location, "tensors": manifest}})
-    assert reply.status_code == 300
+    assert reply.status_code == 400
     assert "did not send version" in reply.json()["error"]["message"]
