@@ -26,16 +26,7 @@ from tailrace.record.events import (
 )
 
 FILE = Path(__file__).with_name("recorded_traces.json")
-KINDS = (
-    Accumulated
-    | GroupEnded
-    | GroupReady
-    | Published
-    | RequestEnded
-    | RequestStarted
-    | SampleScored
-    | TokensWasted
-)
+KINDS = Accumulated | GroupEnded | GroupReady | RequestEnded | RequestStarted | SampleScored | TokensWasted
 
 
 def digest(name: str) -> str:
@@ -44,6 +35,8 @@ def digest(name: str) -> str:
     for event in simulate(SCHEDULES_BY_NAME[name], SETTINGS, SIM).events:
         if isinstance(event, KINDS):
             lines.append(repr(event))
+        elif isinstance(event, Published):
+            lines.append(f"Published(start_s={event.start_s}, end_s={event.end_s}, version={event.version})")
         elif isinstance(event, Stepped):
             lines.append(f"{event.start_s} {event.end_s} {[str(sample.id) for sample in event.samples]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
