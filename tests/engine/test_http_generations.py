@@ -173,7 +173,8 @@ def test_a_cancelled_sample_keeps_every_token_and_goes_on_elsewhere(generation: 
                 await asyncio.gather(*(other.generate(sample) for sample in samples))
             assert [sample.num_tokens for sample in samples] == [NUM_TOKENS] * 3
             assert compare_with_records(samples, [one, two]).num_requests == 6
-            assert len({request.seed for request in [*one.model.requests, *two.model.requests][-6:]}) == 6
+            seeds = {request.seed for request in [*one.model.requests, *two.model.requests][-6:]}
+            assert seeds == {None} if generation.startswith("vllm") else len(seeds) == 6
 
     run(main())
 
