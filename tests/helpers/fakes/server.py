@@ -52,7 +52,7 @@ class FakeServer:
         vocabulary: int = 61,
         slots: int = 64,
         step_s: float = 0.001,
-        report_every: int = 1,
+        report_every: int = 4,
         max_context: int = 65_536,
     ) -> None:
         self.generation: Generation = GENERATIONS[generation]
