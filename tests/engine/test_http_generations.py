@@ -170,14 +170,12 @@ def test_a_cancelled_sample_keeps_every_token_and_goes_on_elsewhere(generation: 
                 assert engine.usage().num_running == 0
                 lost = compare_with_records(samples, [one]).num_lost
                 # A server that cannot abort has its stream closed, and may have had more tokens.
-                can_abort = any(
-                    one.page.has("POST", route) for route in ("/abort_requests", "/abort_request")
-                )
-                assert lost == 0 or not can_abort
+                assert lost == 0 or not {"/abort_requests", "/abort_request"} & one.page.paths.keys()
                 await asyncio.gather(*(other.generate(sample) for sample in samples))
             assert [sample.num_tokens for sample in samples] == [NUM_TOKENS] * 3
             assert compare_with_records(samples, [one, two]).num_requests == 6
-            assert len({request.seed for request in [*one.model.requests, *two.model.requests][-6:]}) == 6
+            seeds = {request.seed for request in [*one.model.requests, *two.model.requests][-6:]}
+            assert seeds == {None} or len(seeds) == 6
 
     run(main())
 
