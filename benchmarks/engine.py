@@ -9,9 +9,8 @@ prompt. Each engine has a process of its own (engine_peers.py) and is warmed up 
 fewer requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest,
 highest) by the wall clock and by the CPU time of the process, and the ratios of the medians by wall clock.
 
-The peers are not dependencies of the project. vLLM has an environment of its own: `make .venv-vllm/vllm.stamp`.
-
-It is named by `--vllm-python .venv-vllm/bin/python` or VLLM_PYTHON. Continuous batching of transformers on
+The peers are not dependencies of the project. vLLM has an environment of its own, which
+`make .venv-vllm/vllm.stamp` makes. It is named by `--vllm-python .venv-vllm/bin/python` or VLLM_PYTHON. Continuous batching of transformers on
 a CPU needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
 """
 

@@ -1,16 +1,16 @@
 """What an in-flight weight update costs, by transport: time to publish, pause of the engine, lost tokens.
 
-    python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--json FILE]
+    python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--vllm-python PATH] [--json FILE]
 
-One embedded engine serves 32 sequences; when all are under way, a trainer publishes its weights and the
-engine loads them with the KV cache kept. There is a trainer process for each transport, all beside one
-engine process, and the transports take turns. Random weights of a Qwen3 shape, float32, one thread for each
-process, on one host.
+One embedded engine, and one vLLM server if its interpreter is given, serves 32 sequences; when all are under
+way, a trainer publishes its weights and the engine loads them with the KV cache kept. There is a trainer
+process for each transport, all beside one engine, and the transports take turns. Random weights of a Qwen3
+shape, float32, one thread for each process, on one host. The rows of vLLM are named vllm_TRANSPORT.
 
     publish_s    from asking the trainer to publish to its answer: a file, a folder, or a copy in its memory
     pause_s      the longest time without a token, from asking the engine to load to its first token of the
                  new version, less a median decode step: what is not in files is sent in it
-    tokens_lost  tokens that the engine counted and no sample has, and tokens that a sample lacks
+    tokens_lost  tokens that the embedded engine counted and no sample has, and tokens that a sample lacks
     bytes        size of the published tensors
 
 The file has the figures of the last size for each transport, and those of every size under "sizes".
@@ -19,6 +19,7 @@ The file has the figures of the last size for each transport, and those of every
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -28,12 +29,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import msgspec
-
 from engine import SIZES, VOCABULARY, make_model
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.http import HttpEngine
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings, VllmEngineSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import (
@@ -43,7 +44,8 @@ from tailrace.weights.base import (
     WeightsSettings,
 )
 from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob, Report, TrainerJob
+from tailrace.workers.http_engines import HttpEngines
+from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.trainer import RemoteTrainer
 
 NUM_SEQUENCES, NUM_TOKENS = 32, 48
@@ -60,15 +62,24 @@ class Figures:
     bytes: int
 
 
-class TimedEngine(RemoteEngine):
-    """Keeps the times at which tokens arrived. It reports after every decode step."""
+class TimedCounter(TokenCounter):
+    """Keeps the times at which tokens arrived."""
 
-    arrivals: list[float]
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: list[float] = []
 
-    def _on_message(self, message: msgspec.Struct) -> None:
-        if isinstance(message, Report) and message.outputs:
-            self.arrivals.append(time.perf_counter())
-        super()._on_message(message)
+    def add(self, num_tokens: int) -> None:
+        self.arrivals.append(time.perf_counter())
+        super().add(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An engine, and a trainer that publishes by one transport."""
+
+    engine: RemoteEngine | HttpEngine
+    trainer: RemoteTrainer
 
 
 def transports(folder: Path) -> dict[str, WeightsSettings]:
@@ -80,12 +91,13 @@ def transports(folder: Path) -> dict[str, WeightsSettings]:
 
 
 @asynccontextmanager
-async def opened(model: Path, folder: Path) -> AsyncIterator[tuple[TimedEngine, dict[str, RemoteTrainer]]]:
-    """An engine, and a trainer for each transport."""
+async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIterator[dict[str, Pair]]:
+    """An engine of each kind, and a trainer for each transport."""
+    logs = folder / "logs"
     engine_job = EngineJob(model=model, engine=NativeEngineSettings(), sampling=SAMPLING, report_every_s=0.0)
     async with AsyncExitStack() as stack:
-        engine = await TimedEngine.spawn("engine-0", engine_job, logs=folder / "logs")
-        stack.push_async_callback(engine.close)
+        native = await RemoteEngine.spawn("engine-0", engine_job, logs=logs)
+        stack.push_async_callback(native.close)
         trainers = {}
         for name, settings in transports(folder).items():
             job = TrainerJob(
@@ -96,10 +108,22 @@ async def opened(model: Path, folder: Path) -> AsyncIterator[tuple[TimedEngine, 
                 weights=settings,
                 published_dtype="float32",
             )
-            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, logs=folder / "logs")
+            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, logs=logs)
             stack.push_async_callback(trainers[name].close)
-        await asyncio.gather(engine.ready(), *(trainer.ready() for trainer in trainers.values()))
-        yield engine, trainers
+        await asyncio.gather(native.ready(), *(trainer.ready() for trainer in trainers.values()))
+        pairs = {name: Pair(native, trainer) for name, trainer in trainers.items()}
+        urls: tuple[str, ...] = ()
+        for name, trainer in trainers.items() if vllm_python else ():
+            settings = VllmEngineSettings(
+                python=vllm_python, urls=urls, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}
+            )
+            engines = HttpEngines(model, settings, SAMPLING, logs=logs, min_context=512, trainer=trainer)
+            engine = await engines.begin(f"vllm-{name}", 0)
+            stack.push_async_callback(engine.close)
+            await engine.ready()
+            urls = (str(engine.connection.client.base_url),)  # the others join the first one's server
+            pairs[f"vllm_{name}"] = Pair(engine, trainer)
+        yield pairs
 
 
 def fresh_samples() -> list[Sample]:
@@ -107,9 +131,12 @@ def fresh_samples() -> list[Sample]:
     return [Sample(SampleId(0, 0, number), group, seed=number) for number in range(NUM_SEQUENCES)]
 
 
-async def update(engine: TimedEngine, trainer: RemoteTrainer, version: int) -> Figures:
+async def update(pair: Pair, version: int) -> Figures:
     """Publish and load while all sequences are under way, and let them end."""
-    engine.arrivals, engine.send = [], trainer.send
+    engine, trainer = pair.engine, pair.trainer
+    engine.counter = counter = TimedCounter()
+    if isinstance(engine, RemoteEngine):
+        engine.send = trainer.send
     counted, samples = engine.usage().num_counted or 0, fresh_samples()
     generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
     while min(sample.num_tokens for sample in samples) < NUM_TOKENS // 4:  # noqa: ASYNC110
@@ -120,11 +147,11 @@ async def update(engine: TimedEngine, trainer: RemoteTrainer, version: int) -> F
     await engine.load(weights, kv="keep")
     await generation
     assert all(sample.spans[-1].version == version for sample in samples)
-    arrivals = engine.arrivals
-    gaps = [(after - before, after) for before, after in pairwise(arrivals)]
+    gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > published_s)
     num_tokens = sum(sample.num_tokens for sample in samples)
-    lost = (engine.usage().num_counted or 0) - counted - num_tokens
+    own_count = engine.usage().num_counted
+    lost = 0 if own_count is None else own_count - counted - num_tokens
     return Figures(
         publish_s=published_s - start_s,
         pause_s=max(0.0, longest - median(gap for gap, _ in gaps)),
@@ -133,13 +160,13 @@ async def update(engine: TimedEngine, trainer: RemoteTrainer, version: int) -> F
     )
 
 
-async def measure(model: Path, folder: Path, repeats: int) -> dict[str, Figures]:
+async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | None) -> dict[str, Figures]:
     """The medians of each transport. The first update of each is not counted: it connects."""
     figures: dict[str, list[Figures]] = {}
-    async with opened(model, folder) as (engine, trainers):
+    async with opened(model, folder, vllm_python) as pairs:
         for version in range(repeats + 1):
-            for name, trainer in trainers.items():
-                figures.setdefault(name, []).append(await update(engine, trainer, version + 1))
+            for name, pair in pairs.items():
+                figures.setdefault(name, []).append(await update(pair, version + 1))
     return {
         name: Figures(
             publish_s=median(each.publish_s for each in updates[1:]),
@@ -156,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--size", choices=SIZES, action="append", help="parameters; default: both")
     parser.add_argument("--repeats", type=int, default=3, help="counted updates of each transport")
+    parser.add_argument(
+        "--vllm-python", default=os.environ.get("VLLM_PYTHON"), help="python that has vllm-cpu"
+    )
     options = parser.parse_args(arguments)
     sizes: dict[str, dict[str, Figures]] = {}
     for size in options.size or SIZES:
@@ -164,10 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_parameters = make_model(folder / "model", SIZES[size])
             where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 thread a process"
             print(f"{size}: {NUM_SEQUENCES} sequences under way; {where}")
-            sizes[size] = clock.run(measure(folder / "model", folder, options.repeats), virtual=False)
+            sizes[size] = clock.run(
+                measure(folder / "model", folder, options.repeats, options.vllm_python), virtual=False
+            )
             for transport, found in sizes[size].items():
                 print(
-                    f"  {transport:14} publish {1e3 * found.publish_s:7.1f} ms; pause"
+                    f"  {transport:18} publish {1e3 * found.publish_s:7.1f} ms; pause"
                     f" {1e3 * found.pause_s:7.1f} ms; {found.tokens_lost} tokens lost;"
                     f" {found.bytes / 1e6:.1f} MB; {where}"
                 )
