@@ -10,8 +10,9 @@ fewer requests; the measured rounds alternate between the engines. Printed: toke
 highest) by the wall clock and by the CPU time of the process, and the ratios of the medians by wall clock.
 
 The peers are not dependencies of the project. vLLM has an environment of its own, which
-`make .venv-vllm/vllm.stamp` makes. It is named by `--vllm-python .venv-vllm/bin/python` or VLLM_PYTHON. Continuous batching of transformers on
-a CPU needs psutil: it runs in the interpreter that has it. A peer that is missing is null.
+`make .venv-vllm/vllm.stamp` makes; name it by `--vllm-python .venv-vllm/bin/python` or VLLM_PYTHON.
+Continuous batching of transformers on a CPU needs psutil: it runs in the interpreter that has it. A peer that
+is missing is null.
 """
 
 import argparse
