@@ -88,43 +88,45 @@ async def under_way(samples: Sequence[Sample]) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "process_group"])
-def test_requests_under_way_go_on_with_the_trainers_weights(
-    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, transport: str, execute: Execute
+async def check_requests_under_way_go_on(
+    trainer: RemoteTrainer, engines: list[RemoteEngine], expected: list[list[int]]
 ) -> None:
-    settings: WeightsSettings = (
-        FilesystemSettings(folder=tmp_path / "weights")
-        if transport == "filesystem"
-        else ProcessGroupSettings(bucket_bytes=10_000)
+    """They take the trainer's weights; with a recomputed KV cache the completions are those of its model."""
+    weights = await trainer.publish(1)
+    assert (weights.version, weights.changed) == (1, 0.0)
+    groups = [fresh_samples(4), fresh_samples(4)]
+    generation = asyncio.gather(
+        *(engine.generate(s) for engine, group in zip(engines, groups, strict=True) for s in group)
     )
+    await under_way([*groups[0], *groups[1]])
+    await asyncio.gather(*(engine.load(weights, kv="keep") for engine in engines))
+    await generation
+    for sample in [*groups[0], *groups[1]]:
+        assert sample.num_tokens == NUM_TOKENS
+        assert [span.version for span in sample.spans] == [0, 1]
+    for _ in range(2):
+        await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in engines))
+    assert [await completions(engine) for engine in engines] == [expected] * 2
 
+
+def test_requests_under_way_go_on_with_the_trainers_weights_from_a_folder(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+) -> None:
     async def main() -> None:
+        settings = FilesystemSettings(folder=tmp_path / "weights")
         async with started(models, settings, tmp_path, 2) as (trainer, engines):
-            weights = await trainer.publish(1)
-            assert (weights.version, weights.changed) == (1, 0.0)
-            groups = [fresh_samples(4), fresh_samples(4)]
-            generation = asyncio.gather(
-                *(engine.generate(s) for engine, group in zip(engines, groups, strict=True) for s in group)
-            )
-            await under_way([*groups[0], *groups[1]])
-            await asyncio.gather(*(engine.load(weights, kv="keep") for engine in engines))
-            await generation
-            for sample in [*groups[0], *groups[1]]:
-                assert sample.num_tokens == NUM_TOKENS
-                assert [span.version for span in sample.spans] == [0, 1]
-            for _ in range(2):
-                await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in engines))
-            assert [await completions(engine) for engine in engines] == [expected] * 2
+            await check_requests_under_way_go_on(trainer, engines, expected)
 
     execute(main())
 
 
-def test_a_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
+def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
     models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
         settings = ProcessGroupSettings(bucket_bytes=10_000, timeout_s=3.0)
-        async with started(models, settings, tmp_path, 2) as (trainer, (dying, engine)):
+        async with started(models, settings, tmp_path, 2) as (trainer, engines):
+            dying, engine = engines
             old = await completions(engine)
             weights = await trainer.publish(1)
             first, *others = weights.tensors
@@ -141,14 +143,15 @@ def test_a_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
                 await loading
             assert await completions(engine) == old
 
+            await check_requests_under_way_go_on(trainer, engines, expected)
+
             os.kill(dying.process.pid, signal.SIGSTOP)
             loading = asyncio.create_task(dying.load(weights, kv="keep"))
             await asyncio.sleep(0.1)
             os.kill(dying.process.pid, signal.SIGKILL)
             with pytest.raises(EngineDied, match="engine-0"):
                 await loading
-
-            await engine.load(weights, kv="keep")
+            await engine.load(weights, kv="recompute")
             assert await completions(engine) == expected
 
     execute(main())
