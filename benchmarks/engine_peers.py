@@ -132,8 +132,9 @@ def served(command: list[str], model: str, core: str) -> Generate:
         except httpx.HTTPError:
             time.sleep(0.5)
 
-    async def one(client: httpx.AsyncClient, seed: int, prompt: list[int], length: int) -> int:
-        sampling = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 1, "seed": seed}
+    async def one(client: httpx.AsyncClient, prompt: list[int], length: int) -> int:
+        # No seed: one for each request ends vLLM on a CPU when a prefill is chunked.
+        sampling = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}
         body = {"model": model, "token_ids": prompt, "sampling_params": sampling}
         reply = (await client.post(f"{url}/inference/v1/generate", json=body)).raise_for_status().json()
         return len(reply["choices"][0]["token_ids"])
@@ -141,8 +142,7 @@ def served(command: list[str], model: str, core: str) -> Generate:
     async def all_of(requests: Requests) -> int:
         limits = httpx.Limits(max_connections=MAX_REQUESTS)
         async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-            asked = [one(client, seed, *request) for seed, request in enumerate(requests)]
-            return sum(await asyncio.gather(*asked))
+            return sum(await asyncio.gather(*(one(client, *request) for request in requests)))
 
     return lambda requests: asyncio.run(all_of(requests))
 

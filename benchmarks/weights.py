@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -48,7 +48,7 @@ from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.trainer import RemoteTrainer
 
-NUM_SEQUENCES, NUM_TOKENS = 32, 48
+NUM_SEQUENCES, NUM_TOKENS = 32, 96
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
 
@@ -139,7 +139,7 @@ async def update(pair: Pair, version: int) -> Figures:
         engine.send = trainer.send
     counted, samples = engine.usage().num_counted or 0, fresh_samples()
     generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
-    while min(sample.num_tokens for sample in samples) < NUM_TOKENS // 4:  # noqa: ASYNC110
+    while min(sample.num_tokens for sample in samples) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     start_s = time.perf_counter()
     weights = await trainer.publish(version)
@@ -163,10 +163,11 @@ async def update(pair: Pair, version: int) -> Figures:
 async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | None) -> dict[str, Figures]:
     """The medians of each transport. The first update of each is not counted: it connects."""
     figures: dict[str, list[Figures]] = {}
+    versions = count(1)  # the engines of one vLLM server share its versions
     async with opened(model, folder, vllm_python) as pairs:
-        for version in range(repeats + 1):
+        for _ in range(repeats + 1):
             for name, pair in pairs.items():
-                figures.setdefault(name, []).append(await update(pair, version + 1))
+                figures.setdefault(name, []).append(await update(pair, next(versions)))
     return {
         name: Figures(
             publish_s=median(each.publish_s for each in updates[1:]),
