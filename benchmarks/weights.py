@@ -48,7 +48,7 @@ from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.trainer import RemoteTrainer
 
-NUM_SEQUENCES, NUM_TOKENS = 32, 96
+NUM_SEQUENCES, NUM_TOKENS = 32, 192
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
 
