@@ -146,7 +146,8 @@ async def update(pair: Pair, version: int) -> Figures:
     published_s = time.perf_counter()
     await engine.load(weights, kv="keep")
     await generation
-    assert all(sample.spans[-1].version == version for sample in samples)
+    too_early = [sample.spans for sample in samples if sample.spans[-1].version != version]
+    assert not too_early, f"{pair.trainer.process.name}: {too_early} ended before version {version} came"
     gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > published_s)
     num_tokens = sum(sample.num_tokens for sample in samples)
