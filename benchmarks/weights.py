@@ -2,10 +2,10 @@
 
     python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--vllm-python PATH] [--json FILE]
 
-One embedded engine, and one vLLM server if its interpreter is given, serves 32 sequences; when all are under
-way, a trainer publishes its weights and the engine loads them with the KV cache kept. There is a trainer
-process for each transport, all beside one engine, and the transports take turns. Random weights of a Qwen3
-shape, float32, one thread for each process, on one host. The rows of vLLM are named vllm_TRANSPORT.
+A trainer publishes its weights. Then one embedded engine, and one vLLM server if its interpreter is given,
+serves 32 sequences, and when all are under way it loads the weights with the KV cache kept. There is a
+trainer process for each transport, all beside one engine, and the transports take turns. Random weights of a
+Qwen3 shape, float32, one thread for each process, on one host. The rows of vLLM are named vllm_TRANSPORT.
 
     publish_s    from asking the trainer to publish to its answer: a file, a folder, or a copy in its memory
     pause_s      the longest time without a token, from asking the engine to load to its first token of the
@@ -132,29 +132,30 @@ def fresh_samples() -> list[Sample]:
 
 
 async def update(pair: Pair, version: int) -> Figures:
-    """Publish and load while all sequences are under way, and let them end."""
+    """Publish, load while all sequences are under way, and let them end."""
     engine, trainer = pair.engine, pair.trainer
     engine.counter = counter = TimedCounter()
     if isinstance(engine, RemoteEngine):
         engine.send = trainer.send
+    start_s = time.perf_counter()
+    weights = await trainer.publish(version)
+    publish_s = time.perf_counter() - start_s
     counted, samples = engine.usage().num_counted or 0, fresh_samples()
     generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
     while min(sample.num_tokens for sample in samples) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    start_s = time.perf_counter()
-    weights = await trainer.publish(version)
-    published_s = time.perf_counter()
+    load_s = time.perf_counter()
     await engine.load(weights, kv="keep")
     await generation
     too_early = [sample.spans for sample in samples if sample.spans[-1].version != version]
     assert not too_early, f"{pair.trainer.process.name}: {too_early} ended before version {version} came"
     gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
-    longest = max(gap for gap, end_s in gaps if end_s > published_s)
+    longest = max(gap for gap, end_s in gaps if end_s > load_s)
     num_tokens = sum(sample.num_tokens for sample in samples)
     own_count = engine.usage().num_counted
     lost = 0 if own_count is None else own_count - counted - num_tokens
     return Figures(
-        publish_s=published_s - start_s,
+        publish_s=publish_s,
         pause_s=max(0.0, longest - median(gap for gap, _ in gaps)),
         tokens_lost=abs(lost) + NUM_SEQUENCES * NUM_TOKENS - num_tokens,
         bytes=weights.num_bytes,

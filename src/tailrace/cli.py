@@ -123,7 +123,14 @@ def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
 def _join(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.workers.join import join
 
+    _refuse_overrides("join", overrides)
     join(arguments.stage, arguments.broker, arguments.run)
+
+
+def _refuse_overrides(command: str, overrides: Mapping[str, str]) -> None:
+    for key, value in overrides.items():
+        problem = f"{command} has no config to override"
+        raise ConfigError(f"--{key}", value, problem, f"see tailrace {command} --help")
 
 
 def _serve(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
@@ -131,8 +138,7 @@ def _serve(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.engine.serve.settings import ServeSettings
     from tailrace.engine.settings import NativeEngineSettings
 
-    for key, value in overrides.items():
-        raise ConfigError(f"--{key}", value, "serve has no config to override", "see tailrace serve --help")
+    _refuse_overrides("serve", overrides)
     options = vars(arguments)
     engine = given(NativeEngineSettings, {name: options[name] for name in ENGINE_OPTIONS})
     named = {"served_model_name": str(arguments.model)}

@@ -81,9 +81,22 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     for file in weight_files(path):
         if defect := weights_defect(file):
             raise folder_error(path, f"{file.name} {defect}", "copy the file again")
-        with safe_open(file, framework="numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        shapes |= {name: shape for name, shape, _ in tensor_headers(file)}
     return shapes
+
+
+def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and type of each tensor of a safetensors file, without reading a tensor.
+
+    Returns:
+        The types are those of safetensors, such as "BF16".
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read.
+    """
+    with safe_open(file, framework="numpy") as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()]
 
 
 def weights_defect(file: Path) -> str | None:

@@ -15,6 +15,8 @@ from tailrace.errors import EngineDied, ServerRefused
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
+Finish = Literal["stop", "length", "abort"]
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -61,7 +63,7 @@ class Chunk:
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    finish: Literal["stop", "length", "abort"] | None = None
+    finish: Finish | None = None
     spans: tuple[VersionSpan, ...] = ()
     num_cached: int | None = None
 
@@ -142,6 +144,18 @@ class Dialect(Protocol):
 def label_of(version: int) -> str:
     """The label of a version of the weights at a server."""
     return str(version)
+
+
+def finish_of(reason: str | None) -> Finish | None:
+    """A server's finish reason.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    match reason:
+        case None | "stop" | "length" | "abort":
+            return reason
+    raise ValueError(f"the finish reason {reason!r}")
 
 
 async def call(

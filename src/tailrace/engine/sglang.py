@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
 from tailrace.engine.base import Capabilities
-from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, label_of
+from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, finish_of, label_of
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import ServerRefused, TransferFailed
 from tailrace.types import KV
@@ -92,7 +92,7 @@ class Sglang:
         entries = meta["output_token_logprobs"][-len(new) :] if new else []
         if [entry[1] for entry in entries] != new:
             raise ValueError(f"{new} came with the log-probs {entries}")
-        finish = _finish(reason.get("type"))
+        finish = finish_of(reason.get("type"))
         spans = tuple(
             VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
             for span in meta.get("weight_versions") or ()
@@ -201,10 +201,3 @@ async def detect(
         ),
         missing=tuple(missing),
     )
-
-
-def _finish(reason: str | None) -> Literal["stop", "length", "abort"] | None:
-    match reason:
-        case None | "stop" | "length" | "abort":
-            return reason
-    raise ValueError(f"the finish reason {reason!r}")

@@ -1,15 +1,12 @@
 """The command line of an SGLang server that a run starts."""
 
-import os
-import subprocess
 from pathlib import Path
 
+from tailrace.engine.launch import Launch, find_interpreter
 from tailrace.engine.settings import SglangEngineSettings
-from tailrace.engine.vllm_server import Launch
-from tailrace.errors import ConfigError
 
 PYTHON_VARIABLE = "SGLANG_PYTHON"
-_FIND = "from importlib.util import find_spec; print(bool(find_spec('sglang')))"
+_FIND = "from importlib.util import find_spec; print(find_spec('sglang') or '')"
 
 
 def find_python(settings: SglangEngineSettings) -> str:
@@ -18,17 +15,7 @@ def find_python(settings: SglangEngineSettings) -> str:
     Raises:
         ConfigError: there is none, or its environment has no SGLang.
     """
-    python = settings.python or os.environ.get(PYTHON_VARIABLE)
-    remedy = f"name the interpreter of an environment with SGLang here or in ${PYTHON_VARIABLE}"
-    if not python:
-        problem = "the run must start SGLang and does not know with what"
-        raise ConfigError("engine.python", None, problem, remedy)
-    try:
-        done = subprocess.run([python, "-c", _FIND], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise ConfigError("engine.python", python, f"it cannot be started ({error})", remedy) from error
-    if done.stdout.strip() != "True":
-        raise ConfigError("engine.python", python, "its environment has no SGLang", remedy)
+    python, _ = find_interpreter(settings, "SGLang", PYTHON_VARIABLE, _FIND)
     return python
 
 

@@ -10,7 +10,16 @@ from typing import Any
 import httpx
 
 from tailrace.engine.base import Capabilities
-from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, describe, label_of
+from tailrace.engine.dialect import (
+    Attempt,
+    Chunk,
+    ServedModel,
+    VersionSpan,
+    call,
+    describe,
+    finish_of,
+    label_of,
+)
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.types import KV
@@ -125,7 +134,7 @@ class Vllm:
             VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
             for span in choice.get("weight_versions") or ()
         )
-        return Chunk(ids, logprobs, _finish(choice.get("finish_reason")), spans, cached)
+        return Chunk(ids, logprobs, finish_of(choice.get("finish_reason")), spans, cached)
 
     async def abort(self, attempt: Attempt) -> bool:
         """As Dialect.abort."""
@@ -300,9 +309,3 @@ def _generate_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]
 
 def _completion_logprobs(choice: Mapping[str, Any]) -> list[float]:
     return [float(each) for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()]
-
-
-def _finish(reason: str | None) -> Any:
-    if reason in (None, "stop", "length", "abort"):
-        return reason
-    raise ValueError(f"the finish reason {reason!r}")

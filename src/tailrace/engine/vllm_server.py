@@ -1,15 +1,12 @@
 """The command line of a vLLM server that a run starts."""
 
 import json
-import os
-import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tailrace.engine.launch import Launch, find_interpreter
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.vllm import logprobs_mode
-from tailrace.errors import ConfigError
 from tailrace.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
@@ -26,18 +23,6 @@ import vLLM would take many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """How a server is started.
-
-    Args:
-        env: environment variables beside those of this process.
-    """
-
-    command: tuple[str, ...]
-    env: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class VllmInstallation:
     """A Python interpreter whose environment has vLLM."""
 
@@ -51,18 +36,7 @@ class VllmInstallation:
         Raises:
             ConfigError: there is none.
         """
-        python = settings.python or os.environ.get(PYTHON_VARIABLE)
-        remedy = f"name the interpreter of an environment with vLLM here or in ${PYTHON_VARIABLE}"
-        if not python:
-            raise ConfigError(
-                "engine.python", None, "the run must start vLLM and does not know with what", remedy
-            )
-        try:
-            done = subprocess.run([python, "-c", _FIND], capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise ConfigError("engine.python", python, f"it cannot be started ({error})", remedy) from error
-        if not (found := done.stdout.strip()):
-            raise ConfigError("engine.python", python, "its environment has no vLLM", remedy)
+        python, found = find_interpreter(settings, "vLLM", PYTHON_VARIABLE, _FIND)
         return cls(python, found == "scale_out")
 
     def launch(

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPE = Literal["float32", "bfloat16"]
+KEPT_VERSIONS = 2
+"""Publications that a sender keeps. Version n + 1 is written while engines may still read version n. Version
+n + 2 is written only after every engine has loaded version n + 1. An engine that comes back late loads the
+newest version."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _NAMED = 3
 """Tensors that an error names, at most, of each kind of defect."""

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from tailrace.errors import ConfigError
 from tailrace.model_folder import read_config
-from tailrace.weights.base import Link, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, Weights
 from tailrace.weights.tensors import manifest
 
-KEPT_VERSIONS = 2
-"""As in shared_memory.py."""
 _VERSION, _PARTIAL, _LOCK = "version-", "partial-", ".lock"
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 """Files of the model folder that are in each version: config, generation config and tokenizer."""

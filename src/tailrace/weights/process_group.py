@@ -28,12 +28,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import Link, ProcessGroupSettings, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, Weights
 from tailrace.weights.buckets import buckets, num_bytes, pack, unpack
 from tailrace.weights.tensors import manifest
 
-KEPT_VERSIONS = 2
-"""As in shared_memory.py."""
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 

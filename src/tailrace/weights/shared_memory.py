@@ -15,12 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tailrace.weights.base import Link, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, Weights
 from tailrace.weights.tensors import manifest
 
-KEPT_VERSIONS = 2
-"""Version n + 1 is written while engines may still read version n. Version n + 2 is written only after every
-engine has loaded version n + 1. An engine that comes back late loads the newest version."""
 _PREFIX, _LOCK = "tailrace-", "lock"
 
 

@@ -16,8 +16,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "tailrace.weights.vllm_backend", "TailraceTransfer"
-        )
+        WeightTransferEngineFactory.register_engine(BACKEND, _MODULE, "TailraceTransfer")
     except ValueError:  # it knows it already
         return

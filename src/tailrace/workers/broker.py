@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -50,6 +50,18 @@ def connect(url: str, *, is_async: bool) -> Any:
         return kind.from_url(url)
     except ValueError as why:
         raise ConfigError("broker.url", url, str(why), "write redis://host:6379/0") from None
+
+
+@contextmanager
+def reachable(url: str) -> Iterator[None]:
+    """Turn an error of the client into a ConfigError."""
+    import redis
+
+    try:
+        yield
+    except redis.RedisError as why:
+        remedy = "start the server, or correct the URL"
+        raise ConfigError("broker.url", url, str(why), remedy) from None
 
 
 class Invitation(msgspec.Struct):
@@ -91,19 +103,14 @@ class BrokeredWorker(Conversation):
         Raises:
             ConfigError: the server cannot be reached.
         """
-        import redis
-
         assert settings.url
         client, base = connect(settings.url, is_async=True), f"tailrace:{run}:{name}"
-        try:
+        with reachable(settings.url):
             life = await client.incr(f"{base}:life")
             await client.set(f"{base}:{life}:controller", 1, ex=ALIVE_S)
             await client.delete(f"{base}:invitations")
             invitation = Invitation(life, job.model_dump_json(), settings.max_records)
             await client.rpush(f"{base}:invitations", _encode(invitation))
-        except redis.RedisError as why:
-            remedy = "start the server, or correct the URL"
-            raise ConfigError("broker.url", settings.url, str(why), remedy) from None
         return cls(name, client, f"{base}:{life}", decoder, settings.max_records)
 
     def kill(self) -> None:
@@ -169,16 +176,18 @@ class BrokerChannel(Generic[In]):
     ) -> None:
         self._redis, self._prefix, self._decoder, self._max_records = redis, prefix, decoder, max_records
         self._last = b"0"
+        self._sending = threading.Lock()
         self._gone = threading.Event()
         self._sign()
         threading.Thread(target=self._keep_signing, name="signs of life", daemon=True).start()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; blocks while the stream is full."""
+        """Send a message, from any thread; blocks while the stream is full."""
         stream = f"{self._prefix}:from"
-        while self._redis.xlen(stream) >= self._max_records and not self._gone.is_set():
-            time.sleep(_FULL_PAUSE_S)
-        self._redis.xadd(stream, {"message": _encode(message)})
+        with self._sending:
+            while self._redis.xlen(stream) >= self._max_records and not self._gone.is_set():
+                time.sleep(_FULL_PAUSE_S)
+            self._redis.xadd(stream, {"message": _encode(message)})
 
     def receive(self, *, wait: bool) -> list[In] | None:
         """As WorkerChannel.receive."""

@@ -10,6 +10,7 @@ import httpx
 from tailrace.engine import sglang, sglang_server, vllm
 from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
+from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import (
     SamplingSettings,
@@ -17,7 +18,7 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.vllm_server import Launch, VllmInstallation, write_plugin
+from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob

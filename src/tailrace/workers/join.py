@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from tailrace.workers import reference_child, trainer_child
-from tailrace.workers.broker import BrokerChannel, Invitation, connect
+from tailrace.workers.broker import BrokerChannel, Invitation, connect, reachable
 from tailrace.workers.messages import Job, Refer, ReferenceJob, ToTrainer, TrainerJob
 
 Stage = Literal["trainer", "reference"]
@@ -26,10 +26,11 @@ def join(stage: Stage, url: str, run: str) -> None:
         run: name of the run: that of its output directory.
 
     Raises:
-        ConfigError: the broker's client is not installed, or the URL is malformed.
+        ConfigError: the broker's client is not installed, or its server cannot be reached.
     """
     redis, base = connect(url, is_async=False), f"tailrace:{run}:{stage}"
-    _, record = redis.blpop(f"{base}:invitations")
+    with reachable(url):
+        _, record = redis.blpop(f"{base}:invitations")
     invitation = msgspec.msgpack.decode(record, type=Invitation)
     kind, decoder, serve = _STAGES[stage]
     channel = BrokerChannel(redis, f"{base}:{invitation.life}", decoder, invitation.max_records)

@@ -17,7 +17,6 @@ OPEN = ALWAYS_OPEN | {
     "/v1/completions",
     "/v1/chat/completions",
     "/inference/v1/generate",
-    "/tokenize",
     "/server_info",
     "/get_world_size",
     "/is_paused",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from tailrace.errors import ConfigError, WeightsRefused
-from tailrace.model_folder import weight_files
+from tailrace.model_folder import tensor_headers, weight_files
 from tailrace.weights.base import Link, TensorInfo, Weights, check_tensors
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -101,10 +101,8 @@ def _headers(files: Iterable[Path]) -> Iterable[TensorInfo]:
     """What the files contain, without reading a tensor."""
     for file in files:
         try:
-            with safe_open(file, "np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    dtype: Any = _DTYPES.get(part.get_dtype(), part.get_dtype())
-                    yield TensorInfo(name, tuple(part.get_shape()), dtype)
+            yield from _infos(
+                (name, shape, _DTYPES.get(kind, kind)) for name, shape, kind in tensor_headers(file)
+            )
         except (SafetensorError, OSError) as why:
             raise WeightsRefused(f"{file.name!r} cannot be read: {why}") from None
