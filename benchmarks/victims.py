@@ -31,7 +31,7 @@ ENDLESS = 100_000
 KEPT_CHECKPOINTS = 3
 LIFE_S, START_S = 2.5, 6.0
 """A kill comes within so many seconds after a life began to train; or, one in eight, after it was spawned."""
-KILL_S = 2.0
+KILL_S = 0.5
 """An engine is killed within so many seconds after the start of a round."""
 ROUNDS_PER_KILL, LAST_ROUNDS = 5, 4
 """No engine is killed in the last rounds."""
