@@ -22,6 +22,7 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
+from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
 from tailrace.workers.local import open_local
@@ -42,6 +43,9 @@ def check_live(config: RunConfig) -> None:
     assert config.model and config.data and config.sampling
     _check_engine(config)
     check_device("trainer.device", config.trainer.device)
+    if config.trainer.lora:
+        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+        check_lora(config.model.path, config.trainer.lora, **kinds)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,

@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face folder that `transformers` loads, and the trainer's own state beside it.
 
-    config.json, model.safetensors, tokenizer files     the model, float32
+    config.json, model.safetensors, tokenizer files     the model, float32; an adapter is added to it
+    adapter/                                            the adapter as peft writes it, if one is trained
     trainer.safetensors                                 optimizer moments, random states, step counts
     critic.safetensors                                  weights and optimizer state of the critic, if any
 
@@ -18,13 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError, ConfigError
-from tailrace.trainer.model import read_model
+from tailrace.trainer.model import PolicyModel, read_model
 
 TRAINER_FILE = "trainer.safetensors"
 CRITIC_FILE = "critic.safetensors"
+ADAPTER_FOLDER = "adapter"
+"""Beside config.json, transformers would add the adapter to the model a second time."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -58,7 +60,7 @@ class SavedState:
 
 
 def write(
-    folder: Path, model: PreTrainedModel, state: SavedState, critic: SavedState | None, tokenizer_from: Path
+    folder: Path, policy: PolicyModel, state: SavedState, critic: SavedState | None, tokenizer_from: Path
 ) -> None:
     """Write a checkpoint, replacing the one in `folder` if there is one.
 
@@ -71,7 +73,9 @@ def write(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        model.save_pretrained(partial)
+        policy.model.save_pretrained(partial, state_dict=dict(policy.weights()))
+        if policy.adapter:
+            policy.adapter.save(partial / ADAPTER_FOLDER)
         for pattern in TOKENIZER_FILES:
             for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
                 shutil.copy(file, partial)
@@ -87,9 +91,10 @@ def write(
 
 
 def read(
-    folder: Path, model: PreTrainedModel, critic: Mapping[str, Tensor] | None
+    folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None
 ) -> tuple[SavedState, SavedState | None]:
-    """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises.
+    """Load the weights of a checkpoint into policy and critic. Of an adapted policy only the adapter is read.
+    Both are unchanged if this raises.
 
     Args:
         critic: parameters of the critic, which are overwritten; None if there is no critic.
@@ -97,11 +102,8 @@ def read(
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
     """
-    try:
-        weights = dict(read_model(folder).named_parameters())
-    except ConfigError as error:
-        raise CheckpointError(f"{error.problem}; {_remedy(folder)}") from error
-    parameters = dict(model.named_parameters())
+    weights = _read_weights(folder, policy)
+    parameters = policy.parameters()
     _must_match(folder, weights, parameters)
     state = _load(folder / TRAINER_FILE, "random", parameters)
     critic_state = None
@@ -111,6 +113,15 @@ def read(
         _copy(critic_state.tensors, critic)
     _copy(weights, parameters)
     return state, critic_state
+
+
+def _read_weights(folder: Path, policy: PolicyModel) -> Mapping[str, Tensor]:
+    if policy.adapter:
+        return policy.adapter.read(folder / ADAPTER_FOLDER)
+    try:
+        return dict(read_model(folder).named_parameters())
+    except ConfigError as error:
+        raise CheckpointError(f"{error.problem}; {_remedy(folder)}") from error
 
 
 def _save(file: Path, state: SavedState, section: str) -> None:

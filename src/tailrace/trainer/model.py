@@ -6,7 +6,9 @@ transformers' AttentionInterface is supported; it is tested on a few tokens when
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tailrace.errors import ConfigError
 from tailrace.model_folder import folder_error, weights_defect
 from tailrace.trainer.attention import PACKED
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import MicroBatch, pack
 from tailrace.types import SampleId
+
+if TYPE_CHECKING:
+    from tailrace.trainer.lora import Adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -88,17 +93,25 @@ class PolicyModel:
     Args:
         model: with its head, in float32.
         dtype: precision of the computation.
+        lora: train an adapter in place of the weights.
 
     Raises:
-        ConfigError: the architecture cannot run packed.
+        ConfigError: the architecture cannot run packed, or has no layers for the adapter.
     """
 
+    adapter: "Adapter | None" = None
+
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraSettings | None = None,
     ) -> None:
         self.model = model.to(device).eval()
         self.temperature, self.device, self._dtype = temperature, device, dtype
-        self._parameters = dict(self.model.named_parameters())
         if not self._runs_packed():
             raise ConfigError(
                 "model.path",
@@ -106,6 +119,12 @@ class PolicyModel:
                 f"an architecture of type {model.config.model_type!r} does not run packed",
                 "choose one of the Llama or Qwen kind",
             )
+        if lora:
+            from tailrace.trainer.lora import Adapter  # peft is an extra
+
+            self.model.requires_grad_(False)
+            self.adapter = Adapter(self.model, lora)
+        self._parameters = self.adapter.parameters() if self.adapter else dict(self.model.named_parameters())
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "PolicyModel":
@@ -115,7 +134,8 @@ class PolicyModel:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
         device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        return cls(read_model(path), temperature=temperature, device=device, dtype=dtype)
+        model, lora = read_model(path), settings.lora
+        return cls(model, temperature=temperature, device=device, dtype=dtype, lora=lora)
 
     def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
         """Pack all samples with a completion into micro-batches of at most `max_tokens` input tokens."""
@@ -134,8 +154,19 @@ class PolicyModel:
         )
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their Hugging Face names. Tied parameters occur once."""
+        """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied
+        parameters occur once."""
         return self._parameters
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights by their Hugging Face names, an adapter added. Without an adapter they are no copies."""
+        if self.adapter:
+            return self.adapter.merged()
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one that training began with. Needs an adapter, or does nothing."""
+        return self.adapter.off() if self.adapter else nullcontext()
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:

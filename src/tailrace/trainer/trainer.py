@@ -163,9 +163,17 @@ class TorchTrainer:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
+    def reference_logprobs(self, sample: TrainingSample) -> list[float]:
+        """As `logprobs`, without the adapter: under the model that training began with."""
+        with self._policy.adapter_off():
+            return self.logprobs(sample)
+
     def state(self) -> Mapping[str, Tensor]:
-        """The current weights by their Hugging Face names, tied ones once. They are not copies."""
-        return {name: parameter.detach() for name, parameter in self._policy.parameters().items()}
+        """What is published: the current weights by their Hugging Face names, tied ones once, or the adapter
+        alone. Without an adapter they are not copies."""
+        if self._settings.adapter:
+            return {name: parameter.detach() for name, parameter in self._policy.parameters().items()}
+        return self._policy.weights()
 
     def publish(self) -> Mapping[str, Tensor]:
         """Declare the current weights the published ones, and return them as `state`."""
@@ -183,13 +191,13 @@ class TorchTrainer:
             states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.state() if self._critic else None
         state = SavedState(self._optimizer.state(), states)
-        checkpoint.write(folder, self._policy.model, state, critic, self._tokenizer_from)
+        checkpoint.write(folder, self._policy, state, critic, self._tokenizer_from)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
         discarded. Raises as `checkpoint.read`."""
         parameters = self._critic.parameters() if self._critic else None
-        state, critic = checkpoint.read(folder, self._policy.model, parameters)
+        state, critic = checkpoint.read(folder, self._policy, parameters)
         self._optimizer.restore(state.optimizer)
         if self._critic and critic:
             self._critic.optimizer.restore(critic.optimizer)

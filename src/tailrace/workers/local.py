@@ -16,7 +16,7 @@ from tailrace.engine.settings import EngineSettings, NativeEngineSettings, Sampl
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import Reference, TrainerSettings
 from tailrace.weights.base import WeightsSettings, in_run_folder
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.conversation import Conversation
@@ -26,7 +26,7 @@ from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, T
 from tailrace.workers.process import RemoteWorker
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.reward import RemoteScorer, RewardPool
-from tailrace.workers.trainer import RemoteTrainer
+from tailrace.workers.trainer import AdapterOff, RemoteTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Workers:
     engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
-    reference: RemoteReference | None
+    reference: Reference | None
     """None where the algorithm needs no reference model."""
 
 
@@ -97,7 +97,9 @@ async def open_local(
         async def begin() -> EngineLife:
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number)
-            job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
+            job = EngineJob(
+                threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
+            )
             process = await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
             process.send = remote_trainer.send
             return process
@@ -111,7 +113,7 @@ async def open_local(
         algorithm=algorithm,
         sampling=sampling,
         weights=in_run_folder(weights, folder),
-        published_dtype=engine.dtype,
+        published_dtype="float32" if trainer.adapter else engine.dtype,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
@@ -126,8 +128,10 @@ async def open_local(
                 model, engine, sampling, logs=folder / "logs", min_context=longest, trainer=remote_trainer
             )
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
-        reference = None
-        if algorithm.needs_reference:
+        reference: Reference | None = None
+        if algorithm.needs_reference and trainer.lora:
+            reference = AdapterOff(remote_trainer)
+        elif algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)

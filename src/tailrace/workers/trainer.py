@@ -46,6 +46,11 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
         temperature."""
         return (await self.process.ask(messages.Refer(TrainingSample.of(sample)), messages.Referred)).logprobs
 
+    async def reference_logprobs(self, sample: Sample) -> list[float]:
+        """As `logprobs`, under the model that LoRA began with."""
+        refer = messages.Refer(TrainingSample.of(sample), without_adapter=True)
+        return (await self.process.ask(refer, messages.Referred)).logprobs
+
     async def step(self) -> StepStats:
         """As Trainer.step.
 
@@ -100,6 +105,18 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
             self.process.answer(message)
         elif (sent := self._sending.get(message.number)) is not None and not sent.done():
             sent.set_result(message.failure)
+
+
+class AdapterOff:
+    """A Reference (trainer/base.py): the model of a trainer with LoRA, without the adapter. It needs no
+    process and no memory of its own; the trainer computes between its other work."""
+
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        self._trainer = trainer
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """As Reference.logprobs."""
+        return await self._trainer.reference_logprobs(sample)
 
 
 def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:
