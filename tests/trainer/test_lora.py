@@ -161,5 +161,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(
 
 
 def test_layers_that_the_model_lacks_are_refused_by_the_trainer_too(make_trainer: Make) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules = .*Target modules .*c_attn.* not found"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora\.target_modules = .*Target modules .*c_attn.* not found"
+    ):
         make_trainer(lora={"target_modules": ["c_attn"]})

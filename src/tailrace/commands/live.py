@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.memory import check_memory, run_memory
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
@@ -59,6 +60,7 @@ def check_live(config: RunConfig) -> None:
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.num_engines)
+    check_memory(run_memory(config), config.model.path)
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Which weights of a model folder LoRA adapts, and the tensors of the adapter. Imports neither torch nor peft.
+"""Which weights of a model folder LoRA adapts, and the tensors of the adapter, without torch and peft.
 
 Tensors are named as in peft's files, without peft's prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
 """

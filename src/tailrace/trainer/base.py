@@ -20,8 +20,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraSettings(Settings):
-    """LoRA: the weights W stay as they are, and W + (alpha / rank) B A is trained by its factors A and B. B is
-    zero at the start. Needs `pip install 'tailrace[lora]'`."""
+    """LoRA: the weights W stay as they are, and A and B of W + (alpha / rank) B A are trained. B is zero at the
+    start. Needs `pip install 'tailrace[lora]'`."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rows of A and columns of B. Range: [1, 4096]."""
@@ -31,8 +31,8 @@ class LoraSettings(Settings):
     """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the embedded
-    engine adds to its own copy of W."""
+    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
+    embedded engine adds to its own copy of W."""
 
 
 class TrainerSettings(Settings):

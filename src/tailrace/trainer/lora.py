@@ -94,7 +94,9 @@ class Adapter:
             config = LoraConfig.from_pretrained(str(folder))
         except (OSError, SafetensorError, ValueError) as why:
             remedy = "resume with the settings that the run began with, or begin a new run"
-            raise CheckpointError(f"{folder}: there is no adapter that can be read ({why}); {remedy}") from why
+            raise CheckpointError(
+                f"{folder}: there is no adapter that can be read ({why}); {remedy}"
+            ) from why
         if config.lora_alpha != self._config.lora_alpha:
             problem = f"its alpha is {config.lora_alpha}, here {self._config.lora_alpha}"
             raise CheckpointError(f"{folder}: {problem}; set trainer.lora.alpha as it was")
@@ -102,10 +104,10 @@ class Adapter:
 
 
 class _Merged(Mapping[str, Tensor]):
-    def __init__(
-        self, parameters: Mapping[str, Tensor], layers: Mapping[str, Linear], scale: float
-    ) -> None:
-        kept = {name: p for name, p in parameters.items() if ".lora_A." not in name and ".lora_B." not in name}
+    def __init__(self, parameters: Mapping[str, Tensor], layers: Mapping[str, Linear], scale: float) -> None:
+        kept = {
+            name: p for name, p in parameters.items() if ".lora_A." not in name and ".lora_B." not in name
+        }
         self._weights = {name.replace(".base_layer.", "."): parameter for name, parameter in kept.items()}
         self._layers, self._scale = layers, scale
 

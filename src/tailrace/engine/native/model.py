@@ -199,7 +199,7 @@ class Model:
         first adapter; a copy of it is kept.
 
         Args:
-            tensors: A [rank, in] and B [out, rank] of each adapted weight, by peft's names without its prefix.
+            tensors: A [rank, in] and B [out, rank] of each adapted weight, named as in trainer/adapter.py.
 
         Raises:
             ValueError: they are of no weight of this model, or of another shape. Nothing has changed.
