@@ -147,7 +147,7 @@ def test_the_published_tensors_are_those_that_the_folder_predicts(
     ("settings", "engine", "transport", "words"),
     [
         ({"target_modules": ["q_proj", "lm_head"]}, "native", "shared_memory",
-         r"trainer\.lora\.target_modules = .*lm_head: no linear layer.*choose from down_proj, gate_proj, k_proj"),
+         r"trainer\.lora\.target_modules = .*lm_head: no linear layer.*choose from down_proj, gate_proj"),
         ({"publish": "adapter"}, "vllm", "shared_memory",
          r"trainer\.lora\.publish = 'adapter': engines of the kind 'vllm' take whole weights only"),
         ({"publish": "adapter"}, "native", "filesystem", r"a version in a folder is a whole model"),
@@ -161,7 +161,5 @@ def test_what_cannot_work_is_refused_with_the_remedy(
 
 
 def test_layers_that_the_model_lacks_are_refused_by_the_trainer_too(make_trainer: Make) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.target_modules = .*Target modules .*c_attn.* not found"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules = .*c_attn.* not found"):
         make_trainer(lora={"target_modules": ["c_attn"]})

@@ -20,8 +20,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraSettings(Settings):
-    """LoRA: the weights W stay as they are, and A and B of W + (alpha / rank) B A are trained. B is zero at the
-    start. Needs `pip install 'tailrace[lora]'`."""
+    """LoRA: the weights W stay as they are, and A and B of W + (alpha / rank) B A are trained. B begins as
+    zero. Needs `pip install 'tailrace[lora]'`."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rows of A and columns of B. Range: [1, 4096]."""

@@ -35,7 +35,7 @@ class Adapter:
         self._model, self._base = model, str(model.config.name_or_path)
         self._config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]
+            lora_alpha=settings.alpha,
             target_modules=_names(settings),
             task_type="CAUSAL_LM",
             base_model_name_or_path=self._base,
@@ -105,9 +105,7 @@ class Adapter:
 
 class _Merged(Mapping[str, Tensor]):
     def __init__(self, parameters: Mapping[str, Tensor], layers: Mapping[str, Linear], scale: float) -> None:
-        kept = {
-            name: p for name, p in parameters.items() if ".lora_A." not in name and ".lora_B." not in name
-        }
+        kept = {name: p for name, p in parameters.items() if ".lora_" not in name}
         self._weights = {name.replace(".base_layer.", "."): parameter for name, parameter in kept.items()}
         self._layers, self._scale = layers, scale
 

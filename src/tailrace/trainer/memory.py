@@ -1,7 +1,7 @@
 """The memory that one rank of the trainer needs, from the shape of the model. Imports no torch.
 
 The phases of a rank, one of which is the largest: reading the folder, a pass over a micro-batch of
-`max_tokens_per_microbatch` tokens, publishing, and exporting a checkpoint. benchmarks/memory.py measures them.
+`max_tokens_per_microbatch` tokens, publishing, and exporting a checkpoint. benchmarks/memory.py measures.
 """
 
 from dataclasses import dataclass

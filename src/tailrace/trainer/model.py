@@ -159,13 +159,13 @@ class PolicyModel:
         return self._parameters
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights by their Hugging Face names, an adapter added. Without an adapter they are no copies."""
+        """All weights by their Hugging Face names, the adapter added. Without one they are no copies."""
         if self.adapter:
             return self.adapter.merged()
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Inside the block the model is the one that training began with. Needs an adapter, or does nothing."""
+        """Inside the block the model is the one that LoRA began with."""
         return self.adapter.off() if self.adapter else nullcontext()
 
     @torch.no_grad()
