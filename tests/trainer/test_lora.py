@@ -20,7 +20,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 
 def copies(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.state().items()}
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
 def step(trainer: TorchTrainer, seed: int = 0) -> float:
@@ -41,7 +41,7 @@ def test_only_the_adapter_changes_and_merged_weights_are_its_sum_with_the_base(m
     assert all(not torch.equal(adapter[name], adapter_before[name]) for name in adapter)
     for name, p in alone._policy.model.named_parameters():
         assert "lora_" in name or torch.equal(p, base[name]), name
-    for name, tensor in merged.state().items():
+    for name, tensor in merged.weights():
         module = name.removesuffix(".weight")
         if f"{module}.lora_A.weight" in adapter:
             change = adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"] * 2.0
@@ -87,8 +87,9 @@ def test_a_restored_adapter_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Pa
     restored = make_trainer(lora=LORA, weight_decay=0.1)
     restored.restore(tmp_path / "saved")
     assert step(restored, 1) == wanted
-    for name, tensor in original.state().items():
-        assert torch.equal(tensor, restored.state()[name]), name
+    again = dict(restored.weights())
+    for name, tensor in original.weights():
+        assert torch.equal(tensor, again[name]), name
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_the_published_tensors_are_those_that_the_folder_predicts(
 ) -> None:
     settings = LoraSettings.model_validate(LORA | {"target_modules": names, "publish": "adapter"})
     trainer = make_trainer(lora=settings)
-    assert set(manifest(trainer.state())) == set(adapter_tensors(model_path, settings))
+    assert set(manifest(dict(trainer.weights()))) == set(adapter_tensors(model_path, settings))
 
 
 @pytest.mark.parametrize(

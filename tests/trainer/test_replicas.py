@@ -33,7 +33,7 @@ def train(rank: int, model_path: Path, folder: Path) -> None:
         if rank == 0:
             trainer.accumulate(units)
         second = trainer.step()
-        weights = torch.cat([tensor.flatten() for tensor in trainer.state().values()])
+        weights = torch.cat([tensor.flatten() for tensor in dict(trainer.weights()).values()])
         result = (first.num_tokens, first.loss, second.num_tokens, weights)
         torch.save(result, folder / f"{normalize}{rank}.pt")
     dist.destroy_process_group()

@@ -51,7 +51,8 @@ def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: obj
     )
 
 
-def first_moments(folder: Path) -> Tensor:
-    """All of AdamW's first moments in one vector: with betas=(0, b) the gradient of the last step."""
-    tensors = load_file(folder / "trainer.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("first.")])
+def first_moments(folder: Path, owner: str = "policy") -> Tensor:
+    """All of AdamW's first moments in one vector: with betas=(0, b) the gradient of the last step. Of a
+    checkpoint of one rank."""
+    tensors = {key: each for file in (folder / "trainer").iterdir() for key, each in load_file(file).items()}
+    return torch.cat([tensors[key].flatten() for key in sorted(tensors) if key.startswith(f"{owner}.first.")])

@@ -10,11 +10,11 @@ from peft.tuners.lora import Linear
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.trainer.base import LoraSettings
+from tailrace.trainer.fsdp import gather
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -57,12 +57,20 @@ class Adapter:
             for factor in ("lora_A", "lora_B")
         }
 
-    def merged(self) -> Mapping[str, Tensor]:
-        """All weights of the model with the adapter added, by their Hugging Face names; a read computes one.
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights with their Hugging Face names, the adapter added, one after another. With sharded weights
+        all ranks must take them."""
+        for name, parameter in self._model.named_parameters():
+            module, _, kind = name.replace(".base_layer.", ".").rpartition(".")
+            if ".lora_" not in name:
+                yield f"{module}.{kind}", self._merge(self._layers.get(module), kind, gather(parameter))
 
-        With sharded weights all ranks must read the same names in the same order.
-        """
-        return _Merged(dict(self._model.named_parameters()), self._layers, self._scale)
+    @torch.no_grad()
+    def _merge(self, layer: Linear | None, kind: str, weight: Tensor) -> Tensor:
+        if layer is None or kind != "weight":
+            return weight
+        a, b = (gather(getattr(layer, factor)[_NAME].weight) for factor in ("lora_A", "lora_B"))
+        return weight + self._scale * (b @ a)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -75,10 +83,14 @@ class Adapter:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written."""
+    def save(self, folder: Path, factors: Mapping[str, Tensor]) -> None:
+        """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written.
+
+        Args:
+            factors: whole ones, by the names of `parameters`.
+        """
         folder.mkdir()
-        tensors = {_PREFIX + name: whole(p).cpu().contiguous() for name, p in self.parameters().items()}
+        tensors = {_PREFIX + name: factor.cpu().contiguous() for name, factor in factors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.inference_mode = True  # as peft writes it
         self._config.save_pretrained(str(folder))
@@ -101,34 +113,6 @@ class Adapter:
             problem = f"its alpha is {config.lora_alpha}, here {self._config.lora_alpha}"
             raise CheckpointError(f"{folder}: {problem}; set trainer.lora.alpha as it was")
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-
-
-class _Merged(Mapping[str, Tensor]):
-    def __init__(self, parameters: Mapping[str, Tensor], layers: Mapping[str, Linear], scale: float) -> None:
-        kept = {name: p for name, p in parameters.items() if ".lora_" not in name}
-        self._weights = {name.replace(".base_layer.", "."): parameter for name, parameter in kept.items()}
-        self._layers, self._scale = layers, scale
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        weight = whole(self._weights[name].detach())
-        module, _, kind = name.rpartition(".")
-        layer = self._layers.get(module)
-        if layer is None or kind != "weight":
-            return weight
-        a, b = (whole(getattr(layer, factor)[_NAME].weight) for factor in ("lora_A", "lora_B"))
-        return weight + self._scale * (b @ a)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor on all ranks; another tensor is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _names(settings: LoraSettings) -> str | list[str]:

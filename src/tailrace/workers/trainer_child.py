@@ -75,7 +75,7 @@ def serve_by(sender: WeightSender, job: TrainerJob, channel: WorkerEnd[ToTrainer
             temperature=job.sampling.temperature,
             max_completion_tokens=job.sampling.max_completion_tokens,
         )
-    publisher = Publisher(sender, job.published_dtype, trainer.state())
+    publisher = Publisher(sender, job.published_dtype, trainer.weights())
     channel.send(Ready())
     for message in channel:
         if isinstance(message, messages.Send):
