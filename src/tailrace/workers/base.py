@@ -18,6 +18,9 @@ class HostSettings(Settings):
     pin: bool = False
     """Pin each engine to a CPU of its own, and the trainer to another one. The controller and the reward
     workers share the engines' CPUs. true or false; for engines and trainers of one thread."""
+    restarts: int = Field(default=0, ge=0, le=1000)
+    """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
+    has died. 0 to 1000."""
 
 
 class BrokerSettings(Settings):
