@@ -25,7 +25,9 @@ class SimTrainer:
         self._num_steps = 0
         self._one_after_another = asyncio.Lock()
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
+    async def accumulate(
+        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+    ) -> None:
         samples = [sample for unit in units for sample in unit]
         await self._work(_num_positions(samples) / self._cost.tokens_per_s)
         self._accumulated += samples

@@ -47,6 +47,21 @@ class TrainerSettings(Settings):
     """Torch device: cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward computation. Weights, gradients and optimizer states are float32."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Processes over which each replica is sharded: weights, gradients and optimizer states (FSDP2).
+    Range: [1, 1024]."""
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Copies of the sharded model. They divide the samples of a step and add their gradients in it.
+    Range: [1, 1024]."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each block again in the backward pass, in place of keeping them. true or
+    false."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time.
+    true or false."""
+    collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Seconds that a rank waits for the others in one collective, at most. More than one pass of the slowest
+    rank takes. Range: (0, 86,400]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,9 @@ class StepStats:
 class Trainer(Protocol):
     """One logical trainer of one or several ranks. It executes calls in the order in which they are made."""
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
+    async def accumulate(
+        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+    ) -> None:
         """Run forward and backward, and add the gradients to their sum. The weights do not change.
 
         Small units are computed together with the next units. The composition of micro-batches depends on
@@ -101,6 +118,8 @@ class Trainer(Protocol):
         Args:
             units: groups, or batches of shuffled samples.
             version: the published version; tokens of older versions count as carried over (APRIL).
+            replica: the replica that computes them all; None: they are divided among all replicas. The
+                gradients of all replicas are added at `step`. Replicas may have unequal shares or none.
         """
 
     async def step(self) -> StepStats:

@@ -32,7 +32,9 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
         self._numbers = itertools.count()
         self._sending: dict[int, asyncio.Future[str | None]] = {}
 
-    async def accumulate(self, units: Sequence[Sequence[Sample]], *, version: int) -> None:
+    async def accumulate(
+        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+    ) -> None:
         """As Trainer.accumulate."""
         await self.process.ask(messages.Accumulate(_training_samples(units, version)), Done)
 
