@@ -3,9 +3,9 @@
     controller -- RayWorker -- tell(frames), hear() --> NodeActor (node.py) -- socket --> worker process
 
 Each worker has an actor of its own in a bundle of resources. Each role has a placement group, because a group
-has one strategy. Ray carries the messages of messages.py. Weights take their own transport (weights/), not the
-object store. What a node must import travels in Ray's runtime environment: this package, and the Python files
-that the config names by path.
+has one strategy. Ray carries the messages of messages.py. Weights take their own transport (weights/) and not
+the object store. What a node must import travels in Ray's runtime environment: this package, and the Python
+files that the config names by path.
 
 This is the only module that imports Ray.
 """
@@ -37,8 +37,6 @@ from tailrace.workers.messages import Job, TrainerJob
 from tailrace.workers.node import NodeActor
 from tailrace.workers.process import CLOSE_S
 
-PLACE_S = 20.0
-"""Seconds that all bundles may wait for their resources."""
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""
 _encode = msgspec.msgpack.encode
@@ -188,7 +186,7 @@ async def open_ray(
             folders, in its working directory.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or a bundle cannot be placed within PLACE_S.
+        ConfigError: the cluster cannot be reached, or a bundle cannot be placed within `place_s`.
     """
     with tempfile.TemporaryDirectory() as working_dir:
         for file in files:
@@ -198,12 +196,12 @@ async def open_ray(
         groups: list[Any] = []
         try:
             places = {}
-            deadline = time.monotonic() + PLACE_S
+            deadline = time.monotonic() + settings.place_s
             for each in bundles:
                 groups.append(group := _reserve(each))
                 left_s = max(deadline - time.monotonic(), 0.1)
                 if not await asyncio.get_running_loop().run_in_executor(None, group.wait, left_s):
-                    raise _unplaced(each, group)
+                    raise _unplaced(each, group, settings.place_s)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
             yield RaySpawner(run.absolute(), places)
         finally:
@@ -246,7 +244,7 @@ def _reserve(bundles: Bundles) -> Any:
     )
 
 
-def _unplaced(bundles: Bundles, group: Any) -> ConfigError:
+def _unplaced(bundles: Bundles, group: Any, place_s: float) -> ConfigError:
     """Say what a group waits for, and what the cluster has."""
     state = placement_group_table(group)["stats"]["scheduling_state"].lower()
     nodes = "; ".join(
@@ -257,7 +255,7 @@ def _unplaced(bundles: Bundles, group: Any) -> ConfigError:
     free = _amounts(ray.available_resources())
     problem = (
         f"{len(bundles.names)} x {_amounts(bundles.resources)} for {', '.join(bundles.names)} could not be "
-        f"placed within {PLACE_S:g} s ({state}). The cluster: {nodes}. Free at present: {free}"
+        f"placed within {place_s:g} s ({state}). The cluster: {nodes}. Free at present: {free}"
     )
     remedy = "ask for less, add nodes, or wait until other jobs of the cluster have ended"
     return ConfigError(f"host.resources.{bundles.role}", dict(bundles.resources), problem, remedy)
