@@ -46,8 +46,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes: the head, which can have an engine, and "trainer", which can have the trainer."""
-    command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "engine_node"]
+    """Two nodes: the head, which can have an engine and rewards, and "trainer", which can have the trainer."""
+    command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "engine_node", "reward_node"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster = Cluster(process)
         cluster.add("trainer", "trainer_node")
@@ -79,7 +79,7 @@ def test_an_engine_that_no_node_can_hold_is_named_with_what_the_cluster_has(
         "tailrace: host.resources.engine = {'CPU': 64.0, 'rare': 1.0}: 2 x CPU 64, rare 1 for"
     )
     assert "engine-0, engine-1 could not be placed within 20 s (infeasible)" in said
-    assert "has CPU 4, engine_node 1" in said and "has CPU 4, trainer_node 1" in said
+    assert "has CPU 4, engine_node 1, reward_node 1" in said and "has CPU 4, trainer_node 1" in said
     assert said.count("\n") == 1
 
 
@@ -98,6 +98,7 @@ def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_
         *("--run.checkpoint_every", "1", "--run.eval_every", str(rounds), "--run.eval_prompts", "128"),
         *("--host.resources.engine", "{ engine_node = 1 }"),
         *("--host.resources.trainer", "{ trainer_node = 1 }"),
+        *("--host.resources.reward", "{ reward_node = 0.1 }"),
     ]
     config = EXAMPLES / "quickstart" / "quickstart.toml"
     command = train_command(config, folder, cluster.address, *words)
