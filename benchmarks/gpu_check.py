@@ -29,11 +29,17 @@ MAX_MISMATCH_KL = 0.02
 """In nats a token, between engine and trainer with the same bfloat16 weights."""
 SCHEDULES = {
     "serial": "groups_per_round = 32, groups_per_step = 16",
+    "conventional": "steps_per_round = 2, groups_per_step = 16",
     "rolloutpipe": "groups_per_round = 32, groups_per_step = 16",
+    "rolloutpipe_eager": "groups_per_round = 32, groups_per_step = 16",
     "april": "groups_per_round = 16, groups_launched = 24",
     "tailbatch": "groups_per_round = 16",
+    "tailbatch_dapo": "groups_per_round = 16, requests_per_engine = 128",
+    "tailbatch_async": "groups_per_round = 16",
+    "rollpacker": "groups_per_round = 16",
     "pipelinerl": "groups_per_step = 16, in_flight_per_engine = 128, ring_groups = 32",
     "tailrace": "groups_per_step = 16, groups_in_flight = 32, staleness = 2",
+    "tailrace_on_policy": "groups_per_round = 16",
 }
 NATIVE = '{ device = "cuda", dtype = "bfloat16", max_num_seqs = 256 }'
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
@@ -26,6 +27,7 @@ from tailrace.reward.functions import Scorer
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
+from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
 
 CHECKED_ROWS = 16
@@ -60,7 +62,9 @@ def check_live(config: RunConfig) -> None:
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.num_engines)
-    check_memory(run_memory(config), config.model.path)
+    check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+    if config.host.kind == "local":
+        check_memory(run_memory(config), config.model.path)
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -143,14 +147,15 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
     pins = plan_pins(config.host, config.engine.num_engines)
-    workers = open_local(
+    open_workers = partial(
+        open_local,
         config.model.path,
         engine=config.engine,
         sampling=config.sampling,
         algorithm=config.algorithm,
         trainer=config.trainer,
         weights=config.weights,
-        reward=config.reward,
+        reward=where_workers_run(config.host, config.reward),
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
@@ -162,8 +167,16 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         for stage in config.broker.joined:
             words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
             print(f"tailrace: waiting for: {words}", file=sys.stderr)
+    opened_spawner = open_spawner(
+        config.host,
+        engine=config.engine,
+        trainer=config.trainer,
+        reward=config.reward,
+        needs_reference=config.algorithm.needs_reference,
+        folder=folder,
+    )
     with trainer_cpu_reserved(pins):
-        async with workers as opened:
+        async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
                 if warning := await opened.rewards.check_one_row(prompt):

@@ -85,17 +85,12 @@ def host_bytes(processes: Sequence[ProcessMemory]) -> int:
     return sum(each.num * each.host_bytes for each in processes)
 
 
-def check_memory(processes: Sequence[ProcessMemory], model: Path, *, is_local: bool = True) -> None:
-    """Refuse a run that cannot fit this machine.
-
-    Args:
-        is_local: all processes run on this machine.
+def check_memory(processes: Sequence[ProcessMemory], model: Path) -> None:
+    """Refuse processes that cannot fit this machine together.
 
     Raises:
         ConfigError: the host, or the device of a process, has less memory than the estimate.
     """
-    if not is_local:
-        return
     if (needed := host_bytes(processes)) > (limit := host_limit()):
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         raise _too_large(model, "host memory", needed, limit, largest)

@@ -35,7 +35,7 @@ class Values(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         hidden = hidden_states(self.model, batch, self.dtype)
         values: Tensor = self.head(hidden.to(self.head.weight.dtype)).float()
-        return values[:, 0]
+        return values[:, 0].clone()  # FSDP's hooks would be lost with a view
 
 
 class Critic:

@@ -113,7 +113,7 @@ class LogProbs(nn.Module):
 
     def forward(self, batch: MicroBatch) -> TokenLogProbs:
         head = self.model.get_output_embeddings()
-        return token_logprobs(
+        found = token_logprobs(
             hidden_states(self.model.base_model, batch, self.dtype),
             head.weight,
             head.bias,
@@ -121,6 +121,7 @@ class LogProbs(nn.Module):
             temperature=self.temperature,
             dtype=self.dtype,
         )
+        return found._replace(logprobs=found.logprobs.clone())  # FSDP's hooks would be lost with a view
 
 
 class PolicyModel:

@@ -108,6 +108,14 @@ class Conversation:
         """What the worker printed last, to follow in a sentence."""
         raise NotImplementedError
 
+    def kill_group(self, leader: int) -> None:
+        """Kill a process group that the worker has started on its host.
+
+        Args:
+            leader: id of the group.
+        """
+        raise NotImplementedError
+
     def kill(self) -> None:
         """End the worker at once."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, T
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.spawner import LocalSpawner, Spawner
 from tailrace.workers.trainer import AdapterOff, RemoteTrainer
 
 
@@ -61,6 +61,7 @@ async def open_local(
     broker: BrokerSettings | None = None,
     life: int | None = None,
     pins: Sequence[int] = (),
+    spawner: Spawner | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
@@ -74,6 +75,7 @@ async def open_local(
         broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         pins: a CPU for each engine, then one for the trainer; empty: any.
+        spawner: starts the workers; None: on this host.
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -83,7 +85,7 @@ async def open_local(
     devices: list[Devices | None] = [Devices(cpus=(pin,)) for pin in pins] or [None] * (
         engine.num_engines + 1
     )
-    spawner = LocalSpawner(folder / "logs")
+    spawner = spawner or LocalSpawner(folder / "logs")
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
 

@@ -4,7 +4,9 @@ A job says what a worker does. It is part of the command line with which the wor
 message. A worker answers in the order in which it was asked; a `Report` comes unasked.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -19,7 +21,7 @@ from tailrace.settings import Settings
 from tailrace.trainer.base import LoraSettings, StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV
-from tailrace.weights.base import DTYPE, Link, Weights, WeightsSettings
+from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
 
 _Plain = str | int | float | None
 
@@ -29,6 +31,18 @@ class Job(Settings):
 
     threads: int = 1
     """Threads that torch and BLAS libraries use."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """Return the folders that the worker's host must have, by the key of the config that names each."""
+        return {}
+
+    def at(self, address: str) -> Self:
+        """Return the job for a worker on another host.
+
+        Args:
+            address: under which the other hosts reach that host.
+        """
+        return self
 
 
 class EngineJob(Job):
@@ -41,6 +55,10 @@ class EngineJob(Job):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
     adapter: LoraSettings | None = None
     """New weights come as adapters of these settings. None: they come whole."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
 
 
 class ServerJob(Job):
@@ -62,6 +80,17 @@ class TrainerJob(Job):
     published_dtype: DTYPE
     """The type of the engines' weights."""
 
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
+
+    def at(self, address: str) -> Self:
+        """As Job.at. A process group whose host is left at its default listens on that address."""
+        weights = self.weights
+        if not isinstance(weights, ProcessGroupSettings) or "host" in weights.model_fields_set:
+            return self
+        return self.model_copy(update={"weights": weights.model_copy(update={"host": address})})
+
 
 class ReferenceJob(Job):
     """Compute log-probs of samples under a frozen model."""
@@ -71,6 +100,10 @@ class ReferenceJob(Job):
     """It uses the trainer's packing, device and precision."""
     temperature: float
     """Sampling temperature."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
 
 
 class ScorerJob(Job):

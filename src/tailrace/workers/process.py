@@ -96,6 +96,10 @@ class WorkerProcess(Conversation):
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 
+    def kill_group(self, leader: int) -> None:
+        """As Conversation.kill_group."""
+        kill_group(leader)
+
     def kill(self) -> None:
         """Send SIGKILL to its process group."""
         if not self._words.done():
