@@ -43,7 +43,7 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
-    check_device("trainer.device", config.trainer.device)
+    _check_trainer(config)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,
@@ -58,6 +58,14 @@ def check_live(config: RunConfig) -> None:
     import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.num_engines)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    check_device("trainer.device", config.trainer.device)
+    num = config.trainer.ranks * config.trainer.replicas
+    if num > 1 and config.broker.url and "trainer" in config.broker.joined:
+        problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
+        raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
 
 
 def _check_engine(config: RunConfig) -> None:

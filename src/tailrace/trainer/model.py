@@ -190,8 +190,8 @@ class PolicyModel:
         return found
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their Hugging Face names. Tied parameters occur once. Those of a sharded model are
-        DTensors."""
+        """The parameters by their Hugging Face names. Tied parameters occur once. Those of a sharded model
+        are DTensors."""
         return self._parameters
 
     @torch.no_grad()
