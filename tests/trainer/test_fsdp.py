@@ -4,7 +4,7 @@ Four processes are started once. They join in one layout after another, and each
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,8 @@ from trainer_cases import VOCABULARY, make_torch_trainer, make_units
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tailrace.errors import CheckpointError, ScheduleError
-from tailrace.trainer.base import StepStats
+from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.launch import Ranks, joined, listen
-from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.trainer import TorchTrainer
 
 HOST = "127.0.0.1"

@@ -45,10 +45,7 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
-    check_device("trainer.device", config.trainer.device)
-    if config.trainer.lora:
-        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
-        check_lora(config.model.path, config.trainer.lora, **kinds)
+    _check_trainer(config)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,
@@ -65,6 +62,18 @@ def check_live(config: RunConfig) -> None:
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
     if config.host.kind == "local":
         check_memory(run_memory(config), config.model.path)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    assert config.model
+    check_device("trainer.device", config.trainer.device)
+    if config.trainer.lora:
+        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+        check_lora(config.model.path, config.trainer.lora, **kinds)
+    num = config.trainer.ranks * config.trainer.replicas
+    if num > 1 and config.broker.url and "trainer" in config.broker.joined:
+        problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
+        raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -35,12 +35,15 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
     if "trainer" not in joined:
         work = TrainerWork(
             adapter_parameters=adapter if trainer.lora else None,
+            published_parameters=adapter if trainer.adapter else shape.num_parameters,
             published_bytes=published,
             kept_publications=KEPT_VERSIONS if isinstance(config.weights, ProcessGroupSettings) else 0,
             has_critic=config.algorithm.advantage == "gae",
             keeps_old_policy=config.algorithm.old_policy == "recomputed",
         )
-        yield trainer_memory(shape, trainer, work)
+        for is_first in (True, False):
+            if (process := trainer_memory(shape, trainer, work, is_first=is_first)).num:
+                yield process
     if isinstance(engine, NativeEngineSettings) or not engine.urls:
         completion = config.sampling.max_completion_tokens
         longest = (config.data.max_prompt_tokens or context_length(path)) + completion
@@ -51,7 +54,7 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
         )
     if config.algorithm.needs_reference and not trainer.lora and "reference" not in joined:
         alone = trainer.model_copy(update={"ranks": 1, "replicas": 1, "cpu_offload": False})
-        yield _without_training(trainer_memory(shape, alone, TrainerWork()))
+        yield _without_training(trainer_memory(shape, alone, TrainerWork(), is_first=True))
     if isinstance(config.weights, SharedMemorySettings):
         kept_versions = {"versions": (KEPT_VERSIONS + 1) * published}
         yield ProcessMemory("weights in /dev/shm", "cpu", kept_versions, {})

@@ -67,11 +67,11 @@ def write(folder: Path, policy: PolicyModel, state: TrainerState, tokenizer_from
     try:
         ranks.together(lambda: _writing(folder, prepare))
         factors = {n: gather(each) for n, each in policy.parameters().items()} if policy.adapter else {}
+        _writing(folder, lambda: save(partial / STATE_FOLDER, state, ranks))  # its copy is free again below
         whole = {} if policy.adapter else _not_sharded(policy)
         for name, tensor in policy.weights():
             if is_first:
                 whole[name] = tensor.cpu()
-        _writing(folder, lambda: save(partial / STATE_FOLDER, state, ranks))
         ranks.together(lambda: _writing(folder, export))
     except CheckpointError:
         if is_first:

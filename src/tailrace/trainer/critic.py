@@ -57,8 +57,8 @@ class Critic:
         self.optimizer = Optimizer(self.parameters(), own)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Predict the return before each completion token: [C] float32, differentiable. All ranks of a replica
-        compute at the same time."""
+        """Predict the return before each completion token: [C] float32, differentiable. All ranks of a
+        replica compute at the same time."""
         values: Tensor = self._values(batch)
         return values
 

@@ -70,12 +70,12 @@ class ForwardBackward:
         """Make the passes of `run` with a gradient of zero, because other ranks make them."""
         with torch.set_grad_enabled(with_gradient):
             if self.critic:
-                (self.critic.values(batch).sum() * 0).backward()
+                (self.critic.values(batch).sum() * 0).backward()  # type: ignore[no-untyped-call]
             if self.published:
                 self.published.logprobs(batch)
             logprobs = self.policy.logprobs(batch).logprobs
         if with_gradient:
-            (logprobs.sum() * 0).backward()
+            (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
 
     def _has_gradient(self, sample: TrainingSample) -> bool:
         return sample.advantage != 0.0 or self.algorithm.learns_without_advantage

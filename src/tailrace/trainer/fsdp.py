@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -40,17 +40,15 @@ def recompute_activations(modules: Iterable[nn.Module]) -> None:
     transformers has the same for models in training mode; these are in evaluation mode.
     """
     for module in modules:
-        module.forward = partial(  # type: ignore[method-assign]
-            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: TrainerSettings) -> None:
     """Shard a model whose whole parameters are on the CPU. Rank 0 has their values, the others get them.
 
     Args:
-        root: what is called; the model is in it. What is in no block is gathered with it: norms, head, and the
-            embedding that is tied to the head.
+        root: what is called; the model is in it. What is in no block is gathered with it: norms, head, and
+            the embedding that is tied to the head.
     """
     whole = None
     if mesh.get_local_rank() == 0:
@@ -91,8 +89,8 @@ def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]
     """Copy tensors into parameters, one after another.
 
     Args:
-        whole: by name, in rank 0; None in the others, which get their shards from it. Tensors that are sharded
-            as the parameters are copied in each rank.
+        whole: by name, in rank 0; None in the others, which get their shards from it. Tensors that are
+            sharded as the parameters are copied in each rank.
     """
     for name, parameter in parameters.items():
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype) if whole is None else whole[name]
@@ -104,7 +102,8 @@ def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]
 @torch.no_grad()
 def gather(parameter: Tensor) -> Tensor:
     """The whole tensor, in every rank. Not a copy if it is not sharded."""
-    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 @torch.no_grad()

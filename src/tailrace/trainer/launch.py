@@ -1,7 +1,7 @@
 """The processes of one trainer: `ranks` for each of `replicas` copies of the model.
 
-Ranks of one replica communicate in every forward and backward pass (fsdp.py), so they compute the same plan of
-micro-batches (packing.py). Replicas communicate only in an optimizer step. A trainer of one process
+Ranks of one replica communicate in every forward and backward pass (fsdp.py), so they compute the same plan
+of micro-batches (packing.py). Replicas communicate only in an optimizer step. A trainer of one process
 communicates with nobody, and torch.distributed is not initialised.
 """
 
@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from tailrace.errors import CheckpointError
 from tailrace.trainer.base import TrainerSettings
@@ -110,8 +112,9 @@ def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: in
     )
     try:
         numbers = torch.arange(settings.replicas * settings.ranks).view(shape)
-        replica_ranks, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=timeout)
-        same_rank, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist(), timeout=timeout)
+        new_groups: Any = dist.new_subgroups_by_enumeration
+        replica_ranks, _ = new_groups(numbers.tolist(), timeout=timeout)
+        same_rank, _ = new_groups(numbers.T.tolist(), timeout=timeout)
         sharded = settings.ranks > 1 or settings.cpu_offload
         mesh = DeviceMesh.from_group(replica_ranks, device.type) if sharded else None
         yield Ranks(rank, settings.ranks, mesh, same_rank if settings.replicas > 1 else None)

@@ -1,7 +1,7 @@
 """The memory that one rank of the trainer needs, from the shape of the model. Imports no torch.
 
 The phases of a rank, one of which is the largest: reading the folder, a pass over a micro-batch of
-`max_tokens_per_microbatch` tokens, publishing, and exporting a checkpoint. benchmarks/memory.py measures.
+`max_tokens_per_microbatch` tokens, publishing, and saving a checkpoint. benchmarks/memory.py measures.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ LOGITS_AT_ONCE = 1 << 26
 """As logprobs.CHUNK_ELEMENTS."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
-PROCESS_BYTES = 450 * 2**20
+PROCESS_BYTES = 350 * 2**20
 """A process that has imported torch and transformers."""
+ALLOCATOR_SHARE = 0.12
+"""Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
+ADVICE = "lower trainer.max_tokens_per_microbatch, train with [trainer.lora], or use more trainer.ranks"
 CUDA_BYTES = 600 * 2**20
 """CUDA's context and the workspaces of its libraries."""
 
@@ -25,71 +28,83 @@ class TrainerWork:
 
     Args:
         adapter_parameters: of LoRA; None: all parameters are trained.
-        published_bytes: size of one publication.
+        published_parameters: of one publication.
+        published_bytes: its size.
         kept_publications: in the memory of the trainer's process.
         has_critic: a critic of the size of the model.
         keeps_old_policy: a copy of the published weights.
     """
 
     adapter_parameters: int | None = None
+    published_parameters: int = 0
     published_bytes: int = 0
     kept_publications: int = 0
     has_critic: bool = False
     keeps_old_policy: bool = False
 
 
-def trainer_memory(shape: ModelShape, settings: TrainerSettings, work: TrainerWork) -> ProcessMemory:
-    """Estimate the memory of rank 0 of a replica: the other ranks need less for loading and publishing."""
-    ranks, size = settings.ranks, ITEM_BYTES[settings.dtype]
+def trainer_memory(
+    shape: ModelShape, settings: TrainerSettings, work: TrainerWork, *, is_first: bool
+) -> ProcessMemory:
+    """Estimate the memory of one process of the trainer.
+
+    Args:
+        is_first: rank 0, which reads the folder, publishes and exports; the other ranks do not.
+    """
+    ranks, has_adapter = settings.ranks, work.adapter_parameters is not None
     is_sharded = ranks > 1 or settings.cpu_offload
-    trained = shape.num_parameters if work.adapter_parameters is None else work.adapter_parameters
+    trained = work.adapter_parameters if work.adapter_parameters is not None else shape.num_parameters
     whole = 4 * shape.num_parameters
     kept = {
-        "weights": (whole + (4 * trained if work.adapter_parameters else 0)) // ranks,
+        "weights": (whole + (4 * trained if has_adapter else 0)) // ranks,
         "gradient": 4 * trained // ranks,
         "optimizer": 8 * trained // ranks,
         "critic": 4 * whole // ranks if work.has_critic else 0,
         "old policy": 4 * trained // ranks if work.keeps_old_policy else 0,
     }
-    computing = _pass(shape, settings, size, is_sharded, is_trained=work.adapter_parameters is None)
-    host = {"process": PROCESS_BYTES, "publications": _publications(work, trained)}
-    copied = is_sharded or work.adapter_parameters is not None or settings.device != "cpu"
-    publishing = {"new publication": work.published_bytes}
-    exporting = {"checkpoint": whole if copied else 0}
-    loading = {"whole model": whole if is_sharded else 0, "files": shape.stored_bytes}
-    advice = (
-        "lower trainer.max_tokens_per_microbatch, train with [trainer.lora], or shard over more trainer.ranks"
+    computing = _pass(shape, settings, is_sharded, is_trained=not has_adapter)
+    publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
+    host = {"process": PROCESS_BYTES, "publications": publications if is_first else 0}
+    new = work.published_bytes if is_first else 4 * shape.tensor_parameters
+    is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
+    phases = {
+        "pass": computing,
+        "publish": {"new publication": new},
+        "save": {"checkpoint": max(8 * trained // ranks, whole if is_copied else 0)},
+    }
+    read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
+    load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read
+    num_first = settings.replicas if is_sharded else settings.replicas * ranks
+    num, name = (
+        (num_first, "trainer") if is_first else (ranks * settings.replicas - num_first, "trainer rank")
     )
     if settings.device == "cpu":
-        phases = {
-            "load": {"process": PROCESS_BYTES, "weights": kept["weights"]} | loading,
-            "pass": host | kept | computing,
-            "publish": host | kept | publishing,
-            "export": host | kept | exporting,
-        }
-        return ProcessMemory("trainer", "cpu", largest_phase(phases), {}, ranks * settings.replicas, advice)
-    resident = {} if settings.cpu_offload else kept
+        held = largest_phase({name: host | kept | phase for name, phase in phases.items()} | {"load": load})
+        return ProcessMemory(name, "cpu", _with_allocator(held), {}, num, ADVICE)
+    on_device = {"CUDA": CUDA_BYTES} | ({} if settings.cpu_offload else kept) | computing
     offloaded = kept if settings.cpu_offload else {}
-    others = {
-        "load": {"process": PROCESS_BYTES, "whole model": whole} | {"files": shape.stored_bytes},
-        "publish": host | offloaded | publishing,
-        "export": host | offloaded | exporting,
-    }
-    on_device = {"CUDA": CUDA_BYTES} | resident | computing
-    device, num = settings.device, ranks * settings.replicas
-    return ProcessMemory("trainer", device, _present(on_device), largest_phase(others), num, advice)
+    in_host = {name: host | offloaded | phases[name] for name in ("publish", "save")} | {"load": load}
+    return ProcessMemory(
+        name,
+        settings.device,
+        largest_phase({"pass": on_device}),
+        _with_allocator(largest_phase(in_host)),
+        num,
+        ADVICE,
+    )
 
 
-def _publications(work: TrainerWork, trained: int) -> int:
-    """The last one in bfloat16, for the share of changed weights, and those that the transport keeps."""
-    return work.published_bytes // 2 + work.kept_publications * work.published_bytes
+def _with_allocator(parts: dict[str, int]) -> dict[str, int]:
+    """With the memory that the C library has been given back and keeps."""
+    held = sum(size for name, size in parts.items() if name != "process")
+    return parts | {"allocator": int(ALLOCATOR_SHARE * held)}
 
 
 def _pass(
-    shape: ModelShape, settings: TrainerSettings, size: int, is_sharded: bool, *, is_trained: bool
+    shape: ModelShape, settings: TrainerSettings, is_sharded: bool, *, is_trained: bool
 ) -> dict[str, int]:
     """The largest moment of a forward and backward pass: at the head, or in the backward pass of a block."""
-    tokens = settings.max_tokens_per_microbatch
+    tokens, size = settings.max_tokens_per_microbatch, ITEM_BYTES[settings.dtype]
     block, outside = shape.block_parameters, shape.outside_parameters
     activations = tokens * block_activation_bytes(shape, size)
     kept = tokens * shape.hidden_size * size * shape.num_layers
@@ -133,7 +148,3 @@ def block_activation_bytes(shape: ModelShape, size: int) -> int:
     attention = size * (2 * shape.query_size + 2 * shape.kv_size)
     feed_forward = size * (hidden + 4 * shape.mlp_size)
     return norms + rotated + attention + feed_forward
-
-
-def _present(parts: dict[str, int]) -> dict[str, int]:
-    return {name: num for name, num in parts.items() if num}

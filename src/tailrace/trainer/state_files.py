@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tailrace.errors import CheckpointError
@@ -66,10 +67,10 @@ def save(folder: Path, state: TrainerState, ranks: Ranks) -> None:
         tensors |= {f"{owner}.first.{name}": each for name, each in optimizer.first_moments.items()}
         tensors |= {f"{owner}.second.{name}": each for name, each in optimizer.second_moments.items()}
     tensors |= {f"critic.weight.{name}": each for name, each in state.critic_weights.items()}
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     group = ranks.mesh.get_group() if ranks.mesh else None
     with _alone_on_purpose():
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def load(
@@ -95,7 +96,7 @@ def load(
             if shape := found.get(name := f"random.{kind}.{ranks.rank % num_saved}"):
                 wanted[name] = torch.empty(shape, dtype=torch.uint8)
         with _alone_on_purpose():
-            dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+            state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (OSError, SafetensorError, CheckpointException, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: not readable ({error}); {remedy(folder.parent)}") from error
     return TrainerState(
@@ -140,7 +141,7 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: a part of a tensor is missing.
     """
-    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     shapes = {}
     for name, info in metadata.items():
         assert isinstance(info, TensorStorageMetadata)

@@ -4,9 +4,9 @@
     step:        add the sums of the replicas and their counts -> divide -> clip -> AdamW
 
 The gradient is a sum, and its count is in the unit of the loss (samples or tokens). It is divided once, at
-`step`, by the count of the whole step; with several replicas by the sum of their counts: g = sum_r n_r gbar_r /
-sum_r n_r, never the mean of the replicas' means. Streaming a batch group by group therefore does not change the
-gradient, and replicas may have unequal shares or none. A critic is treated alike.
+`step`, by the count of the whole step; with several replicas by the sum of their counts: g = sum_r n_r
+gbar_r / sum_r n_r, never the mean of the replicas' means. Streaming a batch group by group therefore does not
+change the gradient, and replicas may have unequal shares or none. A critic is treated alike.
 """
 
 import math
@@ -37,8 +37,8 @@ from tailrace.trainer.step_statistics import StepStatistics
 
 
 class TorchTrainer:
-    """One process, made by `load`. All ranks of a replica make the same calls in the same order. Replicas make
-    the same calls, but for `accumulate`."""
+    """One process, made by `load`. All ranks of a replica make the same calls in the same order. Replicas
+    make the same calls, but for `accumulate`."""
 
     def __init__(
         self,
