@@ -1,10 +1,10 @@
 """The memory that `tailrace train --dry-run` estimates, against what the trainer's processes use.
 
-    python benchmarks/memory.py [--json FILE] [--ranks N] [--layers N] [--tokens N] [--dtype TYPE] [--lora RANK]
+    python benchmarks/memory.py [--json FILE] [--ranks N] [--layers N] [--tokens N] [--lora RANK]
 
-Trains a model of the shape of Qwen3-0.6B with random weights on the CPU: two steps of one micro-batch for each
-rank, in bfloat16, with activation checkpointing, a publication and a checkpoint, by the processes that a run
-starts. The first step has no optimizer state yet, so the second one is the larger.
+Trains a model of the shape of Qwen3-0.6B with random weights on the CPU: two steps of one micro-batch for
+each rank, in bfloat16, with activation checkpointing, a publication and a checkpoint, by the processes that
+a run starts. The first step has no optimizer state yet, so the second one is the larger.
 
     estimate_bytes  of the process that needs most, as --dry-run prints it
     peak_bytes      its peak resident memory (VmHWM); Linux only
