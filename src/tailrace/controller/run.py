@@ -33,6 +33,7 @@ from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
@@ -87,6 +88,7 @@ class Run:
             replace=lambda samples: self.prompts(1, samples=samples),
             compute_advantages=compute_advantages,
         )
+        self._placement = make_placement(parts.shared, parts.engines, self.pool, tasks)
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
@@ -175,26 +177,17 @@ class Run:
     async def accumulate(self, batch: Batch) -> None:
         """Forward and backward pass now. Gradients are kept; the weights do not change."""
         units = self._checked(batch)
-        samples = list(chain.from_iterable(units))
-        start_s = clock.now()
-        await self._parts.trainer.accumulate(units, version=self.version)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        ids = tuple(sample.id for sample in samples)
-        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+        while units:
+            async with self._placement.training() as replica:
+                # One unit at a time, because the other replicas may join at any time.
+                share, units = (units, []) if replica is None else (units[:1], units[1:])
+                await self._accumulate(share, replica)
 
     async def step(self) -> None:
         """One optimizer step on all gradients accumulated since the last step."""
         lags, self._lags = self._lags, Lags()
-        start_s = clock.now()
-        with self._interruption.protected():
-            stats = await self._parts.trainer.step()
-            self._state.num_steps = stats.num_steps
-            samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-            self._ledger.train(samples, stats.num_steps)
-        for group in dict.fromkeys(sample.group for sample in samples):
-            self.history.observe(group)
-        self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
-        self._watchdog.stepped()
+        async with self._placement.training(all_replicas=True):
+            await self._step(lags)
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step."""
@@ -218,10 +211,12 @@ class Run:
         self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.groups)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._emit(events.Published(start_s, clock.now(), version, weights.changed))
+        await self._placement.published()
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""
-        ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
+        async with self._placement.training(all_replicas=True):
+            ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
         self._emit(events.EssTaken(clock.now(), ess))
         return ess
 
@@ -298,8 +293,29 @@ class Run:
                 )
         return units
 
+    async def _accumulate(self, units: list[list[Sample]], replica: int | None) -> None:
+        samples = list(chain.from_iterable(units))
+        start_s = clock.now()
+        await self._parts.trainer.accumulate(units, version=self.version, replica=replica)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
+    async def _step(self, lags: Lags) -> None:
+        start_s = clock.now()
+        with self._interruption.protected():
+            stats = await self._parts.trainer.step()
+            self._state.num_steps = stats.num_steps
+            samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+            self._ledger.train(samples, stats.num_steps)
+        for group in dict.fromkeys(sample.group for sample in samples):
+            self.history.observe(group)
+        self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
+        self._watchdog.stepped()
+
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
+        await self._placement.generating()
         parked, longest = self.parked.groups, self.history.longest
         with self._interruption.protected():
             await self.checkpoints.save_if_due(self._state, parked, longest, last=last)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from math import inf
 
-from tailrace.clock import now
+from tailrace.clock import Signal, now
 from tailrace.errors import RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
@@ -22,6 +22,7 @@ from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
 from tailrace.rollout.in_flight import SamplesInFlight, Stage
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.ready_queue import Full, ReadyQueue
 from tailrace.rollout.router import Router
 from tailrace.rollout.selection import Select, earliest
@@ -52,6 +53,10 @@ class Pool:
         self.admission: Admission = FIFO
         self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
         self.ready.on_taken = router.on_changed = self._pump
+        self.changed = Signal()
+        """A request or a score has ended."""
+        self.on_launch: Callable[[], None] = lambda: None
+        self.progress = RolloutProgress()
         self._tasks, self._router, self._rewards = tasks, router, rewards
         self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
         self._replace, self._compute_advantages = replace, compute_advantages
@@ -80,6 +85,7 @@ class Pool:
         for group in groups:
             self._enter(group)
         self._pump()
+        self.on_launch()
 
     def feed(self, source: Draw, *, room: float, full: Full) -> None:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
@@ -108,6 +114,7 @@ class Pool:
         rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
         """
         self._places = n
+        self.progress.raced(n, next((group.num_required for group in self.groups), 0))
         self._end_race()
         async for groups in self.stream(n, select):
             n -= len(groups)
@@ -145,6 +152,21 @@ class Pool:
     # -- read by admissions (admission.Service), selections and publications -----------------------
 
     @property
+    def is_endless(self) -> bool:
+        """Prompts are drawn until the pool is parked."""
+        return self._source is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs or waits, and no group lacks a reward, whose filter might ask for another group."""
+        return not self._in_flight and not self.num_requests
+
+    @property
+    def unfinished(self) -> list[Sample]:
+        """Samples that run or wait."""
+        return [sample for group in self._in_flight for sample in group.samples if not sample.finish_reason]
+
+    @property
     def num_requests(self) -> int:
         return self._samples.num_requests
 
@@ -172,6 +194,9 @@ class Pool:
 
     def _enter(self, group: Group) -> None:
         group.order = next(self._orders)
+        if not len(self):
+            self.progress.begin()
+        self.progress.launched(group)
         self._in_flight[group] = None
         for sample in group.samples:
             if sample.finish_reason is None:
@@ -197,12 +222,12 @@ class Pool:
         elif group.serving_complete and not was_generated:
             self._end_race()
 
-    @staticmethod
-    def _keep_finished(group: Group) -> None:
+    def _keep_finished(self, group: Group) -> None:
         for sample in group.samples:
             full = len(group.kept) >= group.num_required
             if sample.finish_reason and not full and sample not in group.kept:
                 group.kept.append(sample)
+                self.progress.finished(sample)
 
     def _complete(self, group: Group) -> None:
         """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
@@ -263,6 +288,7 @@ class Pool:
             self._shut = True
         self._look(sample.group)
         self._pump()
+        self.changed.fire()
 
     async def _score(self, sample: Sample) -> None:
         """Scoring goes on when the group is parked: the reward belongs to the sample."""
@@ -274,6 +300,7 @@ class Pool:
         failure = "reward timeout" if sample.timed_out else sample.failure
         self._recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
         self._look(sample.group)
+        self.changed.fire()
 
     def _discard(self, sample: Sample, reason: str) -> None:
         """Take a sample out of its group. It is waste as soon as no engine works on it."""
