@@ -46,6 +46,7 @@ from tailrace.weights.base import (
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer
 
 NUM_SEQUENCES, NUM_TOKENS = 32, 192
@@ -96,7 +97,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
     logs = folder / "logs"
     engine_job = EngineJob(model=model, engine=NativeEngineSettings(), sampling=SAMPLING, report_every_s=0.0)
     async with AsyncExitStack() as stack:
-        native = await RemoteEngine.spawn("engine-0", engine_job, logs=logs)
+        native = await RemoteEngine.spawn("engine-0", engine_job, LocalSpawner(logs))
         stack.push_async_callback(native.close)
         trainers = {}
         for name, settings in transports(folder).items():
@@ -108,7 +109,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 weights=settings,
                 published_dtype="float32",
             )
-            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, logs=logs)
+            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, LocalSpawner(logs))
             stack.push_async_callback(trainers[name].close)
         await asyncio.gather(native.ready(), *(trainer.ready() for trainer in trainers.values()))
         pairs = {name: Pair(native, trainer) for name, trainer in trainers.items()}
@@ -117,7 +118,15 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
             settings = VllmEngineSettings(
                 python=vllm_python, urls=urls, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}
             )
-            engines = HttpEngines(model, settings, SAMPLING, logs=logs, min_context=512, trainer=trainer)
+            engines = HttpEngines(
+                model,
+                settings,
+                SAMPLING,
+                logs=logs,
+                spawner=LocalSpawner(logs),
+                min_context=512,
+                trainer=trainer,
+            )
             engine = await engines.begin(f"vllm-{name}", 0)
             stack.push_async_callback(engine.close)
             await engine.ready()

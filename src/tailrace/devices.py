@@ -1,6 +1,7 @@
-"""Torch devices as settings name them."""
+"""Torch devices as settings name them, and the devices that one process may use."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -19,6 +20,19 @@ def _well_formed(device: str) -> str:
 
 Device = Annotated[str, AfterValidator(_well_formed)]
 """A setting of the form "cpu", "cuda" or "cuda:N". Whether the machine has the device: `check_device`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What one process may use of its machine.
+
+    Args:
+        cpus: the CPUs that it is pinned to, on Linux; empty: any.
+        gpus: numbers of the CUDA devices that it sees; empty: those of the environment.
+    """
+
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
 
 
 def check_device(key: str, device: str) -> None:

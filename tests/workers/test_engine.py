@@ -28,6 +28,7 @@ from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob
+from tailrace.workers.spawner import LocalSpawner
 
 Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
@@ -49,7 +50,7 @@ def job(model: Path, *, report_every_s: float = 0.5, health_timeout_s: float = 6
 
 @asynccontextmanager
 async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[RemoteEngine]]:
-    engines = [await RemoteEngine.spawn(f"engine-{number}", job, logs=logs) for number in range(num)]
+    engines = [await RemoteEngine.spawn(f"engine-{number}", job, LocalSpawner(logs)) for number in range(num)]
     try:
         await asyncio.gather(*(engine.ready() for engine in engines))
         yield engines
@@ -61,7 +62,10 @@ async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[Rem
 async def supervised(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[SupervisedEngine]]:
     def engine(name: str) -> SupervisedEngine:
         return SupervisedEngine(
-            name, job.engine.max_num_seqs, lambda: RemoteEngine.spawn(name, job, logs=logs), TokenCounter()
+            name,
+            job.engine.max_num_seqs,
+            lambda: RemoteEngine.spawn(name, job, LocalSpawner(logs)),
+            TokenCounter(),
         )
 
     engines = [engine(f"engine-{number}") for number in range(num)]

@@ -14,6 +14,7 @@ from stand_in import Obey, StandInJob
 from worker_cases import is_running, until_gone, words_of
 
 from tailrace import clock
+from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready
@@ -23,9 +24,9 @@ Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
 
 
-async def spawn(manner: str, logs: Path, pin: int | None = None, ready: bool = True) -> WorkerProcess:
+async def spawn(manner: str, logs: Path, devices: Devices | None = None, ready: bool = True) -> WorkerProcess:
     job = StandInJob.model_validate({"manner": manner, "threads": 3})
-    worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, pin=pin)
+    worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, devices=devices)
     if ready:
         await worker.answered(worker.next_answer(), Ready, "start")
     return worker
@@ -137,7 +138,7 @@ def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
 def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         cpu = min(os.sched_getaffinity(0))
-        worker = await spawn("obey", tmp_path, pin=cpu)
+        worker = await spawn("obey", tmp_path, Devices(cpus=(cpu,)))
         assert os.sched_getaffinity(worker.pid) == {cpu}
         await worker.close()
 

@@ -20,6 +20,7 @@ from tailrace.trainer.reference import TorchReference
 from tailrace.types import Sample
 from tailrace.workers.messages import ReferenceJob
 from tailrace.workers.reference import RemoteReference
+from tailrace.workers.spawner import LocalSpawner
 
 Execute = Callable[[Any], Any]
 
@@ -27,7 +28,7 @@ Execute = Callable[[Any], Any]
 @asynccontextmanager
 async def open_reference(model: Path, folder: Path) -> AsyncIterator[RemoteReference]:
     job = ReferenceJob(model=model, trainer=TrainerSettings(), temperature=0.7)
-    reference = await RemoteReference.spawn("reference", job, logs=folder)
+    reference = await RemoteReference.spawn("reference", job, LocalSpawner(folder))
     try:
         await reference.ready()
         yield reference

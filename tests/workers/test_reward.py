@@ -19,6 +19,7 @@ from tailrace.types import Sample
 from tailrace.workers.messages import ScorerJob
 from tailrace.workers.reward import Outcome, RemoteScorer, RewardPool
 from tailrace.workers.reward_child import MAX_LOG_BYTES, copy_bounded
+from tailrace.workers.spawner import LocalSpawner
 
 Execute = Callable[[Any], Any]
 ROWS = RowsSettings(path=Path("rows.jsonl"))
@@ -38,7 +39,7 @@ def pool_of(*scorers: RemoteScorer, settings: RewardSettings | None = None) -> R
 
 @asynccontextmanager
 async def scorer(job: ScorerJob, logs: Path) -> AsyncIterator[RemoteScorer]:
-    scorer = await RemoteScorer.spawn("scorer-0", job, logs=logs)
+    scorer = await RemoteScorer.spawn("scorer-0", job, LocalSpawner(logs))
     try:
         await scorer.ready()
         yield scorer

@@ -16,6 +16,7 @@ from worker_cases import is_running
 from tailrace.errors import WorkerDied
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.spawner import LocalSpawner
 
 Execute = Callable[[Any], Any]
 SERVER = """
@@ -38,7 +39,7 @@ async def spawn(code: str, logs: Path, start_s: float = 60.0) -> ManagedServer:
     port = free_port()
     job = ServerJob(command=(sys.executable, "-c", code, str(port)), env={"COLOUR": "red"})
     return await ManagedServer.spawn(
-        "engine-3", job, url=f"http://127.0.0.1:{port}", logs=logs, start_s=start_s
+        "engine-3", job, LocalSpawner(logs), url=f"http://127.0.0.1:{port}", start_s=start_s
     )
 
 

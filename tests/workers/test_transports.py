@@ -23,6 +23,7 @@ from tailrace.types import Sample
 from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, WeightsSettings
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer
 
 Execute = Callable[[Any], Any]
@@ -65,9 +66,11 @@ async def started(
         weights=weights,
         published_dtype="float32",
     )
-    trainer = await RemoteTrainer.spawn("trainer", job, logs=logs)
+    trainer = await RemoteTrainer.spawn("trainer", job, LocalSpawner(logs))
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
-    engines = [await RemoteEngine.spawn(f"engine-{n}", engine_job, logs=logs) for n in range(num_engines)]
+    engines = [
+        await RemoteEngine.spawn(f"engine-{n}", engine_job, LocalSpawner(logs)) for n in range(num_engines)
+    ]
     for engine in engines:
         engine.send = trainer.send
     try:

@@ -27,6 +27,7 @@ from tailrace.model_folder import context_length, read_config
 from tailrace.settings import Settings
 from tailrace.workers.messages import EngineJob
 from tailrace.workers.served_engine import ServedEngine
+from tailrace.workers.spawner import LocalSpawner
 
 if TYPE_CHECKING:
     import uvicorn
@@ -96,7 +97,7 @@ class _Server:
             report_every_s=REPORT_EVERY_S,
         )
         with self._bound() as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
-            process = await ServedEngine.spawn("engine", job, logs=Path(logs))
+            process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
             try:
                 await process.ready()
                 await self._serve(process, bound)

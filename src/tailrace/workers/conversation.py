@@ -104,6 +104,10 @@ class Conversation:
         words: str = await asyncio.shield(self._words)
         return words
 
+    def log_end(self) -> str:
+        """What the worker printed last, to follow in a sentence."""
+        raise NotImplementedError
+
     def kill(self) -> None:
         """End the worker at once."""
         raise NotImplementedError

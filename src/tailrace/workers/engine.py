@@ -20,9 +20,9 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine_process import EngineProcess
 from tailrace.workers.messages import Abort, Done, EngineJob, Load, Report, Sleep, Wake
-from tailrace.workers.process import WorkerProcess
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class RemoteEngine(EngineProcess):
 
     capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
 
-    def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
+    def __init__(self, process: Conversation, job: EngineJob) -> None:
         super().__init__(process, job)
         self.counter = TokenCounter()
         self._requests: dict[str, _Request] = {}

@@ -6,8 +6,9 @@ import msgspec
 
 from tailrace.engine.base import Usage
 from tailrace.errors import WorkerDied
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Alive, EngineJob, FromEngine, Ping, Report
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.remote import RemoteWorker
 
 
 class EngineProcess(RemoteWorker[EngineJob]):
@@ -16,7 +17,7 @@ class EngineProcess(RemoteWorker[EngineJob]):
     module = "tailrace.workers.engine_child"
     decoder = msgspec.msgpack.Decoder(FromEngine)
 
-    def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
+    def __init__(self, process: Conversation, job: EngineJob) -> None:
         super().__init__(process, job)
         process.on_message = self._on_message
         self._usage = Usage()

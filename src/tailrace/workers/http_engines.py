@@ -23,6 +23,7 @@ from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import JoinedServer, ManagedServer, free_port
+from tailrace.workers.spawner import Spawner
 from tailrace.workers.trainer import RemoteTrainer
 
 
@@ -31,7 +32,8 @@ class HttpEngines:
 
     Args:
         model: the Hugging Face folder.
-        logs: receives the output of servers that are started.
+        logs: receives what servers that are started must find in files.
+        spawner: starts servers.
         min_context: tokens that a prompt and its completion may have together.
         trainer: publishes the weights. It may still be starting.
     """
@@ -43,11 +45,12 @@ class HttpEngines:
         sampling: SamplingSettings,
         *,
         logs: Path,
+        spawner: Spawner,
         min_context: int,
         trainer: RemoteTrainer,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
-        self._logs, self._trainer = logs, trainer
+        self._logs, self._spawner, self._trainer = logs, spawner, trainer
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
         self._expected = Expected(settings, sampling, vocabulary, min_context)
@@ -80,7 +83,7 @@ class HttpEngines:
         launch = self._launch(number, port)
         job = ServerJob(command=launch.command, env=dict(launch.env))
         url, start_s = f"http://127.0.0.1:{port}", self._settings.start_s
-        return await ManagedServer.spawn(name, job, url=url, logs=self._logs, start_s=start_s)
+        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s)
 
     def _launch(self, number: int, port: int) -> Launch:
         settings, max_context = self._settings, context_length(self._model)

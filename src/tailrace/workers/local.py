@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
+from tailrace.devices import Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
 from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
@@ -23,9 +24,10 @@ from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
-from tailrace.workers.process import RemoteWorker
 from tailrace.workers.reference import RemoteReference
+from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
+from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer
 
 
@@ -78,19 +80,22 @@ async def open_local(
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
-    cpus: list[int | None] = [*pins] or [None] * (engine.num_engines + 1)
+    devices: list[Devices | None] = [Devices(cpus=(pin,)) for pin in pins] or [None] * (
+        engine.num_engines + 1
+    )
+    spawner = LocalSpawner(folder / "logs")
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
 
-    async def start(kind: type[W], name: str, job: Job, pin: int | None = None) -> W:
+    async def start(kind: type[W], name: str, job: Job, devices: Devices | None = None) -> W:
         if broker.url and name in broker.joined:
             worker = await kind.join(name, job, broker, run=folder.name)
         else:
-            worker = await kind.spawn(name, job, logs=folder / "logs", pin=pin)
+            worker = await kind.spawn(name, job, spawner, devices)
         started.append(worker)
         return worker
 
-    def supervised(number: int, pin: int | None) -> SupervisedEngine:
+    def supervised(number: int, devices: Devices | None) -> SupervisedEngine:
         name = f"engine-{number}"
         count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
 
@@ -98,7 +103,7 @@ async def open_local(
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number)
             job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
-            process = await RemoteEngine.spawn(name, job, logs=folder / "logs", pin=pin)
+            process = await RemoteEngine.spawn(name, job, spawner, devices)
             process.send = remote_trainer.send
             return process
 
@@ -117,13 +122,19 @@ async def open_local(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     scorer_job = ScorerJob(reward=reward, data=data)
-    engines = [supervised(number, pin) for number, pin in enumerate(cpus[:-1])]
+    engines = [supervised(number, each) for number, each in enumerate(devices[:-1])]
     try:
-        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, cpus[-1])
+        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, devices[-1])
         if not isinstance(engine, NativeEngineSettings):
             longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
             http_engines = HttpEngines(
-                model, engine, sampling, logs=folder / "logs", min_context=longest, trainer=remote_trainer
+                model,
+                engine,
+                sampling,
+                logs=folder / "logs",
+                spawner=spawner,
+                min_context=longest,
+                trainer=remote_trainer,
             )
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
         reference = None

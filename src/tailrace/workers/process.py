@@ -11,17 +11,15 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any
 
 import msgspec
 
-from tailrace.workers.base import BrokerSettings
+from tailrace.devices import Devices
 from tailrace.workers.channel import ControllerChannel
 from tailrace.workers.conversation import Conversation
-from tailrace.workers.messages import Job, Ready
+from tailrace.workers.messages import Job
 from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
-
-JobT = TypeVar("JobT", bound=Job)
 
 LAST_WORDS_BYTES = 4096
 """The end of a worker's log that WorkerDied shows."""
@@ -60,15 +58,16 @@ class WorkerProcess(Conversation):
         decoder: msgspec.msgpack.Decoder[Any],
         *,
         logs: Path,
-        pin: int | None = None,
+        devices: Devices | None = None,
     ) -> "WorkerProcess":
         """Start `python -m module` with a job.
 
         Args:
             decoder: decodes the messages of the worker.
             logs: the folder in which `<name>.log` receives the worker's output.
-            pin: the CPU that the worker runs on, on Linux; None: any.
+            devices: what the worker may use of this machine; None: everything.
         """
+        devices = devices or Devices()
         parent = os.getpid()
         mine, theirs = socket.socketpair()
         logs.mkdir(parents=True, exist_ok=True)
@@ -81,20 +80,16 @@ class WorkerProcess(Conversation):
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=_environment(job.threads),
+                env=_environment(job.threads, devices),
                 start_new_session=True,
                 preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
             )
-        if pin is not None and sys.platform == "linux":
-            os.sched_setaffinity(process.pid, {pin})
+        if devices.cpus and sys.platform == "linux":
+            os.sched_setaffinity(process.pid, devices.cpus)
         return cls(name, process, mine, decoder, log, begins)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._words.done()
-
     def log_end(self) -> str:
-        """The end of its log, to follow in a sentence."""
+        """As Conversation.log_end."""
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
             if words := file.read().decode(errors="replace").strip():
@@ -139,53 +134,17 @@ class WorkerProcess(Conversation):
         return f"{how}; {self.log_end()}"
 
 
-class RemoteWorker(Generic[JobT]):
-    """What the controller's sides of all workers have in common. Their methods raise WorkerDied if the
-    process has ended."""
-
-    module: ClassVar[str]
-    """The module that the process runs."""
-    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]
-    """Decodes the messages of the process."""
-
-    def __init__(self, process: Conversation, job: JobT) -> None:
-        self.process, self.job = process, job
-        self._started = process.next_answer()
-
-    @classmethod
-    async def spawn(cls, name: str, job: JobT, *, logs: Path, pin: int | None = None) -> Self:
-        """Start the process, as `WorkerProcess.spawn`."""
-        return cls(await WorkerProcess.spawn(name, cls.module, job, cls.decoder, logs=logs, pin=pin), job)
-
-    @classmethod
-    async def join(cls, name: str, job: JobT, broker: BrokerSettings, run: str) -> Self:
-        """Invite a worker of any host, as `BrokeredWorker.invite`."""
-        from tailrace.workers.broker import BrokeredWorker
-
-        return cls(await BrokeredWorker.invite(name, job, cls.decoder, broker, run), job)
-
-    async def ready(self) -> None:
-        """Wait until the process has loaded what its job names.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        await self.process.answered(self._started, Ready, "start")
-
-    async def close(self) -> None:
-        """End the process."""
-        await self.process.close()
-
-
-def _environment(threads: int) -> dict[str, str]:
+def _environment(threads: int, devices: Devices) -> dict[str, str]:
     """Return the environment variables of a worker.
 
     The libraries read thread counts once, when they are loaded. sys.path is the controller's. Output is
     written to the log at once, and so is the Python stack of a crash.
     """
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices.gpus))} if devices.gpus else {}
     return {
         **os.environ,
+        **visible,
         **dict.fromkeys(counts, str(threads)),
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",

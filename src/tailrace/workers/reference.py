@@ -5,7 +5,7 @@ import msgspec
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.workers.messages import FromReference, Refer, ReferenceJob, Referred
-from tailrace.workers.process import RemoteWorker
+from tailrace.workers.remote import RemoteWorker
 
 
 class RemoteReference(RemoteWorker[ReferenceJob]):

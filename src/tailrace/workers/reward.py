@@ -10,9 +10,10 @@ from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Prompt, Sample
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Failed, FromScorer, Score, Scored, ScorerJob, Serving
 from tailrace.workers.orphans import kill_group
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.remote import RemoteWorker
 
 Outcome: TypeAlias = asyncio.Future[float | Failed]
 
@@ -24,7 +25,7 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
     module = "tailrace.workers.reward_child"
     decoder = msgspec.msgpack.Decoder(FromScorer)
 
-    def __init__(self, process: WorkerProcess, job: ScorerJob) -> None:
+    def __init__(self, process: Conversation, job: ScorerJob) -> None:
         super().__init__(process, job)
         self._server: int | None = None
         """Process group that makes the calls; None before there is one."""

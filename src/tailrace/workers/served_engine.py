@@ -5,9 +5,9 @@ from collections.abc import Callable
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine_process import EngineProcess
 from tailrace.workers.messages import Abort, Done, EngineJob, Load, Pause, Report, Resume, Sleep, Wake
-from tailrace.workers.process import WorkerProcess
 
 
 class ServedEngine(EngineProcess):
@@ -16,7 +16,7 @@ class ServedEngine(EngineProcess):
     Once the process has ended, every method raises WorkerDied.
     """
 
-    def __init__(self, process: WorkerProcess, job: EngineJob) -> None:
+    def __init__(self, process: Conversation, job: EngineJob) -> None:
         super().__init__(process, job)
         self.on_output: Callable[[GenerationOutput], None] = lambda output: None
         self.on_aborted: Callable[[str], None] = lambda id: None

@@ -2,15 +2,16 @@
 
 import asyncio
 import socket
-from pathlib import Path
 
 import httpx
 import msgspec
 
 from tailrace.clock import waiting
+from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import FromServer, ServerJob
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.spawner import Spawner
 
 ASK_EVERY_S = 0.25
 """Seconds between two questions to a starting server."""
@@ -19,24 +20,30 @@ ASK_EVERY_S = 0.25
 class ManagedServer:
     """A server that this run has started (engine/http.py: Server)."""
 
-    def __init__(self, process: WorkerProcess, url: str, start_s: float) -> None:
+    def __init__(self, process: Conversation, url: str, start_s: float) -> None:
         self.url = url
         self._process, self._start_s = process, start_s
 
     @classmethod
     async def spawn(
-        cls, name: str, job: ServerJob, *, url: str, logs: Path, start_s: float
+        cls,
+        name: str,
+        job: ServerJob,
+        spawner: Spawner,
+        *,
+        url: str,
+        start_s: float,
+        devices: Devices | None = None,
     ) -> "ManagedServer":
         """Start a server in a process group of its own.
 
         Args:
             url: where it will answer.
-            logs: the folder in which `<name>.log` receives its output.
             start_s: seconds that it may take.
         """
         decoder = msgspec.msgpack.Decoder(FromServer)
         module = "tailrace.workers.server_child"
-        return cls(await WorkerProcess.spawn(name, module, job, decoder, logs=logs), url, start_s)
+        return cls(await spawner.spawn(name, module, job, decoder, devices=devices), url, start_s)
 
     async def ready(self) -> None:
         """Wait until it answers.

@@ -14,8 +14,9 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import Link, Weights
 from tailrace.workers import messages
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Done, FromTrainer, TrainerJob
-from tailrace.workers.process import RemoteWorker, WorkerProcess
+from tailrace.workers.remote import RemoteWorker
 
 
 class RemoteTrainer(RemoteWorker[TrainerJob]):
@@ -25,7 +26,7 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
     decoder = msgspec.msgpack.Decoder(FromTrainer)
     _published: Weights | None = None
 
-    def __init__(self, process: WorkerProcess, job: TrainerJob) -> None:
+    def __init__(self, process: Conversation, job: TrainerJob) -> None:
         super().__init__(process, job)
         process.on_message = self._on_message
         self._numbers = itertools.count()

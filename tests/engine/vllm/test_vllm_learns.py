@@ -13,6 +13,7 @@ from tailrace.engine.settings import VllmEngineSettings
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.spawner import LocalSpawner
 
 pytestmark = pytest.mark.vllm
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm.toml"
@@ -49,7 +50,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     job, url = ServerJob(command=launch.command, env=dict(launch.env)), f"http://127.0.0.1:{port}"
 
     async def start() -> ManagedServer:
-        server = await ManagedServer.spawn("vllm", job, url=url, logs=folder, start_s=DEADLINE_S)
+        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), url=url, start_s=DEADLINE_S)
         await server.ready()
         return server
 

@@ -24,6 +24,7 @@ from tailrace.types import Sample, Span
 from tailrace.weights.base import Link, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.spawner import LocalSpawner
 
 DEADLINE_S = 300.0
 NUM_TOKENS = 1000
@@ -149,7 +150,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
 
         async def begin() -> HttpEngine:
             url = f"http://127.0.0.1:{port}"
-            server = await ManagedServer.spawn(name, job, url=url, logs=folder, start_s=DEADLINE_S)
+            server = await ManagedServer.spawn(name, job, LocalSpawner(folder), url=url, start_s=DEADLINE_S)
             return HttpEngine(
                 name,
                 server,
