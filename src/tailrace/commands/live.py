@@ -12,7 +12,7 @@ from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
-from tailrace.devices import check_device
+from tailrace.devices import DeviceMap, check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.sglang_server import find_python
@@ -23,7 +23,7 @@ from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
 from tailrace.types import Prompt
-from tailrace.workers.base import plan_pins, trainer_cpu_reserved
+from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
 from tailrace.workers.local import open_local
 
 CHECKED_ROWS = 16
@@ -54,7 +54,21 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
-    plan_pins(config.host, config.engine.num_engines)
+    device_map(config)
+    shared_devices(config.placement, config.trainer, num_engines=config.engine.num_engines)
+
+
+def device_map(config: RunConfig) -> DeviceMap:
+    """Return the devices of each process.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    engine = config.engine
+    size = 1 if isinstance(engine, NativeEngineSettings) else engine.tensor_parallel_size
+    return plan_devices(
+        config.placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size
+    )
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -136,7 +150,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    pins = plan_pins(config.host, config.engine.num_engines)
+    devices = device_map(config)
     workers = open_local(
         config.model.path,
         engine=config.engine,
@@ -150,13 +164,13 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         folder=folder,
         broker=config.broker,
         life=life,
-        pins=pins,
+        devices=devices,
     )
     if config.broker.url:
         for stage in config.broker.joined:
             words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
             print(f"tailrace: waiting for: {words}", file=sys.stderr)
-    with trainer_cpu_reserved(pins):
+    with trainer_cpus_reserved(devices):
         async with workers as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
@@ -169,4 +183,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
+                shared=shared_devices(
+                    config.placement, config.trainer, num_engines=config.engine.num_engines
+                ),
             )

@@ -122,8 +122,6 @@ class Capabilities:
     from the order of its own requests."""
     sleep: bool = False
     """`sleep` gives the device's memory back."""
-    regroup: bool = False
-    """It can be started again with the devices of its neighbours, as one tensor-parallel group."""
     sampling_mask: bool = False
     """With top_p or top_k, log-probs are those of the whole vocabulary, or the engine says which tokens could
     be drawn."""
@@ -171,7 +169,7 @@ class Engine(Protocol):
     async def regroup(self, width: int) -> None:
         """Start again with another width. Requests are given back (`Evicted`). An engine of width 0 is asleep.
 
-        Only for an engine that is capable of it.
+        Only for servers that the run starts, and simulated engines.
         """
 
     def usage(self) -> Usage:

@@ -51,7 +51,7 @@ class SimEngine:
         max_tokens: float = math.inf,
     ) -> None:
         self.name, self.version, self.width = name, 0, 1
-        self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True, regroup=True)
+        self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self._newest = 0  # version of the weights that wait for the engine to open
@@ -122,8 +122,8 @@ class SimEngine:
         if self.state == "open":
             self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
         self._lent, self.width = True, width
-        await asyncio.sleep(self._cost.regroup_s)
         if width:
+            await asyncio.sleep(self._cost.regroup_s)
             self._lent = False
             self._open(f"it uses the devices of {width} engines")
 
