@@ -5,6 +5,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 """
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
-from tailrace.errors import ConfigError, Interrupted
+from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
@@ -53,6 +54,9 @@ def train(
 ) -> RunSummary:
     """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
 
+    If a worker dies that cannot be replaced alone, the run is resumed from its newest checkpoint, at most
+    `host.restarts` times.
+
     SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
 
     Args:
@@ -64,13 +68,25 @@ def train(
     schedule = schedule or resolve(config)
     check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
+    with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
+        num_restarts = 0
+        while True:
+            try:
+                return _one_life(config, schedule, folder, resume or num_restarts > 0, interruption)
+            except WorkerDied as died:
+                limit = config.host.restarts
+                if num_restarts == limit or interruption.signal is not None:
+                    raise
+                num_restarts += 1
+                print(f"tailrace: {died}\ntailrace: restart {num_restarts} of {limit}", file=sys.stderr)
+
+
+def _one_life(
+    config: RunConfig, schedule: BoundSchedule, folder: RunFolder, resume: bool, interruption: Interruption
+) -> RunSummary:
+    """Train until the run ends or a worker dies."""
     timeline = Timeline()
-    with (
-        folder.locked(),
-        folder.full_disk_explained(),
-        opened(config, folder, resume) as (store, start),
-        signals_received(interruption.request),
-    ):
+    with opened(config, folder, resume) as (store, start):
         try:
             run = _train(config, schedule, folder, store, start, timeline, interruption)
             outcome, summary = clock.run(run, virtual=False)

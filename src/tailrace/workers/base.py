@@ -7,6 +7,14 @@ from pydantic import Field
 from tailrace.settings import Settings
 
 
+class HostSettings(Settings):
+    """The machine that the worker processes share."""
+
+    restarts: int = Field(default=0, ge=0, le=1000)
+    """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
+    has died. 0 to 1000."""
+
+
 class BrokerSettings(Settings):
     """PipelineRL's broker: the stages of a run on several hosts, joined by Redis streams."""
 
