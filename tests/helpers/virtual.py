@@ -26,7 +26,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.rollout.placement import Kind, Shared
+from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
@@ -287,14 +287,15 @@ def simulate(
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
     algorithm: AlgorithmSettings | None = None,
-    kind: Kind = "disaggregated",
+    shared: Shared = DISAGGREGATED,
     into: Outcome | None = None,
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed or interrupted.
 
     folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
-    next to the schedule, and does what the world does to it. parts: others than the simulated ones. kind: the
-    placement; elastic has two replicas of the trainer. into: what to fill, for a run that ends with an error.
+    next to the schedule, and does what the world does to it. parts: others than the simulated ones. shared:
+    the placement; elastic has two replicas of the trainer. into: what to fill, for a run that ends with an
+    error.
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
@@ -302,9 +303,9 @@ def simulate(
 
     async def main() -> None:
         reference = algorithm.needs_reference
-        replicas = 2 if kind == "elastic" else 1
+        replicas = 2 if shared.kind == "elastic" else 1
         outcome.parts = simulated_parts(sim, settings.seed, reference=reference, replicas=replicas)
-        outcome.parts = replace(parts() if parts else outcome.parts, shared=Shared(kind))
+        outcome.parts = replace(parts() if parts else outcome.parts, shared=shared)
         starting_point, journal = StartingPoint(), None
         if book and folder:
             starting_point = book.starting_point(outcome.parts, folder, settings.seed)

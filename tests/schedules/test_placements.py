@@ -23,6 +23,7 @@ from helpers.virtual import (
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ScheduleError
 from tailrace.record.events import Accumulated, EngineStateChanged, RequestEnded, RequestStarted, Stepped
+from tailrace.rollout.placement import Shared
 from tailrace.schedules.april import april
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker
@@ -62,7 +63,7 @@ def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
     """Rollout 10 s, sleep 2 s, 4 samples of 11 positions at 1 a second, wake 3 s; twice."""
     settings = RunSettings(rounds=2, group_size=2)
     outcome = simulate(
-        partial(serial, groups_per_round=2, groups_per_step=2), settings, HAND, kind="colocated"
+        partial(serial, groups_per_round=2, groups_per_step=2), settings, HAND, shared=Shared("colocated")
     )
     assert worked(outcome) == [(12, 56, 4), (71, 115, 4)]
     asleep, awake = ("engine0", "asleep"), ("engine0", "open")
@@ -77,7 +78,7 @@ def test_elastic_lends_half_of_the_engines_at_a_milestone_and_all_of_them_at_the
     ends meanwhile, and engine0 sleeps, too. Both replicas share the rest."""
     roomy = change(HAND, engines=change(HAND.engines, slots=10))
     parts = worlds(roomy, lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), count=2, replicas=2)
-    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, kind="elastic")
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, shared=Shared("elastic"))
     assert states(outcome)[:1] == [(20, "engine1", "asleep")]
     assert worked(outcome) == [(22, 44, 1), (44, 86, 1), (86, 148, 1), (150, 191, 1), (191, 647, 6)]
     moved = [event for event in outcome.of(RequestStarted) if event.num_tokens]
@@ -93,13 +94,18 @@ def test_elastic_is_tested_again_at_each_milestone_until_the_cache_fits(room: in
     With less room than that the rollout ends first, later than at 100 s because both engines preempt."""
     sim = change(HAND, engines=change(HAND.engines, slots=10, kv_tokens=room))
     table = lengths(10, 10, 11, 12, 13, 100, 100, 100, 100, 100)
-    outcome = simulate(TEN, ONE_EACH, sim, parts=worlds(sim, table, count=2, replicas=2), kind="elastic")
+    outcome = simulate(
+        TEN, ONE_EACH, sim, parts=worlds(sim, table, count=2, replicas=2), shared=Shared("elastic")
+    )
     assert worked(outcome)[0][0] == first_s
 
 
 def test_serial_on_elastic_devices_is_serial_on_colocated_ones() -> None:
     schedule = partial(serial, groups_per_round=8, groups_per_step=4)
-    ended = {kind: simulate(schedule, TWO_ROUNDS, SMALL, kind=kind).ended_s for kind in ("elastic", "colocated")}
+    ended = {
+        kind: simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared(kind)).ended_s
+        for kind in ("elastic", "colocated")
+    }
     assert ended["elastic"] == ended["colocated"]
 
 
@@ -112,13 +118,13 @@ def test_a_launch_after_training_wakes_the_engines() -> None:
                 await run.train(await run.pool.take(2))
             await run.publish()
 
-    outcome = simulate(twice, ONE_EACH, HAND, kind="colocated")
+    outcome = simulate(twice, ONE_EACH, HAND, shared=Shared("colocated"))
     assert worked(outcome) == [(12, 34, 2), (49, 71, 2)]
 
 
 def test_april_parks_and_continues_on_colocated_devices() -> None:
     schedule = partial(april, groups_per_round=8, groups_launched=16)
-    outcome = simulate(schedule, TWO_ROUNDS, SMALL, kind="colocated")
+    outcome = simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared("colocated"))
     assert [event for event in outcome.of(RequestStarted) if event.num_tokens] != []
     assert regenerated(outcome.events) == []
 
@@ -126,14 +132,14 @@ def test_april_parks_and_continues_on_colocated_devices() -> None:
 @pytest.mark.parametrize("name", NEVER_STOP)
 @KINDS
 def test_a_schedule_that_never_stops_generating_is_refused(name: str, kind) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ScheduleError, match='never stop generating.* set placement.kind = "disaggregated"'):
-        simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, kind=kind)
+    with pytest.raises(ScheduleError, match=r'never stop generating.* set placement.kind = "disaggregated"'):
+        simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
 
 
 @MOVING
 @KINDS
 def test_no_engine_generates_while_its_device_trains_and_promises_are_kept(name: str, kind) -> None:  # type: ignore[no-untyped-def]
-    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, kind=kind)
+    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
     assert outcome.run.overtime and regenerated(outcome.events) == []
     if name in ON_POLICY:
         assert all(list(step.lags.publications) == [0] for step in outcome.of(Stepped))
@@ -156,12 +162,12 @@ def test_no_engine_generates_while_its_device_trains_and_promises_are_kept(name:
 @pytest.mark.parametrize("name", ["serial", "april", "tailbatch_dapo", "rollpacker"])
 @KINDS
 def test_engines_that_die_cost_no_token_on_any_placement(name: str, kind) -> None:  # type: ignore[no-untyped-def]
-    clean = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, kind=kind)
+    clean = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
     deaths = [
         Death(clean.ended_s * share, number % 2, clean.ended_s / 20)
         for number, share in enumerate((0.05, 0.1, 0.3, 0.31, 0.6))
     ]
-    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, kind=kind, beside=dying(*deaths))
+    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind), beside=dying(*deaths))
     assert outcome.run.overtime and regenerated(outcome.events) == []
     samples = [sample for step in outcome.of(Stepped) for sample in step.samples]
     assert max(Counter(sample.id for sample in samples).values()) == 1
@@ -169,5 +175,5 @@ def test_engines_that_die_cost_no_token_on_any_placement(name: str, kind) -> Non
 
 @KINDS
 def test_five_runs_are_one_trace(kind) -> None:  # type: ignore[no-untyped-def]
-    run = partial(simulate, SCHEDULES_BY_NAME["rollpacker"], TWO_ROUNDS, SMALL, kind=kind)
+    run = partial(simulate, SCHEDULES_BY_NAME["rollpacker"], TWO_ROUNDS, SMALL, shared=Shared(kind))
     assert len({tuple(run().trace) for _ in range(5)}) == 1

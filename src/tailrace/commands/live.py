@@ -22,8 +22,8 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
-from tailrace.types import Prompt
 from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
+from tailrace.types import Prompt
 from tailrace.workers.local import open_local
 
 CHECKED_ROWS = 16

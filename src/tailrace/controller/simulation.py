@@ -2,7 +2,7 @@
 
 from tailrace.controller.base import Parts
 from tailrace.data.epochs import Epochs
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import SimRewards
@@ -17,14 +17,14 @@ def simulated_parts(
     *,
     reference: bool = False,
     replicas: int = 1,
-    shared: Shared | None = None,
+    shared: Shared = DISAGGREGATED,
 ) -> Parts:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
     Args:
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
-        shared: None: engines and trainer have devices of their own.
+        shared: whether engines and trainer have devices in common.
     """
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
@@ -41,5 +41,5 @@ def simulated_parts(
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
-        shared=shared or Shared(),
+        shared=shared,
     )

@@ -167,7 +167,7 @@ class Engine(Protocol):
         """Serve again, with the newest weights that `load` was given."""
 
     async def regroup(self, width: int) -> None:
-        """Start again with another width. Requests are given back (`Evicted`). An engine of width 0 is asleep.
+        """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
 
         Only for servers that the run starts, and simulated engines.
         """

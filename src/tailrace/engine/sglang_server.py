@@ -19,9 +19,7 @@ def find_python(settings: SglangEngineSettings) -> str:
     return python
 
 
-def launch(
-    settings: SglangEngineSettings, *, model: Path, max_context: int, port: int
-) -> Launch:
+def launch(settings: SglangEngineSettings, *, model: Path, max_context: int, port: int) -> Launch:
     """The command line of one server on the loopback interface.
 
     Args:

@@ -31,8 +31,8 @@ def plan_devices(
     """
     ranks, replicas = trainer.ranks, trainer.replicas
     engines, trainers = settings.engines, settings.trainer
-    _check_lists("placement.engines", engines, num_engines, "engine", tensor_parallel_size)
-    _check_lists("placement.trainer", trainers, replicas, "replica of the trainer", ranks)
+    _check_lists("placement.engines", engines, num_engines, "engines", tensor_parallel_size)
+    _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
     if settings.kind == "disaggregated" and (both := _numbers(engines) & _numbers(trainers)):
         problem = f"the engines have the devices {sorted(both)}, too"
         remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
@@ -90,11 +90,11 @@ def _check_lists(key: str, lists: Sequence[Sequence[int]], num: int, what: str, 
     if not lists:
         return
     if len(lists) != num:
-        problem = f"it lists devices of {len(lists)}, and the number of {what}s is {num}"
-        raise ConfigError(key, lists, problem, f"write one list for each {what}")
+        problem = f"it lists devices of {len(lists)}, for {num} {what}"
+        raise ConfigError(key, lists, problem, "write one list for each")
     for number, devices in enumerate(lists):
         if not devices or len(devices) % size:
-            problem = f"{what} {number} has {len(devices)} devices for {size} ranks"
+            problem = f"number {number} of the {what} has {len(devices)} devices for {size} ranks"
             raise ConfigError(key, lists, problem, "give it a multiple of that number")
     if len(_numbers(lists)) < len(list(chain.from_iterable(lists))):
         raise ConfigError(key, lists, "a device is listed twice", "list each device once")
@@ -111,7 +111,9 @@ def _check_exist(settings: PlacementSettings) -> None:
     for key, lists in (("placement.engines", settings.engines), ("placement.trainer", settings.trainer)):
         if missing := sorted(_numbers(lists) - there):
             numbers = f"{len(there)} {settings.devices}: {sorted(there)}"
-            raise ConfigError(key, lists, f"there is no {missing}; this process may use {numbers}", "lower it")
+            raise ConfigError(
+                key, lists, f"there is no {missing}; this process may use {numbers}", "lower it"
+            )
 
 
 def _numbers(lists: Sequence[Sequence[int]]) -> set[int]:

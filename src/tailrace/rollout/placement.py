@@ -1,7 +1,7 @@
 """Placement: which devices generate and which train. Schedules do not see it.
 
-`Run` asks for devices to train on around `accumulate`, `step` and `ess`, and for devices to generate on at the
-top of a round and after a publication.
+`Run` asks for devices to train on around `accumulate`, `step` and `ess`, and for devices to generate on at
+the top of a round and after a publication.
 
     disaggregated   both have devices of their own
     colocated       all devices generate, then all train
@@ -19,6 +19,7 @@ from pydantic import Field
 
 from tailrace.engine.base import Engine
 from tailrace.errors import ScheduleError
+from tailrace.rollout.parallelism import ParallelismPlanner
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.progress import peak_kv
 from tailrace.settings import Settings
@@ -37,9 +38,9 @@ class PlacementSettings(Settings):
     """Which devices generate and which train."""
 
     kind: Kind = "disaggregated"
-    """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same devices,
-    in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to replica 0 of
-    the trainer (RollPacker's stream trainer); it needs trainer.replicas = 2."""
+    """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same
+    devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to
+    replica 0 of the trainer (RollPacker's stream trainer); it needs trainer.replicas = 2."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """What the numbers in `engines` and `trainer` are: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
@@ -58,15 +59,29 @@ class Shared:
     """What a placement knows of the devices.
 
     Args:
-        engines: for each engine, whether replica 0 of the trainer trains on its devices.
+        engines: for each engine, whether replica 0 of the trainer trains on its devices; empty: the half
+            that comes last.
+        max_width: engines whose devices may be joined to one tensor-parallel group, at most.
     """
 
     kind: Kind = "disaggregated"
     engines: tuple[bool, ...] = ()
+    max_width: int = 1
 
 
 class Placement:
-    """Disaggregated: nobody waits for a device."""
+    """Disaggregated: nobody waits for a device.
+
+    Args:
+        planner: chooses the tensor-parallel size of the engines between two rounds.
+    """
+
+    def __init__(self, planner: ParallelismPlanner) -> None:
+        self._planner = planner
+
+    async def round_ended(self) -> None:
+        """Choose the devices of each engine for the next round."""
+        await self._planner.round_ended()
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
@@ -97,7 +112,10 @@ class Placement:
 class Colocated(Placement):
     """All devices generate until the rollout is over; then all train."""
 
-    def __init__(self, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, planner: ParallelismPlanner, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
+    ) -> None:
+        super().__init__(planner)
         self._engines, self._pool, self._tasks = engines, pool, tasks
         self._lent: list[Engine] = []
         self._lock = asyncio.Lock()
@@ -154,9 +172,14 @@ class Elastic(Colocated):
     """
 
     def __init__(
-        self, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup, shared: Sequence[bool]
+        self,
+        planner: ParallelismPlanner,
+        engines: Sequence[Engine],
+        pool: Pool,
+        tasks: asyncio.TaskGroup,
+        shared: Sequence[bool],
     ) -> None:
-        super().__init__(engines, pool, tasks)
+        super().__init__(planner, engines, pool, tasks)
         self._shared = shared
         self._tested = -1
 
@@ -199,7 +222,8 @@ class Elastic(Colocated):
     def _projected_kv(self) -> float:
         for engine in self._engines:
             engine.usage()  # brings the samples of a simulated engine up to date
-        unfinished = self._pool.unfinished
+        samples = [sample for group in self._pool.groups for sample in group.samples]
+        unfinished = [sample for sample in samples if not sample.finish_reason]
         contexts = [len(sample.prompt.ids) + sample.num_tokens for sample in unfinished]
         more = self._pool.progress.lengths.expected_more([sample.num_tokens for sample in unfinished])
         return peak_kv(contexts, more)
@@ -221,14 +245,18 @@ def lendable(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
     return lent
 
 
+DISAGGREGATED = Shared()
+
+
 def make_placement(
     shared: Shared, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
 ) -> Placement:
+    planner = ParallelismPlanner(engines, pool.progress, shared.max_width)
     match shared.kind:
         case "disaggregated":
-            return Placement()
+            return Placement(planner)
         case "colocated":
-            return Colocated(engines, pool, tasks)
+            return Colocated(planner, engines, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            return Elastic(engines, pool, tasks, shared.engines or half)
+            return Elastic(planner, engines, pool, tasks, shared.engines or half)

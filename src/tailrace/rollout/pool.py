@@ -51,10 +51,11 @@ class Pool:
     ) -> None:
         """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
-        self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
+        self.ready = ReadyQueue(
+            "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
+        )
         self.ready.on_taken = router.on_changed = self._pump
-        self.changed = Signal()
-        """A request or a score has ended."""
+        self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
         self.progress = RolloutProgress()
         self._tasks, self._router, self._rewards = tasks, router, rewards
@@ -95,8 +96,7 @@ class Pool:
             full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
                 "drop_oldest": the oldest complete group is dropped for each that comes.
         """
-        self.ready.room, self.ready.full = room, full
-        self._source = source
+        self.ready.room, self.ready.full, self._source = room, full, source
         self._pump()
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
@@ -158,13 +158,8 @@ class Pool:
 
     @property
     def is_idle(self) -> bool:
-        """No request runs or waits, and no group lacks a reward, whose filter might ask for another group."""
+        """No group lacks a response or a reward; a filter might replace it after the reward."""
         return not self._in_flight and not self.num_requests
-
-    @property
-    def unfinished(self) -> list[Sample]:
-        """Samples that run or wait."""
-        return [sample for group in self._in_flight for sample in group.samples if not sample.finish_reason]
 
     @property
     def num_requests(self) -> int:
@@ -186,17 +181,11 @@ class Pool:
         """All groups here: ready ones, then those in flight."""
         return [*self.ready.groups, *self._in_flight]
 
-    # -- inside --------------------------------------------------------------------------------------
-
-    def _coming(self) -> float:
-        """How many groups may still become ready."""
-        return inf if self._source else len(self._in_flight)
+    # -- inside
 
     def _enter(self, group: Group) -> None:
         group.order = next(self._orders)
-        if not len(self):
-            self.progress.begin()
-        self.progress.launched(group)
+        self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         for sample in group.samples:
             if sample.finish_reason is None:

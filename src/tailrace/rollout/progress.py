@@ -24,12 +24,11 @@ class RolloutProgress:
         self._num_needed = 0
         self._limit = inf
 
-    def begin(self) -> None:
-        """A new rollout begins."""
-        self.num_launched = self.num_finished = self._num_needed = 0
-        self._limit = inf
-
-    def launched(self, group: Group) -> None:
+    def launched(self, group: Group, *, is_first: bool) -> None:
+        """A group was launched; the first one begins a rollout."""
+        if is_first:
+            self.num_launched = self.num_finished = self._num_needed = 0
+            self._limit = inf
         self.num_launched += len(group.samples)
         self._num_needed += group.num_required
         self.num_finished += len(group.kept)

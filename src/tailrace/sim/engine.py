@@ -50,7 +50,7 @@ class SimEngine:
         length_of: Callable[[Sample], int],
         max_tokens: float = math.inf,
     ) -> None:
-        self.name, self.version, self.width = name, 0, 1
+        self.name, self.slots, self.version, self.width = name, cost.slots or DEFAULT_SLOTS, 0, 1
         self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
@@ -122,6 +122,7 @@ class SimEngine:
         if self.state == "open":
             self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
         self._lent, self.width = True, width
+        self.slots = (self._cost.slots or DEFAULT_SLOTS) * max(width, 1)
         if width:
             await asyncio.sleep(self._cost.regroup_s)
             self._lent = False
@@ -176,11 +177,6 @@ class SimEngine:
     @property
     def _kv_tokens(self) -> int:
         return self._kv_base + self._steps * len(self._running)
-
-    @property
-    def slots(self) -> int:
-        """Requests that decode together."""
-        return (self._cost.slots or DEFAULT_SLOTS) * max(self.width, 1)
 
     @property
     def _kv_capacity(self) -> int:

@@ -10,8 +10,8 @@ import httpx
 
 from tailrace.devices import Devices
 from tailrace.engine import sglang, sglang_server, vllm
-from tailrace.engine.dialect import Dialect
 from tailrace.engine.connection import Server
+from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
@@ -109,9 +109,7 @@ class HttpEngines:
         launch = self._launch(settings, port)
         job = ServerJob(command=launch.command, env=dict(launch.env))
         url, start_s = f"http://127.0.0.1:{port}", settings.start_s
-        return await ManagedServer.spawn(
-            name, job, self._spawner, url=url, start_s=start_s, devices=devices
-        )
+        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s, devices=devices)
 
     def _launch(self, settings: ServerEngineSettings, port: int) -> Launch:
         max_context = context_length(self._model)
