@@ -19,10 +19,11 @@ from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import BadRow, ConfigError
-from tailrace.model_folder import check_files, context_length
+from tailrace.model_folder import check_files, context_length, read_config
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
 from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
+from tailrace.rollout.placement import Shared
 from tailrace.types import Prompt
 from tailrace.workers.local import open_local
 
@@ -41,6 +42,7 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
+    _check_heads(config)
     check_device("trainer.device", config.trainer.device)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
@@ -55,7 +57,7 @@ def check_live(config: RunConfig) -> None:
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
     device_map(config)
-    shared_devices(config.placement, config.trainer, num_engines=config.engine.num_engines)
+    shared_by(config)
 
 
 def device_map(config: RunConfig) -> DeviceMap:
@@ -64,11 +66,48 @@ def device_map(config: RunConfig) -> DeviceMap:
     Raises:
         ConfigError: there are too few.
     """
-    engine = config.engine
-    size = 1 if isinstance(engine, NativeEngineSettings) else engine.tensor_parallel_size
+    engine, size = config.engine, tensor_parallel_size(config)
     return plan_devices(
         config.placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size
     )
+
+
+def shared_by(config: RunConfig) -> Shared:
+    """Return which devices engines and trainer have in common.
+
+    Raises:
+        ConfigError: the placement cannot work.
+    """
+    engine, size, largest = (
+        config.engine,
+        tensor_parallel_size(config),
+        config.placement.max_tensor_parallel_size,
+    )
+    if largest and (not isinstance(engine, VllmEngineSettings) or engine.urls):
+        problem = "only vLLM servers that the run starts can be restarted with another size"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    return shared_devices(
+        config.placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size
+    )
+
+
+def tensor_parallel_size(config: RunConfig) -> int:
+    """Return the devices of one engine."""
+    return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size
+
+
+def _check_heads(config: RunConfig) -> None:
+    """Raises a ConfigError if a tensor-parallel size does not divide the model's heads."""
+    assert config.model
+    heads = read_config(config.model.path).get("num_attention_heads")
+    sizes = {
+        "engine.tensor_parallel_size": tensor_parallel_size(config),
+        "placement.max_tensor_parallel_size": config.placement.max_tensor_parallel_size or 1,
+    }
+    for key, size in sizes.items():
+        if isinstance(heads, int) and heads % size:
+            problem = f"the {heads} attention heads of the model cannot be divided by it"
+            raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -183,7 +222,5 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=shared_devices(
-                    config.placement, config.trainer, num_engines=config.engine.num_engines
-                ),
+                shared=shared_by(config),
             )

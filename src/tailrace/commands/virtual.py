@@ -5,6 +5,7 @@ from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
+from tailrace.engine.settings import NativeEngineSettings
 from tailrace.record.events import Recorder
 from tailrace.rollout.device_map import shared_devices
 from tailrace.rollout.placement import PlacementSettings, Shared
@@ -52,9 +53,12 @@ def sim_shared(config: RunConfig) -> Shared:
     Raises:
         ConfigError: the elastic placement has nothing to lend.
     """
-    settings = PlacementSettings(kind=config.placement.kind)
+    placement, engine = config.placement, config.engine
+    largest = placement.max_tensor_parallel_size
+    settings = PlacementSettings(kind=placement.kind, max_tensor_parallel_size=largest)
+    size = 1 if isinstance(engine, NativeEngineSettings) else engine.tensor_parallel_size
     num_engines = config.sim.engines.count or config.engine.num_engines
-    return shared_devices(settings, config.trainer, num_engines=num_engines)
+    return shared_devices(settings, config.trainer, num_engines=num_engines, tensor_parallel_size=size)
 
 
 def sim_max_tokens(config: RunConfig) -> int:
