@@ -29,11 +29,11 @@ from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
-from tailrace.workers.base import BrokerSettings, HostSettings
+from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSettings
 
 _KINDS = (
     *("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first"),
-    *("shared_memory", "filesystem", "process_group"),
+    *("shared_memory", "filesystem", "process_group", "local", "ray"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
@@ -83,7 +83,7 @@ class RunConfig(Settings):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = SharedMemorySettings()
     placement: PlacementSettings = PlacementSettings()
-    host: HostSettings = HostSettings()
+    host: AnyHostSettings = LocalHostSettings()
     broker: BrokerSettings = BrokerSettings()
     ledger: LedgerSettings = LedgerSettings()
     record: RecordSettings = RecordSettings()

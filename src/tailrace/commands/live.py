@@ -4,27 +4,29 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
-from tailrace.devices import DeviceMap, check_device
+from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import BadRow, ConfigError
-from tailrace.model_folder import check_files, context_length, read_config
+from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
-from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.types import Prompt
+from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
 
 CHECKED_ROWS = 16
@@ -42,8 +44,7 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
-    _check_heads(config)
-    check_device("trainer.device", config.trainer.device)
+    _check_trainer(config)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,
@@ -56,58 +57,16 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
-    device_map(config)
-    shared_by(config)
+    check_placement(config)
+    check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
 
 
-def device_map(config: RunConfig) -> DeviceMap:
-    """Return the devices of each process.
-
-    Raises:
-        ConfigError: there are too few.
-    """
-    engine, size = config.engine, tensor_parallel_size(config)
-    return plan_devices(
-        config.placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size
-    )
-
-
-def shared_by(config: RunConfig) -> Shared:
-    """Return which devices engines and trainer have in common.
-
-    Raises:
-        ConfigError: the placement cannot work.
-    """
-    engine, size, largest = (
-        config.engine,
-        tensor_parallel_size(config),
-        config.placement.max_tensor_parallel_size,
-    )
-    if largest and (not isinstance(engine, VllmEngineSettings) or engine.urls):
-        problem = "only vLLM servers that the run starts can be restarted with another size"
-        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
-    return shared_devices(
-        config.placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size
-    )
-
-
-def tensor_parallel_size(config: RunConfig) -> int:
-    """Return the devices of one engine."""
-    return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size
-
-
-def _check_heads(config: RunConfig) -> None:
-    """Raises a ConfigError if a tensor-parallel size does not divide the model's heads."""
-    assert config.model
-    heads = read_config(config.model.path).get("num_attention_heads")
-    sizes = {
-        "engine.tensor_parallel_size": tensor_parallel_size(config),
-        "placement.max_tensor_parallel_size": config.placement.max_tensor_parallel_size or 1,
-    }
-    for key, size in sizes.items():
-        if isinstance(heads, int) and heads % size:
-            problem = f"the {heads} attention heads of the model cannot be divided by it"
-            raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
+def _check_trainer(config: RunConfig) -> None:
+    check_device("trainer.device", config.trainer.device)
+    num = config.trainer.ranks * config.trainer.replicas
+    if num > 1 and config.broker.url and "trainer" in config.broker.joined:
+        problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
+        raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -190,14 +149,15 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
     devices = device_map(config)
-    workers = open_local(
+    open_workers = partial(
+        open_local,
         config.model.path,
         engine=config.engine,
         sampling=config.sampling,
         algorithm=config.algorithm,
         trainer=config.trainer,
         weights=config.weights,
-        reward=config.reward,
+        reward=where_workers_run(config.host, config.reward),
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
@@ -209,8 +169,16 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         for stage in config.broker.joined:
             words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
             print(f"tailrace: waiting for: {words}", file=sys.stderr)
+    opened_spawner = open_spawner(
+        config.host,
+        engine=config.engine,
+        trainer=config.trainer,
+        reward=config.reward,
+        needs_reference=config.algorithm.needs_reference,
+        folder=folder,
+    )
     with trainer_cpus_reserved(devices):
-        async with workers as opened:
+        async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
                 if warning := await opened.rewards.check_one_row(prompt):
@@ -222,5 +190,5 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=shared_by(config),
+                shared=shared(config),
             )

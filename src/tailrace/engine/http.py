@@ -156,8 +156,7 @@ class HttpEngine:
             kv_tokens=sum(len(each.sample.prompt.ids) + each.sample.num_tokens for each in running),
             num_generated=self.counter.num,
             num_prefilled=self._num_prefilled,
-            num_preempted=self.connection.figures.num_preempted,
-            kv_capacity=self.connection.figures.kv_capacity,
+            **asdict(self.connection.figures),
         )
 
     async def died(self) -> str:

@@ -57,8 +57,8 @@ def shared_devices(
     engines may be joined.
 
     Raises:
-        ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot be
-            joined to groups of the largest tensor-parallel size.
+        ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot
+            be joined to groups of the largest tensor-parallel size.
     """
     max_width = _max_width(settings.max_tensor_parallel_size, tensor_parallel_size, num_engines)
     if settings.kind == "elastic":

@@ -1,18 +1,67 @@
 """Settings of the machine that the worker processes share."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from tailrace.settings import Settings
 
 
 class HostSettings(Settings):
-    """The machine that the worker processes share."""
+    """Where the worker processes run."""
 
     restarts: int = Field(default=0, ge=0, le=1000)
     """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
     has died. 0 to 1000."""
+
+
+class LocalHostSettings(HostSettings):
+    """The machine on which the run is started."""
+
+    kind: Literal["local"] = "local"
+    """Selects this kind of host."""
+
+
+Resources = Annotated[Mapping[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+"""Amounts of Ray's resources by name: "CPU", "GPU", or a name that `ray start --resources` gave a node."""
+
+
+class RoleResources(Settings):
+    """What one worker of each role takes of its node. The amounts of a role without an entry are CPU: its
+    threads, and GPU: 1 if its device is CUDA."""
+
+    engine: Resources | None = None
+    """One engine, for example `{ CPU = 4, GPU = 1, fast_gpu = 1 }`."""
+    trainer: Resources | None = None
+    """One rank of the trainer."""
+    reward: Resources | None = None
+    """One reward worker."""
+    reference: Resources | None = None
+    """The reference model."""
+
+
+class RayHostSettings(HostSettings):
+    """The nodes of a Ray cluster, of which the machine on which the run is started must be one."""
+
+    kind: Literal["ray"] = "ray"
+    """Selects this kind of host."""
+    address: str = Field(default="auto", min_length=1)
+    """Address of the cluster: `host:port`. "auto": the cluster that runs on this machine."""
+    place_s: float = Field(default=20.0, gt=0, le=86_400)
+    """Seconds that the workers may wait for their resources when the run starts, or starts again; above 0, at
+    most 86,400. Ray notices after about 15 seconds that a node is lost."""
+    resources: RoleResources = RoleResources()
+
+
+def _kind_of(value: Any) -> str:
+    return str(value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local"))
+
+
+AnyHostSettings = Annotated[
+    Annotated[LocalHostSettings, Tag("local")] | Annotated[RayHostSettings, Tag("ray")],
+    Discriminator(_kind_of),
+]
 
 
 class BrokerSettings(Settings):

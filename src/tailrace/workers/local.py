@@ -27,8 +27,8 @@ from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, T
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
-from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer
+from tailrace.workers.spawner import LocalSpawner, Spawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ async def open_local(
     broker: BrokerSettings | None = None,
     life: int | None = None,
     devices: DeviceMap | None = None,
+    spawner: Spawner | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
@@ -74,6 +75,7 @@ async def open_local(
         broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         devices: of each engine and rank of the trainer; None: any.
+        spawner: starts the workers; None: on this host.
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -81,7 +83,7 @@ async def open_local(
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
     devices = devices or DeviceMap((None,) * engine.num_engines, (None,) * trainer.ranks * trainer.replicas)
-    spawner = LocalSpawner(folder / "logs")
+    spawner = spawner or LocalSpawner(folder / "logs")
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
 
@@ -123,7 +125,11 @@ async def open_local(
     scorer_job = ScorerJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
-        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, devices.trainer[0])
+        processes = [
+            await start(TrainerProcess, name, job, each)
+            for (name, job), each in zip(processes_of(trainer_job), devices.trainer, strict=True)
+        ]
+        remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
             longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
             http_engines = HttpEngines(

@@ -4,7 +4,9 @@ A job says what a worker does. It is part of the command line with which the wor
 message. A worker answers in the order in which it was asked; a `Report` comes unasked.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -19,7 +21,7 @@ from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV
-from tailrace.weights.base import DTYPE, Link, Weights, WeightsSettings
+from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
 
 _Plain = str | int | float | None
 
@@ -30,6 +32,18 @@ class Job(Settings):
     threads: int = 1
     """Threads that torch and BLAS libraries use."""
 
+    def folders(self) -> Mapping[str, Path]:
+        """Return the folders that the worker's host must have, by the key of the config that names each."""
+        return {}
+
+    def at(self, address: str) -> Self:
+        """Return the job for a worker on another host.
+
+        Args:
+            address: under which the other hosts reach that host.
+        """
+        return self
+
 
 class EngineJob(Job):
     """Serve a model."""
@@ -39,6 +53,10 @@ class EngineJob(Job):
     sampling: SamplingSettings
     report_every_s: float = 0.5
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
 
 
 class ServerJob(Job):
@@ -59,6 +77,32 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    replica: int = 0
+    rank: int = 0
+    """Of this process among those of its replica."""
+    host: str = "127.0.0.1"
+    """The address of its host under which the other processes of the trainer reach it."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process has no need of torch.distributed."""
+        return self.trainer.ranks * self.trainer.replicas == 1 and not self.trainer.cpu_offload
+
+    @property
+    def listens(self) -> bool:
+        """Whether the other processes find one another through this one."""
+        return self.replica == self.rank == 0
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
+
+    def at(self, address: str) -> Self:
+        """As Job.at. A process group whose host is left at its default listens on that address."""
+        weights = self.weights
+        if isinstance(weights, ProcessGroupSettings) and "host" not in weights.model_fields_set:
+            weights = weights.model_copy(update={"host": address})
+        return self.model_copy(update={"weights": weights, "host": address})
 
 
 class ReferenceJob(Job):
@@ -69,6 +113,10 @@ class ReferenceJob(Job):
     """It uses the trainer's packing, device and precision."""
     temperature: float
     """Sampling temperature."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return {"model.path": self.model}
 
 
 class ScorerJob(Job):
@@ -207,6 +255,27 @@ class Restore(msgspec.Struct, tag=True):
     folder: str
 
 
+class Listening(msgspec.Struct, tag=True):
+    """The other processes of the trainer find one another at this address. Unasked, before Ready."""
+
+    host: str
+    port: int
+
+
+class Join(msgspec.Struct, tag=True):
+    """The address of a Listening. Not answered."""
+
+    host: str
+    port: int
+
+
+class Stranded(msgspec.Struct, tag=True):
+    """A collective of the trainer's processes failed: another one has ended, or did not take part in time.
+    The process does nothing more. Unasked."""
+
+    error: str
+
+
 class Stepped(msgspec.Struct, tag=True):
     stats: StepStats
 
@@ -234,8 +303,8 @@ class Referred(msgspec.Struct, tag=True):
     """[num_tokens]"""
 
 
-ToTrainer = Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Referred | Done | Stepped | Published | Sent
+ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent
 
 
 FromReference = Ready | Refused | Referred

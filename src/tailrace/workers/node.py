@@ -1,7 +1,7 @@
 """The part of a Ray actor that runs one worker process on its node, and relays its frames.
 
 The worker is the process that it would be on the controller's host, with its socket and its log. It ends with
-the actor, and the actor with the node or the run. This module does not import Ray.
+the actor, and the actor with the node or the run.
 """
 
 import asyncio
@@ -39,6 +39,12 @@ class NodeActor:
         self._last_words: str | None = None
         self._something = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+
+    async def node(self) -> tuple[str, str]:
+        """Return the name of this node, and the address under which the other nodes reach it."""
+        import ray.util
+
+        return socket.gethostname(), ray.util.get_node_ip_address()
 
     async def missing(self, folders: Sequence[Path]) -> list[Path]:
         """Return those of the folders that this node does not have."""

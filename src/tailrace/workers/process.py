@@ -96,10 +96,21 @@ class WorkerProcess(Conversation):
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 
+    def kill_group(self, leader: int) -> None:
+        """As Conversation.kill_group."""
+        kill_group(leader)
+
     def kill(self) -> None:
         """Send SIGKILL to its process group."""
         if not self._words.done():
             kill_group(self.pid)
+
+    def abort(self, fault: str) -> None:
+        """As Conversation.abort."""
+        self._fault = fault
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes the stacks
+            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
 
     async def close(self) -> None:
         """Let the process end, and kill it if it does not within CLOSE_S."""

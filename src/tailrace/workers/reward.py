@@ -12,7 +12,6 @@ from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Prompt, Sample
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Failed, FromScorer, Score, Scored, ScorerJob, Serving
-from tailrace.workers.orphans import kill_group
 from tailrace.workers.remote import RemoteWorker
 
 Outcome: TypeAlias = asyncio.Future[float | Failed]
@@ -90,7 +89,7 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
 
     def _kill_server(self) -> None:
         if self._server is not None:
-            kill_group(self._server)
+            self.process.kill_group(self._server)
 
 
 class RewardPool:

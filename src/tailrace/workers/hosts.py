@@ -1,0 +1,89 @@
+"""The hosts of the workers: this one, or the nodes of a Ray cluster."""
+
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tailrace.engine.settings import EngineSettings, ServerEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.reward.base import RewardSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.weights.base import SharedMemorySettings, WeightsSettings
+from tailrace.workers.base import BrokerSettings, HostSettings, RayHostSettings
+from tailrace.workers.bundles import plan_bundles
+from tailrace.workers.spawner import LocalSpawner, Spawner
+
+
+def check_host(
+    host: HostSettings, *, engine: EngineSettings, weights: WeightsSettings, broker: BrokerSettings
+) -> None:
+    """Check that the other settings can be honoured on other hosts. Does not look for the cluster.
+
+    Raises:
+        ConfigError: they cannot, or Ray is not installed.
+    """
+    if not isinstance(host, RayHostSettings):
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("host.kind", "ray", "Ray is not installed", "pip install 'tailrace[ray]'")
+    if isinstance(weights, SharedMemorySettings):
+        problem = "engines and trainer may be on different nodes (host.kind = 'ray')"
+        remedy = 'write "process_group" or "filesystem"'
+        raise ConfigError("weights.transport", "shared_memory", problem, remedy)
+    if isinstance(engine, ServerEngineSettings) and not engine.urls:
+        problem = "Ray places embedded engines; a server that the run starts would be on this host only"
+        remedy = "start the servers yourself, and name them in engine.urls"
+        raise ConfigError("engine.kind", engine.kind, problem, remedy)
+    if broker.url:
+        problem = "Ray places every stage (host.kind = 'ray')"
+        raise ConfigError("broker.url", broker.url, problem, "remove the section [broker]")
+    if host.pin:
+        problem = "Ray chooses nodes and devices (host.kind = 'ray')"
+        raise ConfigError("host.pin", True, problem, "remove it, and name amounts in [host.resources]")
+
+
+@asynccontextmanager
+async def open_spawner(
+    host: HostSettings,
+    *,
+    engine: EngineSettings,
+    trainer: TrainerSettings,
+    reward: RewardSettings,
+    needs_reference: bool,
+    folder: Path,
+) -> AsyncIterator[Spawner]:
+    """Open what starts the workers of a run; workers must have ended before the block ends.
+
+    Args:
+        folder: folder of the run.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or a worker cannot be placed.
+    """
+    if not isinstance(host, RayHostSettings):
+        yield LocalSpawner(folder / "logs")
+        return
+    from tailrace.workers.ray import open_ray  # Ray is imported by runs that use it
+
+    bundles = plan_bundles(
+        host, engine=engine, trainer=trainer, reward=reward, needs_reference=needs_reference
+    )
+    file = _file_of(reward)
+    async with open_ray(host, bundles, run=folder, files=[file] if file else []) as spawner:
+        yield spawner
+
+
+def where_workers_run(host: HostSettings, reward: RewardSettings) -> RewardSettings:
+    """Return the settings for reward workers: a file is in their working directory on another host."""
+    file = _file_of(reward)
+    if not isinstance(host, RayHostSettings) or file is None:
+        return reward
+    name = str(reward.function).rpartition(":")[2]
+    return reward.model_copy(update={"function": f"{file.name}:{name}"})
+
+
+def _file_of(reward: RewardSettings) -> Path | None:
+    """Return the file that reward.function names, if it names one."""
+    place = (reward.function or "").rpartition(":")[0]
+    return Path(place) if place.endswith(".py") else None
