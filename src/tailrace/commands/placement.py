@@ -15,12 +15,17 @@ def device_map(config: RunConfig) -> DeviceMap:
     Raises:
         ConfigError: there are too few.
     """
+    if config.host.kind == "ray":
+        for name in ("engines", "trainer"):
+            if listed := getattr(config.placement, name):
+                problem = "Ray chooses nodes and devices (host.kind = 'ray')"
+                remedy = "remove it, and name amounts in [host.resources]"
+                raise ConfigError(f"placement.{name}", listed, problem, remedy)
     return plan_devices(
         config.placement,
         config.trainer,
         num_engines=config.engine.num_engines,
         tensor_parallel_size=tensor_parallel_size(config),
-        here=config.host.kind == "local",
     )
 
 

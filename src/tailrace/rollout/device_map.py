@@ -18,13 +18,11 @@ def plan_devices(
     *,
     num_engines: int,
     tensor_parallel_size: int = 1,
-    here: bool = True,
 ) -> DeviceMap:
     """Assign devices to processes. Without a list the processes share the machine.
 
     Args:
         tensor_parallel_size: devices of one engine.
-        here: the processes run on this machine, so its devices can be counted.
 
     Raises:
         ConfigError: there are fewer devices than that, or two processes would have the same device.
@@ -37,8 +35,7 @@ def plan_devices(
         problem = f"the engines have the devices {sorted(both)}, too"
         remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
         raise ConfigError("placement.trainer", trainers, problem, remedy)
-    if here and (engines or trainers):
-        _check_exist(settings)
+    _check_exist(settings)
     of_ranks = [each for devices in trainers for each in _divided(devices, ranks)]
     return DeviceMap(
         tuple(_devices(settings, each) for each in engines) or (None,) * num_engines,
