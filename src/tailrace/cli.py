@@ -82,7 +82,8 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         resolve(config)
         check_live(config)
         print(config.toml(), end="")
-        print(textwrap.indent(memory_table(run_memory(config)), "# "))  # still TOML
+        table = memory_table(run_memory(config), in_turn=config.placement.kind == "colocated")
+        print(textwrap.indent(table, "# "))  # still TOML
         return
     train(config, arguments.output_dir, resume=arguments.resume)
 

@@ -16,6 +16,9 @@ from tailrace.weights.base import KEPT_VERSIONS, ProcessGroupSettings, SharedMem
 
 SMALL_PROCESS_BYTES = 150 * 2**20
 """The controller, and each reward worker, without what reward functions import."""
+_LENT = ("KV cache", "computation", "activations", "logits", "gathered", "new gradient", "checkpoint")
+"""Parts that a process holds while it works. The weights of an engine are not among them: it gives them back,
+but takes them again before the trainer has published."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -69,8 +72,12 @@ def _without_training(trainer: ProcessMemory) -> ProcessMemory:
     return ProcessMemory("reference", trainer.device, kept | computing, trainer.in_host)
 
 
-def memory_table(processes: Sequence[ProcessMemory]) -> str:
-    """The estimate in words: a line for each kind of process, then the sums and what the machine has."""
+def memory_table(processes: Sequence[ProcessMemory], *, in_turn: bool = False) -> str:
+    """The estimate in words: a line for each kind of process, then the sum and what the machine has.
+
+    Args:
+        in_turn: engines and trainer have the same devices in turn.
+    """
     lines = ["memory, estimated:"]
     for each in processes:
         number = f"{each.num} x " if each.num > 1 else ""
@@ -79,22 +86,42 @@ def memory_table(processes: Sequence[ProcessMemory]) -> str:
                 named = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
                 place = "host" if place == "cpu" else place
                 lines.append(f"  {each.name}: {number}{gib(sum(parts.values()))} on {place} ({named})")
-    lines.append(f"  host: {gib(host_bytes(processes))} of {gib(host_limit())}")
+    lines.append(f"  host: {gib(host_bytes(processes, in_turn=in_turn))} of {gib(host_limit())}")
     return "\n".join(lines)
 
 
-def host_bytes(processes: Sequence[ProcessMemory]) -> int:
-    """The sum of host memory over all processes."""
-    return sum(each.num * each.host_bytes for each in processes)
+def host_bytes(processes: Sequence[ProcessMemory], *, in_turn: bool = False) -> int:
+    """The host memory of all processes at the same time.
+
+    Args:
+        in_turn: engines sleep while the trainer computes, and have then given their memory back.
+    """
+    total = sum(each.num * each.host_bytes for each in processes)
+    return total - min(map(_lent, _by_role(processes))) if in_turn else total
 
 
-def check_memory(processes: Sequence[ProcessMemory], model: Path) -> None:
+def _by_role(processes: Sequence[ProcessMemory]) -> tuple[list[ProcessMemory], list[ProcessMemory]]:
+    """Engines, and the processes of the trainer."""
+    engines = [each for each in processes if each.name == "engine"]
+    return engines, [each for each in processes if each.name.startswith("trainer")]
+
+
+def _lent(processes: Sequence[ProcessMemory]) -> int:
+    """Host memory that is free while the processes do nothing."""
+    on_cpu = [each for each in processes if each.device == "cpu"]
+    return sum(each.num * sum(each.on_device.get(part, 0) for part in _LENT) for each in on_cpu)
+
+
+def check_memory(processes: Sequence[ProcessMemory], model: Path, *, in_turn: bool = False) -> None:
     """Refuse processes that cannot fit this machine together.
+
+    Args:
+        in_turn: as of `host_bytes`.
 
     Raises:
         ConfigError: the host, or the device of a process, has less memory than the estimate.
     """
-    if (needed := host_bytes(processes)) > (limit := host_limit()):
+    if (needed := host_bytes(processes, in_turn=in_turn)) > (limit := host_limit()):
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         raise _too_large(model, "host memory", needed, limit, largest)
     on_gpu = [each for each in processes if each.device != "cpu"]

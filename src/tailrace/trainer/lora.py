@@ -58,8 +58,8 @@ class Adapter:
         }
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights with their Hugging Face names, the adapter added, one after another. All ranks must take
-        sharded ones."""
+        """All weights with their Hugging Face names, the adapter added, one after another. All ranks must
+        take sharded ones."""
         for name, parameter in self._model.named_parameters():
             module, _, kind = name.replace(".base_layer.", ".").rpartition(".")
             if ".lora_" not in name:
