@@ -4,19 +4,19 @@
 
 Qwen2.5-14B, 16k tokens, 128 prompts of 8 responses, 32 H800: 16 engines of TP 2. Engines and trainer have the
 same devices. Lengths: median 560 and a 75th percentile of 1.1k (section 2.2). Costs of the engine: weights
-and KV cache read at 70% of 3.35 TB/s; engines have 60% of the memory of a GPU. The trainer's speed and the number of reward workers are fitted so that
-the baseline has the shares of Table 1 for the code task: 66% rollout, 13% reward, 21% training. Everything
-else is a prediction.
+and KV cache are read at 70% of 3.35 TB/s; engines have 60% of the memory of a GPU. The trainer's speed and
+the number of reward workers are fitted so that the baseline has the shares of Table 1 for the code task: 66%
+rollout, 13% reward, 21% training. Everything else is a prediction.
 
     baseline    serial on colocated devices; rewards start when the rollout is over, as in veRL
     + tail      tail batching, eta = 1.25
-    + reward    rewards run while the rollout goes on. Adaptive time limits and the sharing of GPUs with a judge
-                are not modelled
+    + reward    rewards run while the rollout goes on. Adaptive time limits, and the sharing of GPUs with a
+                judge, are not modelled
     + planner   the tensor-parallel size follows the preemptions, from TP 2 up to 8
     + trainer   the stream trainer: elastic devices
 
-The second table is section 6.4's: 16 GPUs, TP 1 at the start, and a length limit that grows by 1k a round from
-8k to 32k; the planner against a fixed TP 1.
+The last line is section 6.4's: 16 GPUs, TP 1 at the start, and a length limit that grows by 1k a round from
+8k to 32k; the planner against a fixed TP 1. Lengths grow with the limit: median 15% of it, sigma 1.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from tailrace import clock
@@ -35,7 +34,15 @@ from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Engine
-from tailrace.record.events import EngineStateChanged, Event, Recorder, RequestEnded, RoundEnded, RoundStarted, Stepped
+from tailrace.record.events import (
+    EngineStateChanged,
+    Event,
+    Recorder,
+    RequestEnded,
+    RoundEnded,
+    RoundStarted,
+    Stepped,
+)
 from tailrace.reward.base import Rewards
 from tailrace.rollout.placement import Shared
 from tailrace.schedules import SCHEDULES
@@ -100,7 +107,6 @@ class GrowingLengths:
 
     def __init__(self, start: int, step: int, end: int) -> None:
         self._limits = [*range(start, end, step), end]
-        self._lengths = Lengths(SimLengthSettings(median_tokens=0.15, sigma=1.0, max_tokens=1), seed=0)
 
     def __call__(self, sample: Sample) -> int:
         limit = self._limits[min(sample.prompt.index // P0, len(self._limits) - 1)]
@@ -211,7 +217,9 @@ def main() -> None:
     for name, each in measured.items():
         added, paper_added = factors[name] / before, PAPER[name] / paper_before
         seconds = 1024 / each.samples_per_s
-        print(f"{name:<12}{factors[name]:>8.2f}{PAPER[name]:>8.2f}{added:>8.2f}{paper_added:>8.2f}{seconds:>16.1f}")
+        print(
+            f"{name:<12}{factors[name]:>8.2f}{PAPER[name]:>8.2f}{added:>8.2f}{paper_added:>8.2f}{seconds:>16.1f}"
+        )
         before, paper_before = factors[name], PAPER[name]
     planner = planner_factor()
     print(f"planner against a fixed TP 1, lengths from 8k to 32k: {planner:.2f} (paper: {PAPER_PLANNER})")
