@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import placement
 import pytest
+
+import placement
 
 
 def test_requests_move_to_another_engine_in_mid_round_and_regenerate_nothing(
