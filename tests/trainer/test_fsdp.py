@@ -37,6 +37,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "critic": {"advantage": "gae", "old_policy": "recomputed"},
     "bfloat16": {"dtype": "bfloat16", "advantage": "gae"},
     "experts": {},
+    "low rank": {"lora": {"rank": 4, "alpha": 8.0}, "activation_checkpointing": True},
+    "adapter alone": {"lora": {"rank": 4, "publish": "adapter"}, "old_policy": "recomputed"},
 }
 """Settings of the trainer or of the algorithm."""
 LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {

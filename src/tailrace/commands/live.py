@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.memory import check_memory, run_memory
+from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
@@ -23,8 +25,9 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
+from tailrace.rollout.device_map import trainer_cpus_reserved
+from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
-from tailrace.workers.base import plan_pins, trainer_cpu_reserved
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
 
@@ -56,12 +59,19 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
-    plan_pins(config.host, config.engine.num_engines)
+    check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+    if config.host.kind == "local":
+        in_turn = config.placement.kind == "colocated"
+        check_memory(run_memory(config), config.model.path, in_turn=in_turn)
 
 
 def _check_trainer(config: RunConfig) -> None:
+    assert config.model
     check_device("trainer.device", config.trainer.device)
+    if config.trainer.lora:
+        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+        check_lora(config.model.path, config.trainer.lora, **kinds)
     num = config.trainer.ranks * config.trainer.replicas
     if num > 1 and config.broker.url and "trainer" in config.broker.joined:
         problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
@@ -147,7 +157,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    pins = plan_pins(config.host, config.engine.num_engines)
+    devices = device_map(config)
     open_workers = partial(
         open_local,
         config.model.path,
@@ -162,7 +172,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         folder=folder,
         broker=config.broker,
         life=life,
-        pins=pins,
+        devices=devices,
     )
     if config.broker.url:
         for stage in config.broker.joined:
@@ -176,7 +186,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
     )
-    with trainer_cpu_reserved(pins):
+    with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
@@ -189,4 +199,5 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
+                shared=shared(config),
             )

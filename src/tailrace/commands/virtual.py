@@ -2,6 +2,7 @@
 
 from tailrace import clock
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.placement import sim_shared
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
@@ -15,7 +16,13 @@ def run_virtual(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) 
 
     async def run() -> float:
         sim = sim_settings(config)
-        parts = simulated_parts(sim, config.run.seed, reference=config.algorithm.needs_reference)
+        parts = simulated_parts(
+            sim,
+            config.run.seed,
+            reference=config.algorithm.needs_reference,
+            replicas=config.trainer.replicas,
+            shared=sim_shared(config),
+        )
         advantages = ComputeAdvantages(config.algorithm, sim_max_tokens(config))
         await execute(schedule, parts, config.run, recorder, compute_advantages=advantages)
         return clock.now()

@@ -5,8 +5,10 @@ dropout, the trained policy is the policy that generates. Any architecture whose
 transformers' AttentionInterface is supported; it is tested on a few tokens when it is loaded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +20,14 @@ from tailrace.model_folder import folder_error, weights_defect
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.fsdp import DTYPES, blocks, recompute_activations, shard
+from tailrace.trainer.fsdp import DTYPES, blocks, gather, recompute_activations, shard
 from tailrace.trainer.launch import Ranks
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
+
+if TYPE_CHECKING:
+    from tailrace.trainer.lora import Adapter
 
 
 def read_model(folder: Path) -> PreTrainedModel:
@@ -126,8 +131,10 @@ class PolicyModel:
         model: with its head, in float32, on the CPU. With a sharded model only rank 0 needs its weights.
 
     Raises:
-        ConfigError: the architecture cannot run packed.
+        ConfigError: the architecture cannot run packed, or has no layers for the adapter.
     """
+
+    adapter: "Adapter | None" = None
 
     def __init__(
         self,
@@ -151,11 +158,15 @@ class PolicyModel:
                 "choose one of the Llama or Qwen kind",
             )
         model.set_attn_implementation(PACKED)
+        if settings.lora:
+            from tailrace.trainer.lora import Adapter  # peft is an extra
+
+            self.adapter = Adapter(model.requires_grad_(False), settings.lora)
         if settings.activation_checkpointing:
             recompute_activations(blocks(model))
         if mesh is not None:
             shard(self._logprobs, model, mesh, settings)
-        self._parameters = dict(self.model.named_parameters())
+        self._parameters = self.adapter.parameters() if self.adapter else dict(self.model.named_parameters())
 
     @classmethod
     def load(
@@ -190,9 +201,22 @@ class PolicyModel:
         return found
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their Hugging Face names. Tied parameters occur once. Those of a sharded model
-        are DTensors."""
+        """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied
+        parameters occur once. Those of a sharded model are DTensors."""
         return self._parameters
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights with their Hugging Face names, the adapter added, one after another. They are copies if
+        they are sharded or adapted; all ranks of the replica must take those of a sharded model."""
+        if self.adapter:
+            yield from self.adapter.merged()
+            return
+        for name, parameter in self._parameters.items():
+            yield name, gather(parameter)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one that LoRA began with."""
+        return self.adapter.off() if self.adapter else nullcontext()
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:

@@ -4,7 +4,11 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 `report_every_s`, before a load, and when they are aborted. An idle engine blocks on the socket.
 """
 
+import ctypes
+import gc
+import sys
 import time
+from contextlib import suppress
 
 import msgspec
 from torch import Tensor
@@ -87,6 +91,7 @@ class EngineLoop:
                 self._channel.send(Alive())
             case Sleep():
                 self._engine.sleep()
+                _give_memory_back()
                 self._channel.send(Done())
             case Wake():
                 self._engine.wake()
@@ -112,12 +117,21 @@ class EngineLoop:
         self._outputs, self._aborted = [], []
 
 
+def _give_memory_back() -> None:
+    """Return freed memory to the system. The allocator of glibc keeps small blocks otherwise."""
+    gc.collect()
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def main() -> None:
     end, job = begin(EngineJob)
     end_with_controller(end)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToEngine))
     with config_errors_sent(channel):
-        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling)
+        scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
+        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
     channel.send(Ready())
     EngineLoop(engine, channel, job.report_every_s).run()
 

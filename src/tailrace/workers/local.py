@@ -1,7 +1,7 @@
 """Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.devices import Devices
+from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
 from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import Reference, TrainerSettings
 from tailrace.weights.base import WeightsSettings, in_run_folder
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.conversation import Conversation
@@ -28,7 +28,7 @@ from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.spawner import LocalSpawner, Spawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
+from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerProcess, processes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Workers:
     engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
-    reference: RemoteReference | None
+    reference: Reference | None
     """None where the algorithm needs no reference model."""
 
 
@@ -60,7 +60,7 @@ async def open_local(
     folder: Path,
     broker: BrokerSettings | None = None,
     life: int | None = None,
-    pins: Sequence[int] = (),
+    devices: DeviceMap | None = None,
     spawner: Spawner | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
@@ -74,7 +74,7 @@ async def open_local(
         folder: folder of the run; the workers' output goes to its `logs/`.
         broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
-        pins: a CPU for each engine, then one for the trainer; empty: any.
+        devices: of each engine and rank of the trainer; None: any.
         spawner: starts the workers; None: on this host.
 
     Raises:
@@ -82,9 +82,7 @@ async def open_local(
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
-    devices: list[Devices | None] = [Devices(cpus=(pin,)) for pin in pins] or [None] * (
-        engine.num_engines + 1
-    )
+    devices = devices or DeviceMap((None,) * engine.num_engines, (None,) * trainer.ranks * trainer.replicas)
     spawner = spawner or LocalSpawner(folder / "logs")
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
@@ -103,13 +101,16 @@ async def open_local(
 
         async def begin() -> EngineLife:
             if not isinstance(engine, NativeEngineSettings):
-                return await http_engines.begin(name, number)
-            job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
+                return await http_engines.begin(name, number, supervised_engine.width)
+            job = EngineJob(
+                threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
+            )
             process = await RemoteEngine.spawn(name, job, spawner, devices)
             process.send = remote_trainer.send
             return process
 
-        return SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
+        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
+        return supervised_engine
 
     trainer_job = TrainerJob(
         threads=trainer.threads,
@@ -118,16 +119,17 @@ async def open_local(
         algorithm=algorithm,
         sampling=sampling,
         weights=in_run_folder(weights, folder),
-        published_dtype=engine.dtype,
+        published_dtype="float32" if trainer.adapter else engine.dtype,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     scorer_job = ScorerJob(reward=reward, data=data)
-    engines = [supervised(number, each) for number, each in enumerate(devices[:-1])]
+    engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
         processes = [
-            await start(TrainerProcess, name, job, devices[-1]) for name, job in processes_of(trainer_job)
+            await start(TrainerProcess, name, job, each)
+            for (name, job), each in zip(processes_of(trainer_job), devices.trainer, strict=True)
         ]
         remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
@@ -138,12 +140,15 @@ async def open_local(
                 sampling,
                 logs=folder / "logs",
                 spawner=spawner,
+                devices=devices.engines,
                 min_context=longest,
                 trainer=remote_trainer,
             )
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
-        reference = None
-        if algorithm.needs_reference:
+        reference: Reference | None = None
+        if algorithm.needs_reference and trainer.lora:
+            reference = AdapterOff(remote_trainer)
+        elif algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)

@@ -18,7 +18,7 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.settings import Settings
-from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.base import LoraSettings, StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
@@ -53,6 +53,8 @@ class EngineJob(Job):
     sampling: SamplingSettings
     report_every_s: float = 0.5
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
+    adapter: LoraSettings | None = None
+    """New weights come as adapters of these settings. None: they come whole."""
 
     def folders(self) -> Mapping[str, Path]:
         """As Job.folders."""
@@ -296,6 +298,8 @@ class Refer(msgspec.Struct, tag=True):
     """Compute the log-probs of a sample. Answered by Referred."""
 
     sample: TrainingSample
+    without_adapter: bool = False
+    """Under the model that LoRA began with."""
 
 
 class Referred(msgspec.Struct, tag=True):

@@ -112,7 +112,7 @@ class RemoteTrainer:
             for start in range(0, len(processes), settings.ranks)
         ]
         self._given = [0] * settings.replicas
-        """Tokens that each replica was given since the last step."""
+        """Tokens of divided units that each replica was given since the last step."""
         self._first.listening.add_done_callback(self._let_join)
         for each in processes:
             each.stranded.add_done_callback(self._find_missing)
@@ -125,7 +125,8 @@ class RemoteTrainer:
         self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
     ) -> None:
         """As Trainer.accumulate. Without a replica, each unit goes to the one with the fewest tokens since
-        the last step, the largest unit first."""
+        the last step, the largest unit first. What one replica was given alone does not count: the others
+        were not there."""
         shares = zip(self._replicas, self._divide(units, replica), strict=True)
         await asyncio.gather(
             *(
@@ -144,6 +145,11 @@ class RemoteTrainer:
         """The log-probs of a sample's completion tokens under the current weights, at the sampling
         temperature."""
         message = messages.Refer(TrainingSample.of(sample))
+        return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
+
+    async def reference_logprobs(self, sample: Sample) -> list[float]:
+        """As `logprobs`, under the model that LoRA began with."""
+        message = messages.Refer(TrainingSample.of(sample), without_adapter=True)
         return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
 
     async def step(self) -> StepStats:
@@ -187,7 +193,8 @@ class RemoteTrainer:
         owners = [0] * len(units)
         for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
             owners[index] = self._given.index(min(self._given)) if replica is None else replica
-            self._given[owners[index]] += sizes[index]
+            if replica is None:
+                self._given[owners[index]] += sizes[index]
         return [
             [unit for unit, owner in zip(units, owners, strict=True) if owner == number]
             for number in range(len(self._given))
@@ -216,6 +223,18 @@ class RemoteTrainer:
             each.process.abort(f"did not take part in a collective within {limit}")
         if not missing:
             self._first.process.abort(f"failed in a collective: {self._first.stranded.result().error}")
+
+
+class AdapterOff:
+    """A Reference (trainer/base.py): the model of a trainer with LoRA, without the adapter. It needs no
+    process and no memory of its own; the trainer computes between its other work."""
+
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        self._trainer = trainer
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """As Reference.logprobs."""
+        return await self._trainer.reference_logprobs(sample)
 
 
 def _ask(
