@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 from trainer_cases import VOCABULARY, make_torch_trainer, make_units
@@ -111,9 +112,9 @@ def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with tied embeddings, and one of experts without."""
+    """A model with tied embeddings, and one of experts without and with unequal shards."""
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        vocab_size=VOCABULARY + 1, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
@@ -182,6 +183,15 @@ def test_many_processes_make_the_steps_of_one(
     tolerance = 3e-2 if case == "bfloat16" else 1e-5
     for outcomes in together[layout]:
         assert_equal(outcomes[case], alone[case], tolerance)
+
+
+@pytest.mark.parametrize("case", ["token means", "experts"])
+def test_weights_are_published_with_the_names_of_the_files(
+    alone: dict[str, Outcome], models: dict[str, Path], folder: Path, case: str
+) -> None:
+    names = load_file(models["moe" if case == "experts" else "tied"] / "model.safetensors").keys()
+    assert alone[case].weights.keys() == names
+    assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
