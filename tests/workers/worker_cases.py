@@ -76,6 +76,7 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
+    trainer: TrainerSettings | None = None,
     weights: WeightsSettings | None = None,
     broker: BrokerSettings | None = None,
 ) -> AsyncIterator[Workers]:
@@ -84,7 +85,7 @@ async def workers(
         engine=NativeEngineSettings(),
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
-        trainer=TrainerSettings(learning_rate=1e-2),
+        trainer=trainer or TrainerSettings(learning_rate=1e-2),
         weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),
