@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from tailrace.errors import ConfigError
@@ -70,6 +71,13 @@ def read_shape(folder: Path) -> PreTrainedModel:
         raise folder_error(folder, _defect(folder, error)) from error
     model.tie_weights()
     return model
+
+
+def as_in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A whole parameter as Hugging Face files have it: each expert has tensors of its own there, and
+    transformers keeps the experts of a layer in one."""
+    for file_name, part in revert_weight_conversion(model, {name: tensor}).items():
+        yield file_name, part if part.numel() == tensor.numel() else part.clone()  # no two share memory
 
 
 def _defect(folder: Path, error: Exception) -> str:

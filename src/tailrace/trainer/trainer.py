@@ -28,7 +28,7 @@ from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
 from tailrace.trainer.fsdp import gather
 from tailrace.trainer.launch import Ranks
-from tailrace.trainer.model import PolicyModel
+from tailrace.trainer.model import PolicyModel, as_in_files
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.reference import TorchReference
@@ -175,10 +175,11 @@ class TorchTrainer:
             return self.logprobs(sample)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published: the current weights with their Hugging Face names, tied ones once, or the
+        """What is published: the current weights with the names of Hugging Face files, tied ones once, or the
         adapter alone; one after another. All ranks of the replica must take them if they are sharded."""
         if self._settings.adapter is None:
-            yield from self._policy.weights()
+            for name, weight in self._policy.weights():
+                yield from as_in_files(self._policy.model, name, weight)
             return
         for name, parameter in self._policy.parameters().items():
             yield name, gather(parameter)

@@ -16,7 +16,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, TailraceError
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
 from tailrace.trainer.base import LoraSettings, StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
@@ -312,38 +312,3 @@ FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done |
 
 
 FromReference = Ready | Refused | Referred
-
-
-class Score(msgspec.Struct, tag=True):
-    """Make one call of the reward function. Answered by Scored of the same number, or by Serving where the
-    call ended its process."""
-
-    number: int
-    call: Call
-
-
-class Serving(msgspec.Struct, tag=True):
-    """A new process is ready for calls."""
-
-    pid: int
-    """The process, and the process group that it leads."""
-    ended: str
-    """How the process before it ended; empty for the first one."""
-
-
-class Failed(msgspec.Struct, array_like=True):
-    """A RewardFailed, as data."""
-
-    reason: str
-    detail: str
-    is_defect: bool = False
-
-
-class Scored(msgspec.Struct, tag=True):
-    """The outcome of a call."""
-
-    number: int
-    outcome: float | Failed
-
-
-FromScorer = Ready | Refused | Serving | Scored
