@@ -43,10 +43,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of the trainer or of the algorithm."""
 LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {
-    (2, 1): ["token means", "critic", "bfloat16", "experts"],
+    (2, 1): ["token means", "critic", "bfloat16", "experts", "low rank"],
     (4, 1): ["sample means", "checkpointed, offloaded"],
     (1, 2): ["old policy"],
-    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy"],
+    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
 }
 """Ranks and replicas, and their cases."""
 CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
@@ -208,3 +208,13 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
         got = [outcomes["resumed"] for outcomes in together[num_ranks, 1]]
     for outcome in got:
         assert_equal(outcome, wanted, 1e-5)
+
+
+def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
+    together: dict[tuple[int, int], list[dict[str, Outcome]]], models: dict[str, Path], folder: Path
+) -> None:
+    assert together[2, 1]
+    got, wanted = (
+        resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in ("2x1", "alone")
+    )
+    assert_equal(got, wanted, 1e-5)
