@@ -1,4 +1,4 @@
-"""What crosses between the controller and a reward worker, beside the messages of all workers (messages.py)."""
+"""What crosses between the controller and a reward worker, beside the messages of all (messages.py)."""
 
 import msgspec
 
