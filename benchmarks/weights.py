@@ -124,6 +124,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 SAMPLING,
                 logs=logs,
                 spawner=LocalSpawner(logs),
+                devices=[None],
                 min_context=512,
                 trainer=trainer,
             )

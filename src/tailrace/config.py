@@ -24,6 +24,7 @@ from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
+from tailrace.rollout.placement import PlacementSettings
 from tailrace.settings import Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
@@ -39,7 +40,7 @@ _KINDS = (
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("trainer.*", "engine.*", "weights.*", "host.*", "broker.*"),
+    *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
     *("ledger.*", "record.*", "sim.*", "compare.*"),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
@@ -81,6 +82,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = SharedMemorySettings()
+    placement: PlacementSettings = PlacementSettings()
     host: AnyHostSettings = LocalHostSettings()
     broker: BrokerSettings = BrokerSettings()
     ledger: LedgerSettings = LedgerSettings()

@@ -35,6 +35,19 @@ class Devices:
     gpus: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Which process uses which devices.
+
+    Args:
+        engines: of each engine; None: whatever the machine has.
+        trainer: of each rank of the trainer, all ranks of replica 0 first.
+    """
+
+    engines: tuple[Devices | None, ...]
+    trainer: tuple[Devices | None, ...]
+
+
 def check_device(key: str, device: str) -> None:
     """Check that this machine has a device. Imports torch only for a CUDA device.
 

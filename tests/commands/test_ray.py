@@ -46,7 +46,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes: the head, which can have an engine and rewards, and "trainer", which can have the trainer."""
+    """Two nodes: the head can have an engine and the rewards, and "trainer" the trainer."""
     command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "engine_node", "reward_node"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster = Cluster(process)

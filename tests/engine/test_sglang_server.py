@@ -30,10 +30,10 @@ def test_the_command_line_has_the_settings_and_what_an_update_in_flight_needs(tm
         args=("--log-level", "error"),
         env={"A": "1"},
     )
-    server = launch(settings, model=tmp_path, max_context=99, port=1234, devices="0,1")
+    server = launch(settings, model=tmp_path, max_context=99, port=1234)
     assert server.command == (
         *(str(python), "-m", "sglang.launch_server", "--model-path", str(tmp_path), "--host", "127.0.0.1"),
         *("--port", "1234", "--dtype", "float32", "--context-length", "99", "--max-running-requests", "7"),
         *("--tensor-parallel-size", "2", "--disable-overlap-schedule", "--log-level", "error"),
     )
-    assert server.env == {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0,1", "A": "1"}
+    assert server.env == {"HF_HUB_OFFLINE": "1", "A": "1"}

@@ -26,6 +26,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
@@ -117,6 +118,9 @@ FLUSHING = (
     "tailrace_on_policy",
 )
 """Those that bring what is parked to its end in rounds beyond the last."""
+
+NEVER_STOP = ("pipelinerl", "pipelinerl_hold", "pipelinerl_ess", "tailrace")
+"""Those that generate while they publish: their trainer needs devices of its own."""
 
 ON_POLICY = (
     "serial",
@@ -283,13 +287,15 @@ def simulate(
     beside: Beside | None = None,
     parts: Callable[[], Parts] | None = None,
     algorithm: AlgorithmSettings | None = None,
+    shared: Shared = DISAGGREGATED,
     into: Outcome | None = None,
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed or interrupted.
 
     folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
-    next to the schedule, and does what the world does to it. parts: others than the simulated ones. into:
-    what to fill, for a run that ends with an error.
+    next to the schedule, and does what the world does to it. parts: others than the simulated ones. shared:
+    the placement; elastic has two replicas of the trainer. into: what to fill, for a run that ends with an
+    error.
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
@@ -297,7 +303,9 @@ def simulate(
 
     async def main() -> None:
         reference = algorithm.needs_reference
-        outcome.parts = parts() if parts else simulated_parts(sim, settings.seed, reference=reference)
+        replicas = 2 if shared.kind == "elastic" else 1
+        outcome.parts = simulated_parts(sim, settings.seed, reference=reference, replicas=replicas)
+        outcome.parts = replace(parts() if parts else outcome.parts, shared=shared)
         starting_point, journal = StartingPoint(), None
         if book and folder:
             starting_point = book.starting_point(outcome.parts, folder, settings.seed)
@@ -347,12 +355,14 @@ async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
         await engine.load(weights, kv="keep")
 
 
-def worlds(sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1) -> Callable[[], Parts]:
+def worlds(
+    sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1, replicas: int = 1
+) -> Callable[[], Parts]:
     """Parts whose responses have the lengths of a table."""
 
     def parts() -> Parts:
         engines = [SimEngine(f"engine{number}", sim.engines, length_of) for number in range(count)]
-        return replace(simulated_parts(sim, seed=0), engines=engines)
+        return replace(simulated_parts(sim, seed=0, replicas=replicas), engines=engines)
 
     return parts
 

@@ -13,7 +13,7 @@ from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
-from tailrace.devices import check_device
+from tailrace.devices import DeviceMap, check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.sglang_server import find_python
@@ -23,8 +23,9 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
+from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
 from tailrace.types import Prompt
-from tailrace.workers.base import plan_pins, trainer_cpu_reserved
+from tailrace.workers.base import RayHostSettings
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
 
@@ -43,7 +44,8 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
-    check_device("trainer.device", config.trainer.device)
+    if not _is_on_ray(config):  # whose nodes may have others
+        check_device("trainer.device", config.trainer.device)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,
@@ -56,8 +58,28 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
-    plan_pins(config.host, config.engine.num_engines)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+    device_map(config)
+    shared_devices(config.placement, config.trainer, num_engines=config.engine.num_engines)
+
+
+def device_map(config: RunConfig) -> DeviceMap:
+    """Return the devices of each process.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    engine, placement = config.engine, config.placement
+    if _is_on_ray(config) and (placement.kind != "disaggregated" or placement.engines or placement.trainer):
+        problem = "Ray gives each process devices of its own"
+        remedy = "remove the section [placement], and name amounts in [host.resources]"
+        raise ConfigError("host.kind", "ray", problem, remedy)
+    size = 1 if isinstance(engine, NativeEngineSettings) else engine.tensor_parallel_size
+    return plan_devices(placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size)
+
+
+def _is_on_ray(config: RunConfig) -> bool:
+    return isinstance(config.host, RayHostSettings)
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -65,7 +87,8 @@ def _check_engine(config: RunConfig) -> None:
     match config.engine:
         case NativeEngineSettings(device=device):
             check_model(config.model.path)
-            check_device("engine.device", device)
+            if not _is_on_ray(config):
+                check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)
             check_sampling(config.sampling)
@@ -139,7 +162,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    pins = plan_pins(config.host, config.engine.num_engines)
+    devices = device_map(config)
     open_workers = partial(
         open_local,
         config.model.path,
@@ -154,7 +177,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         folder=folder,
         broker=config.broker,
         life=life,
-        pins=pins,
+        devices=devices,
     )
     if config.broker.url:
         for stage in config.broker.joined:
@@ -168,7 +191,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
     )
-    with trainer_cpu_reserved(pins):
+    with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             for prompt in usable_prompts(prompts, 1):
@@ -181,4 +204,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
+                shared=shared_devices(
+                    config.placement, config.trainer, num_engines=config.engine.num_engines
+                ),
             )

@@ -37,7 +37,17 @@ class Racer:
     @property
     def setup(self) -> str:
         """The settings that worker processes are made from."""
-        sections = {"model", "data", "sampling", "reward", "engine", "algorithm", "trainer", "host"}
+        sections = {
+            "model",
+            "data",
+            "sampling",
+            "reward",
+            "engine",
+            "algorithm",
+            "trainer",
+            "host",
+            "placement",
+        }
         return json.dumps(self.config.model_dump(mode="json", include=sections), sort_keys=True)
 
 

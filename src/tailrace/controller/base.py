@@ -8,6 +8,7 @@ from pydantic import Field
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
 from tailrace.reward.base import Rewards
+from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.settings import Settings
 from tailrace.trainer.base import Reference, Trainer
 
@@ -49,3 +50,5 @@ class Parts:
     held_out: Prompts
     reference: Reference | None = None
     """None if the algorithm has no KL to a reference."""
+    shared: Shared = DISAGGREGATED
+    """Whether engines and trainer have devices in common."""

@@ -33,6 +33,7 @@ from tailrace.record import events
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
@@ -87,6 +88,7 @@ class Run:
             replace=lambda samples: self.prompts(1, samples=samples),
             compute_advantages=compute_advantages,
         )
+        self._placement = make_placement(parts.shared, parts.engines, self.pool, tasks)
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
@@ -110,14 +112,15 @@ class Run:
         """
         while not self.overtime or (while_parked and len(self.parked)):
             await self._between_rounds()
-            self._emit(events.RoundStarted(clock.now(), self.round, self.version))
+            self._recorder.emit(events.RoundStarted(clock.now(), self.round, self.version))
             yield self.round
             if self._accumulated:
                 raise ScheduleError(
                     f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
                     "step; call run.step() before the round ends"
                 )
-            self._emit(events.RoundEnded(clock.now(), self.round))
+            self._recorder.emit(events.RoundEnded(clock.now(), self.round))
+            await self._placement.round_ended()
             self._state.round += 1
         await self._between_rounds(last=True)
 
@@ -175,25 +178,25 @@ class Run:
     async def accumulate(self, batch: Batch) -> None:
         """Forward and backward pass now. Gradients are kept; the weights do not change."""
         units = self._checked(batch)
-        samples = list(chain.from_iterable(units))
-        start_s = clock.now()
-        await self._parts.trainer.accumulate(units, version=self.version)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        ids = tuple(sample.id for sample in samples)
-        self._emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+        while units:
+            async with self._placement.training() as replica:
+                # One unit at a time, because the other replicas may join at any time.
+                share, units = (units, []) if replica is None else (units[:1], units[1:])
+                await self._accumulate(share, replica)
 
     async def step(self) -> None:
         """One optimizer step on all gradients accumulated since the last step."""
         lags, self._lags = self._lags, Lags()
-        start_s = clock.now()
-        with self._interruption.protected():
-            stats = await self._parts.trainer.step()
-            self._state.num_steps = stats.num_steps
-            samples = tuple(self._accumulated.pop(id) for id in stats.samples)
-            self._ledger.train(samples, stats.num_steps)
+        async with self._placement.training(all_replicas=True):
+            start_s = clock.now()
+            with self._interruption.protected():
+                stats = await self._parts.trainer.step()
+                self._state.num_steps = stats.num_steps
+                samples = tuple(self._accumulated.pop(id) for id in stats.samples)
+                self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
-        self._emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
+        self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
 
     async def train(self, batch: Batch) -> None:
@@ -217,12 +220,14 @@ class Run:
         self._state.publish(version)
         self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.groups)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
-        self._emit(events.Published(start_s, clock.now(), version, weights.changed))
+        self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed))
+        await self._placement.published()
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""
-        ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
-        self._emit(events.EssTaken(clock.now(), ess))
+        async with self._placement.training(all_replicas=True):
+            ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
+        self._recorder.emit(events.EssTaken(clock.now(), ess))
         return ess
 
     def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
@@ -269,9 +274,6 @@ class Run:
             task.cancel()
         self.pool.shut()
 
-    def _emit(self, event: events.Event) -> None:
-        self._recorder.emit(event)
-
     def _is_too_old(self, group: Group) -> bool:
         """Whether an interrupted group must start from nothing. A schedule with a bound counts ages along one
         sequence of versions, so a group with tokens of versions that were undone starts from nothing, too."""
@@ -298,8 +300,16 @@ class Run:
                 )
         return units
 
+    async def _accumulate(self, units: list[list[Sample]], replica: int | None) -> None:
+        start_s, samples = clock.now(), list(chain.from_iterable(units))
+        await self._parts.trainer.accumulate(units, version=self.version, replica=replica)
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
     async def _between_rounds(self, *, last: bool = False) -> None:
         await self.pool.settled()
+        await self._placement.generating()
         parked, longest = self.parked.groups, self.history.longest
         with self._interruption.protected():
             await self.checkpoints.save_if_due(self._state, parked, longest, last=last)
@@ -308,7 +318,9 @@ class Run:
     async def _close_ledger(self) -> None:
         self._ledger.check(self.router.num_generated + self._generated_before)
         self.router.check_counts()
-        self._emit(events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens))
+        self._recorder.emit(
+            events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens)
+        )
         await self._journal.finish()
 
     async def _update_arrived(self) -> None:

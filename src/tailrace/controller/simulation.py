@@ -2,6 +2,7 @@
 
 from tailrace.controller.base import Parts
 from tailrace.data.epochs import Epochs
+from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import SimRewards
@@ -10,11 +11,20 @@ from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 
 
-def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False) -> Parts:
+def simulated_parts(
+    settings: SimSettings,
+    seed: int,
+    *,
+    reference: bool = False,
+    replicas: int = 1,
+    shared: Shared = DISAGGREGATED,
+) -> Parts:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
     Args:
         reference: whether the run has a reference model.
+        replicas: replicas of the trainer, which divide its speed.
+        shared: whether engines and trainer have devices in common.
     """
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
@@ -26,9 +36,10 @@ def simulated_parts(settings: SimSettings, seed: int, *, reference: bool = False
     ]
     return Parts(
         engines=engines,
-        trainer=SimTrainer(settings.trainer),
+        trainer=SimTrainer(settings.trainer, replicas),
         rewards=SimRewards(settings.rewards, seed),
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
+        shared=shared,
     )

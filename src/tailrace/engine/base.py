@@ -82,6 +82,7 @@ class Usage:
         num_prefilled: context positions computed since the start, for prompts and for resumed, preempted or
             recomputed requests.
         num_preempted: preemptions since the start.
+        kv_capacity: positions of the KV cache; None: unknown.
     """
 
     num_running: int = 0
@@ -91,6 +92,7 @@ class Usage:
     num_prefilled: int = 0
     num_preempted: int = 0
     num_counted: int | None = None
+    kv_capacity: int | None = None
 
     def __add__(self, other: "Usage") -> "Usage":
         counts = (self.num_counted, other.num_counted)
@@ -102,6 +104,7 @@ class Usage:
             self.num_prefilled + other.num_prefilled,
             self.num_preempted + other.num_preempted,
             None if None in counts else sum(count or 0 for count in counts),
+            other.kv_capacity if self.kv_capacity is None else self.kv_capacity,
         )
 
 
@@ -130,6 +133,9 @@ class Engine(Protocol):
     name: str
     slots: int
     """Requests that it decodes together."""
+    width: int
+    """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
+    them."""
     capabilities: Capabilities
     state: EngineState
     on_state: Callable[[str], None]
@@ -159,6 +165,12 @@ class Engine(Protocol):
 
     async def wake(self) -> None:
         """Serve again, with the newest weights that `load` was given."""
+
+    async def regroup(self, width: int) -> None:
+        """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
+
+        Only for servers that the run starts, and simulated engines.
+        """
 
     def usage(self) -> Usage:
         """The latest known load and counters."""

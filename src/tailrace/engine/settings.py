@@ -77,9 +77,6 @@ class ServerEngineSettings(ReplicaSettings):
     """The Python interpreter whose environment has the server. Without it: $VLLM_PYTHON or $SGLANG_PYTHON."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Devices of one server that was started by the run; 1 to 1024."""
-    devices: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES of each server that the run starts, for example `["0,1", "2,3"]`. Without it the
-    servers inherit the environment."""
     args: tuple[str, ...] = ()
     """Further command-line arguments of a server that the run starts, passed on as they are."""
     env: dict[str, str] = {}
@@ -99,8 +96,6 @@ class ServerEngineSettings(ReplicaSettings):
     def _check_together(self) -> Self:
         if self.urls and "replicas" in self.model_fields_set and self.replicas != len(self.urls):
             raise ValueError(f"replicas = {self.replicas}, but {len(self.urls)} urls are one engine each")
-        if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas")
         return self
 
 

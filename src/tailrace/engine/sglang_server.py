@@ -19,14 +19,11 @@ def find_python(settings: SglangEngineSettings) -> str:
     return python
 
 
-def launch(
-    settings: SglangEngineSettings, *, model: Path, max_context: int, port: int, devices: str | None
-) -> Launch:
+def launch(settings: SglangEngineSettings, *, model: Path, max_context: int, port: int) -> Launch:
     """The command line of one server on the loopback interface.
 
     Args:
         max_context: tokens of a prompt and its completion together.
-        devices: CUDA_VISIBLE_DEVICES; None: as this process has it.
     """
     flags = {
         "--model-path": str(model),
@@ -39,5 +36,4 @@ def launch(
     }
     words = [word for flag in flags.items() for word in flag]
     command = (find_python(settings), "-m", "sglang.launch_server", *words, "--disable-overlap-schedule")
-    env = {"HF_HUB_OFFLINE": "1"} | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
-    return Launch((*command, *settings.args), env | settings.env)
+    return Launch((*command, *settings.args), {"HF_HUB_OFFLINE": "1"} | settings.env)

@@ -38,7 +38,8 @@ class SupervisedEngine:
     def __init__(
         self, name: str, slots: int, start: Callable[[], Awaitable[EngineLife]], counter: TokenCounter
     ) -> None:
-        self.name, self.slots = name, slots
+        self.name, self.slots, self.width = name, slots, 1
+        self._slots_of_one = slots
         self.capabilities = Capabilities()
         self.state: EngineState = "dead"
         self.on_state: Callable[[str], None] = lambda why: None
@@ -141,7 +142,7 @@ class SupervisedEngine:
 
     async def wake(self) -> None:
         """As Engine.wake. An engine that died is only started; it opens when it can."""
-        if not self._lent:
+        if not self._lent or not self.width:
             return
         self._lent = False
         self._changed.fire()
@@ -156,6 +157,19 @@ class SupervisedEngine:
             self._doom(life, str(error))
         if self.state == "asleep" and not self._lent:
             self._set("open", "its device is back")
+
+    async def regroup(self, width: int) -> None:
+        """As Engine.regroup. Its life is ended; with another width a new one begins, as after a death."""
+        self._lent = True
+        self._set("asleep", "its tensor-parallel size changes")
+        await self._evict()
+        life = self._life
+        if life is not None and not self._end.done():
+            self._end.set_result("its tensor-parallel size changes")
+        while life is not None and self._life is life:
+            await self._changed.wait(f"{self.name} to end")
+        self.width, self.slots = width, self._slots_of_one * max(width, 1)
+        await self.wake()
 
     def usage(self) -> Usage:
         """As Engine.usage, over all lives."""

@@ -48,7 +48,6 @@ class VllmInstallation:
         max_context: int,
         port: int,
         plugins: Path,
-        devices: str | None,
         seed: int = 0,
     ) -> Launch:
         """The command line of one server on the loopback interface.
@@ -56,7 +55,6 @@ class VllmInstallation:
         Args:
             max_context: tokens of a prompt and its completion together.
             plugins: the folder that `write_plugin` has written.
-            devices: CUDA_VISIBLE_DEVICES; None: as this process has it.
             seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         """
         flags = {
@@ -74,7 +72,6 @@ class VllmInstallation:
         words = [word for flag in flags.items() for word in flag]
         words += ["--enable-prompt-tokens-details", *(["--enable-scale-out"] if self.has_scale_out else [])]
         env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         module = ("-m", "vllm.entrypoints.openai.api_server")
         return Launch((self.python, *module, *words, *settings.args), env | settings.env)
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from math import inf
 
-from tailrace.clock import now
+from tailrace.clock import Signal, now
 from tailrace.errors import RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
@@ -22,6 +22,7 @@ from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
 from tailrace.rollout.in_flight import SamplesInFlight, Stage
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.ready_queue import Full, ReadyQueue
 from tailrace.rollout.router import Router
 from tailrace.rollout.selection import Select, earliest
@@ -50,8 +51,13 @@ class Pool:
     ) -> None:
         """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
-        self.ready = ReadyQueue("the pool", drop=self.drop, coming=self._coming)
+        self.ready = ReadyQueue(
+            "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
+        )
         self.ready.on_taken = router.on_changed = self._pump
+        self.changed = Signal()  # a request or a score has ended
+        self.on_launch: Callable[[], None] = lambda: None
+        self.progress = RolloutProgress()
         self._tasks, self._router, self._rewards = tasks, router, rewards
         self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
         self._replace, self._compute_advantages = replace, compute_advantages
@@ -80,6 +86,7 @@ class Pool:
         for group in groups:
             self._enter(group)
         self._pump()
+        self.on_launch()
 
     def feed(self, source: Draw, *, room: float, full: Full) -> None:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
@@ -89,8 +96,7 @@ class Pool:
             full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
                 "drop_oldest": the oldest complete group is dropped for each that comes.
         """
-        self.ready.room, self.ready.full = room, full
-        self._source = source
+        self.ready.room, self.ready.full, self._source = room, full, source
         self._pump()
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
@@ -108,6 +114,7 @@ class Pool:
         rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
         """
         self._places = n
+        self.progress.raced(n, next((group.num_required for group in self.groups), 0))
         self._end_race()
         async for groups in self.stream(n, select):
             n -= len(groups)
@@ -145,6 +152,16 @@ class Pool:
     # -- read by admissions (admission.Service), selections and publications -----------------------
 
     @property
+    def is_endless(self) -> bool:
+        """Prompts are drawn until the pool is parked."""
+        return self._source is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """No group lacks a response or a reward; a filter might replace it after the reward."""
+        return not self._in_flight and not self.num_requests
+
+    @property
     def num_requests(self) -> int:
         return self._samples.num_requests
 
@@ -164,14 +181,11 @@ class Pool:
         """All groups here: ready ones, then those in flight."""
         return [*self.ready.groups, *self._in_flight]
 
-    # -- inside --------------------------------------------------------------------------------------
-
-    def _coming(self) -> float:
-        """How many groups may still become ready."""
-        return inf if self._source else len(self._in_flight)
+    # -- inside
 
     def _enter(self, group: Group) -> None:
         group.order = next(self._orders)
+        self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         for sample in group.samples:
             if sample.finish_reason is None:
@@ -197,12 +211,12 @@ class Pool:
         elif group.serving_complete and not was_generated:
             self._end_race()
 
-    @staticmethod
-    def _keep_finished(group: Group) -> None:
+    def _keep_finished(self, group: Group) -> None:
         for sample in group.samples:
             full = len(group.kept) >= group.num_required
             if sample.finish_reason and not full and sample not in group.kept:
                 group.kept.append(sample)
+                self.progress.finished(sample)
 
     def _complete(self, group: Group) -> None:
         """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
@@ -263,6 +277,7 @@ class Pool:
             self._shut = True
         self._look(sample.group)
         self._pump()
+        self.changed.fire()
 
     async def _score(self, sample: Sample) -> None:
         """Scoring goes on when the group is parked: the reward belongs to the sample."""
@@ -274,6 +289,7 @@ class Pool:
         failure = "reward timeout" if sample.timed_out else sample.failure
         self._recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
         self._look(sample.group)
+        self.changed.fire()
 
     def _discard(self, sample: Sample, reason: str) -> None:
         """Take a sample out of its group. It is waste as soon as no engine works on it."""

@@ -23,8 +23,9 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
+from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
-from tailrace.sim.settings import SimLengthSettings, SimSettings
+from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
@@ -55,17 +56,25 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    return bind(_find(name), parameters, config.run)
+    return bind(_find(name), parameters, config.run, config.placement.kind)
 
 
-def bind(schedule: Schedule, parameters: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
+def bind(
+    schedule: Schedule,
+    parameters: Mapping[str, Any],
+    settings: RunSettings,
+    kind: Kind = "disaggregated",
+) -> BoundSchedule:
     """A schedule with its parameters, rehearsed.
+
+    Args:
+        kind: of the placement.
 
     Raises:
         ConfigError: the parameters do not fit the schedule or one another.
     """
     bound = partial(schedule, **_checked(schedule, parameters))
-    _rehearse(bound, settings)
+    _rehearse(bound, settings, kind)
     return bound
 
 
@@ -140,9 +149,11 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
+def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind) -> None:
     """Raises a ConfigError if the schedule cannot run with these parameters."""
-    short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
+    lengths = SimLengthSettings(median_tokens=20, max_tokens=100)
+    replicas = 2 if kind == "elastic" else 1
+    short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 
@@ -153,7 +164,8 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
             raise ScheduleError(f"the schedule promises nothing; {remedy}")
 
     async def two_rounds() -> None:
-        await execute(watched, simulated_parts(short, settings.seed), rehearsal, Recorder())
+        parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))
+        await execute(watched, parts, rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)

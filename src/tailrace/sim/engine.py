@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 
 from tailrace.clock import now
 from tailrace.engine.base import Capabilities, EngineState, Usage
@@ -49,11 +50,12 @@ class SimEngine:
         length_of: Callable[[Sample], int],
         max_tokens: float = math.inf,
     ) -> None:
-        self.name, self.slots, self.version = name, cost.slots or DEFAULT_SLOTS, 0
+        self.name, self.slots, self.version, self.width = name, cost.slots or DEFAULT_SLOTS, 0, 1
         self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self._newest = 0  # version of the weights that wait for the engine to open
+        self._lent = False
         self._cost, self._length_of, self._max_tokens = cost, length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
@@ -103,10 +105,28 @@ class SimEngine:
         await asyncio.sleep(stall_s)
 
     async def sleep(self) -> None:
+        if self._lent:
+            return
+        self._lent = True
         self._close("asleep", Evicted(self.name), "its device is lent")
+        await asyncio.sleep(self._cost.sleep_s)
 
     async def wake(self) -> None:
+        if not self._lent or not self.width:
+            return
+        await asyncio.sleep(self._cost.wake_s)
+        self._lent = False
         self._open("its device is back")
+
+    async def regroup(self, width: int) -> None:
+        if self.state == "open":
+            self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
+        self._lent, self.width = True, width
+        self.slots = (self._cost.slots or DEFAULT_SLOTS) * max(width, 1)
+        if width:
+            await asyncio.sleep(self._cost.regroup_s)
+            self._lent = False
+            self._open(f"it uses the devices of {width} engines")
 
     def report(self) -> None:
         """Write the tokens generated so far into every running sample, as a live engine does now and then."""
@@ -115,7 +135,7 @@ class SimEngine:
             self._sync(sample)
 
     def usage(self) -> Usage:
-        self._settle()
+        self.report()
         return Usage(
             num_running=len(self._running),
             num_waiting=len(self._queue),
@@ -123,6 +143,7 @@ class SimEngine:
             num_generated=self._generated,
             num_prefilled=self._prefilled,
             num_preempted=self._preempted,
+            kv_capacity=self._kv_capacity,
         )
 
     def die(self) -> None:
@@ -130,8 +151,9 @@ class SimEngine:
         self._close("dead", EngineDied(self.name), "it was told to die")
 
     def revive(self) -> None:
-        """Start it again, with the newest weights."""
-        self._open("it was started again")
+        """Start it again, with the newest weights. While its device is lent it stays asleep."""
+        if not self._lent:
+            self._open("it was started again")
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -157,8 +179,17 @@ class SimEngine:
         return self._kv_base + self._steps * len(self._running)
 
     @property
+    def _kv_capacity(self) -> int:
+        """A group has the cache of all its devices, and the weights once."""
+        width = max(self.width, 1)
+        return self._cost.kv_tokens * width + self._cost.weight_tokens * (width - 1)
+
+    @property
     def _step_s(self) -> float:
-        return self._cost.base_s + self._cost.slope_s * len(self._running)
+        """A group of devices divides the work of a step, and communicates."""
+        cost, width = self._cost, max(self.width, 1)
+        alone_s = cost.base_s + cost.slope_s * len(self._running)
+        return alone_s / width + cost.communication_s * log2(width) if width > 1 else alone_s
 
     def _settle(self) -> None:
         """Count the whole decode steps since the last change; the rest of a step is kept as credit."""
@@ -194,7 +225,7 @@ class SimEngine:
             heapq.heappop(self._ends)
         if self._running:
             steps = self._ends[0][0] - self._steps
-            room = (self._cost.kv_tokens - self._kv_tokens) // len(self._running)
+            room = (self._kv_capacity - self._kv_tokens) // len(self._running)
             steps = min(steps, max(1, room + 1))
             if self._queue and self._in_mid_step and len(self._running) < self.slots:
                 steps = 1  # the requests that wait join at the end of this step
@@ -211,7 +242,7 @@ class SimEngine:
                 future = self._leave(sample, "length" if request.length >= self._max_tokens else "stop")
                 if not future.done():
                     future.set_result(None)
-        while self._kv_tokens > self._cost.kv_tokens and len(self._running) > 1:
+        while self._kv_tokens > self._kv_capacity and len(self._running) > 1:
             youngest = next(reversed(self._running))
             self._preempted += 1
             self._queue = {youngest: self._leave(youngest, None)} | self._queue
@@ -226,7 +257,7 @@ class SimEngine:
         while self._queue and len(self._running) < self.slots:
             sample = next(iter(self._queue))
             context = len(sample.prompt.ids) + sample.num_tokens
-            if self._running and self._kv_tokens + context > self._cost.kv_tokens:
+            if self._running and self._kv_tokens + context > self._kv_capacity:
                 return
             self._kv_base += context - self._steps
             base, length = sample.num_tokens - self._steps, self._length_of(sample)
@@ -251,7 +282,7 @@ class SimEngine:
         self._suspended_tokens += self._suspended[sample]
 
     def _evict_suspended(self) -> None:
-        while self._suspended and self._kv_tokens + self._suspended_tokens > self._cost.kv_tokens:
+        while self._suspended and self._kv_tokens + self._suspended_tokens > self._kv_capacity:
             self._forget(next(iter(self._suspended)))
 
     def _clear_suspended(self) -> None:

@@ -32,13 +32,24 @@ class SimEngineSettings(Settings):
     """Seconds from cancelling a request until the engine stops working on it."""
     load_s: float = Field(default=1.0, ge=0)
     """Seconds in which an engine loads new weights and does not decode."""
+    sleep_s: float = Field(default=0.5, ge=0)
+    """Seconds in which an engine gives the memory of its devices free."""
+    wake_s: float = Field(default=1.0, ge=0)
+    """Seconds in which an engine takes the memory back and loads the newest weights."""
+    weight_tokens: int = Field(default=0, ge=0)
+    """Positions of the KV cache that the weights of one engine have the size of. Engines that share their
+    weights by tensor parallelism gain as many for each engine that joins."""
+    communication_s: float = Field(default=0.5e-3, ge=0)
+    """Seconds that each doubling of the tensor-parallel size adds to a decode step."""
+    regroup_s: float = Field(default=10.0, ge=0)
+    """Seconds in which engines are restarted with another tensor-parallel size."""
 
 
 class SimTrainerSettings(Settings):
     """A trainer of fixed speed."""
 
     tokens_per_s: float = Field(default=60_000.0, gt=0)
-    """Tokens of forward and backward, prompts included."""
+    """Tokens of forward and backward, prompts included, of all replicas together."""
     step_s: float = Field(default=0.5, ge=0)
     """Seconds of an optimizer step, without forward and backward."""
     publish_s: float = Field(default=0.0, ge=0)

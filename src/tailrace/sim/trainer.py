@@ -15,10 +15,14 @@ STEPS_FILE = "steps.txt"
 
 
 class SimTrainer:
-    """A `Trainer` (trainer/base.py) that takes virtual time."""
+    """A `Trainer` (trainer/base.py) that takes virtual time.
 
-    def __init__(self, cost: SimTrainerSettings) -> None:
-        self._cost = cost
+    Args:
+        replicas: each has the same share of the speed.
+    """
+
+    def __init__(self, cost: SimTrainerSettings, replicas: int = 1) -> None:
+        self._cost, self._replicas = cost, replicas
         self._accumulated: list[Sample] = []
         self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
         self._busy_s = 0.0
@@ -29,7 +33,9 @@ class SimTrainer:
         self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
     ) -> None:
         samples = [sample for unit in units for sample in unit]
-        await self._work(_num_positions(samples) / self._cost.tokens_per_s)
+        replicas = self._replicas if replica is None else 1
+        rate = self._cost.tokens_per_s * replicas / self._replicas
+        await self._work(_num_positions(samples) / rate)
         self._accumulated += samples
         self._log_weights += self._variances(samples, version)
 

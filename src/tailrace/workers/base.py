@@ -1,23 +1,16 @@
 """Settings of the machine that the worker processes share."""
 
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 
 
 class HostSettings(Settings):
     """Where the worker processes run."""
 
-    pin: bool = False
-    """Pin each engine to a CPU of its own, and the trainer to another one. The controller and the reward
-    workers share the engines' CPUs. true or false; for engines and trainers of one thread."""
     restarts: int = Field(default=0, ge=0, le=1000)
     """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
     has died. 0 to 1000."""
@@ -80,39 +73,3 @@ class BrokerSettings(Settings):
     """Stages that the run does not start itself: each is a `tailrace join` on any host. Used with `url`."""
     max_records: int = Field(default=64, ge=1, le=65_536)
     """Unread messages of a stream; who writes then waits. 1 to 65,536."""
-
-
-def plan_pins(settings: HostSettings, num_engines: int) -> list[int]:
-    """Assign CPUs to workers.
-
-    Returns:
-        A CPU for each engine, then one for the trainer; empty without pinning.
-
-    Raises:
-        ConfigError: the host has fewer CPUs than that, or the system cannot pin.
-    """
-    if not settings.pin:
-        return []
-    cpus = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    if len(cpus) <= num_engines:
-        problem = f"{num_engines} engines and a trainer need as many CPUs to be pinned to, not {len(cpus)}"
-        raise ConfigError("host.pin", True, problem, "switch it off, or start fewer engines")
-    return cpus[: num_engines + 1]
-
-
-@contextmanager
-def trainer_cpu_reserved(pins: list[int]) -> Iterator[None]:
-    """Keep this process, and the processes it starts without a pin, off the trainer's CPU inside the block.
-
-    Args:
-        pins: of `plan_pins`.
-    """
-    if not pins:
-        yield
-        return
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus - {pins[-1]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cpus)

@@ -38,9 +38,6 @@ def check_host(
     if broker.url:
         problem = "Ray places every stage (host.kind = 'ray')"
         raise ConfigError("broker.url", broker.url, problem, "remove the section [broker]")
-    if host.pin:
-        problem = "Ray chooses nodes and devices (host.kind = 'ray')"
-        raise ConfigError("host.pin", True, problem, "remove it, and name amounts in [host.resources]")
 
 
 @asynccontextmanager

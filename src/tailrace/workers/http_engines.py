@@ -3,11 +3,14 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import httpx
 
+from tailrace.devices import Devices
 from tailrace.engine import sglang, sglang_server, vllm
+from tailrace.engine.connection import Server
 from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.launch import Launch
@@ -34,6 +37,7 @@ class HttpEngines:
         model: the Hugging Face folder.
         logs: receives what servers that are started must find in files.
         spawner: starts servers.
+        devices: of each engine.
         min_context: tokens that a prompt and its completion may have together.
         trainer: publishes the weights. It may still be starting.
     """
@@ -46,11 +50,13 @@ class HttpEngines:
         *,
         logs: Path,
         spawner: Spawner,
+        devices: Sequence[Devices | None],
         min_context: int,
         trainer: RemoteTrainer,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
         self._logs, self._spawner, self._trainer = logs, spawner, trainer
+        self._devices = devices
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
         self._expected = Expected(settings, sampling, vocabulary, min_context)
@@ -62,10 +68,22 @@ class HttpEngines:
         self._initial: Weights | None = None
         self._comparing = asyncio.Lock()
 
-    async def begin(self, name: str, number: int) -> HttpEngine:
-        """Begin a life of engine `number`."""
-        settings = self._settings
-        server = JoinedServer(settings.urls[number]) if settings.urls else await self._start(name, number)
+    async def begin(self, name: str, number: int, width: int = 1) -> HttpEngine:
+        """Begin a life of engine `number`.
+
+        Args:
+            width: engines whose devices it uses as one tensor-parallel group, itself and the next ones.
+        """
+        settings = self._settings.model_copy(
+            update={
+                "tensor_parallel_size": self._settings.tensor_parallel_size * width,
+                "max_num_seqs": self._settings.max_num_seqs * width,
+            }
+        )
+        if settings.urls:
+            server: Server = JoinedServer(settings.urls[number])
+        else:
+            server = await self._start(name, settings, self._joined_devices(number, width))
         return HttpEngine(
             name,
             server,
@@ -78,20 +96,25 @@ class HttpEngines:
             num_ranks=settings.tensor_parallel_size,
         )
 
-    async def _start(self, name: str, number: int) -> ManagedServer:
-        port = free_port()
-        launch = self._launch(number, port)
-        job = ServerJob(command=launch.command, env=dict(launch.env))
-        url, start_s = f"http://127.0.0.1:{port}", self._settings.start_s
-        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s)
+    def _joined_devices(self, number: int, width: int) -> Devices | None:
+        members = [each for each in self._devices[number : number + width] if each]
+        cpus = chain.from_iterable(each.cpus for each in members)
+        gpus = chain.from_iterable(each.gpus for each in members)
+        return Devices(tuple(cpus), tuple(gpus)) if members else None
 
-    def _launch(self, number: int, port: int) -> Launch:
-        settings, max_context = self._settings, context_length(self._model)
-        devices = settings.devices[number] if settings.devices else None
+    async def _start(
+        self, name: str, settings: ServerEngineSettings, devices: Devices | None
+    ) -> ManagedServer:
+        port = free_port()
+        launch = self._launch(settings, port)
+        job = ServerJob(command=launch.command, env=dict(launch.env))
+        url, start_s = f"http://127.0.0.1:{port}", settings.start_s
+        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s, devices=devices)
+
+    def _launch(self, settings: ServerEngineSettings, port: int) -> Launch:
+        max_context = context_length(self._model)
         if isinstance(settings, SglangEngineSettings):
-            return sglang_server.launch(
-                settings, model=self._model, max_context=max_context, port=port, devices=devices
-            )
+            return sglang_server.launch(settings, model=self._model, max_context=max_context, port=port)
         assert isinstance(settings, VllmEngineSettings)
         return VllmInstallation.find(settings).launch(
             settings,
@@ -100,7 +123,6 @@ class HttpEngines:
             max_context=max_context,
             port=port,
             plugins=write_plugin(self._logs / "vllm-plugin"),
-            devices=devices,
             seed=next(self._seeds),
         )
 

@@ -1,7 +1,7 @@
 """Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.devices import Devices
+from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
 from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
@@ -60,7 +60,7 @@ async def open_local(
     folder: Path,
     broker: BrokerSettings | None = None,
     life: int | None = None,
-    pins: Sequence[int] = (),
+    devices: DeviceMap | None = None,
     spawner: Spawner | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
@@ -74,7 +74,7 @@ async def open_local(
         folder: folder of the run; the workers' output goes to its `logs/`.
         broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
-        pins: a CPU for each engine, then one for the trainer; empty: any.
+        devices: of each engine and rank of the trainer; None: any.
         spawner: starts the workers; None: on this host.
 
     Raises:
@@ -82,9 +82,7 @@ async def open_local(
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
-    devices: list[Devices | None] = [Devices(cpus=(pin,)) for pin in pins] or [None] * (
-        engine.num_engines + 1
-    )
+    devices = devices or DeviceMap((None,) * engine.num_engines, (None,) * trainer.ranks * trainer.replicas)
     spawner = spawner or LocalSpawner(folder / "logs")
     started: list[RemoteWorker[Any]] = []
     broker = broker or BrokerSettings()
@@ -103,13 +101,14 @@ async def open_local(
 
         async def begin() -> EngineLife:
             if not isinstance(engine, NativeEngineSettings):
-                return await http_engines.begin(name, number)
+                return await http_engines.begin(name, number, supervised_engine.width)
             job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
             process = await RemoteEngine.spawn(name, job, spawner, devices)
             process.send = remote_trainer.send
             return process
 
-        return SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
+        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
+        return supervised_engine
 
     trainer_job = TrainerJob(
         threads=trainer.threads,
@@ -124,9 +123,9 @@ async def open_local(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     scorer_job = ScorerJob(reward=reward, data=data)
-    engines = [supervised(number, each) for number, each in enumerate(devices[:-1])]
+    engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
-        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, devices[-1])
+        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, devices.trainer[0])
         if not isinstance(engine, NativeEngineSettings):
             longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
             http_engines = HttpEngines(
@@ -135,6 +134,7 @@ async def open_local(
                 sampling,
                 logs=folder / "logs",
                 spawner=spawner,
+                devices=devices.engines,
                 min_context=longest,
                 trainer=remote_trainer,
             )

@@ -45,7 +45,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         max_context=1024,
         port=port,
         plugins=write_plugin(folder / "plugin"),
-        devices=None,
     )
     job, url = ServerJob(command=launch.command, env=dict(launch.env)), f"http://127.0.0.1:{port}"
 

@@ -142,7 +142,6 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
             max_context=CONTEXT,
             port=port,
             plugins=plugins,
-            devices=None,
             seed=port,
         )
         job = ServerJob(command=launch.command, env=dict(launch.env))

@@ -1,0 +1,262 @@
+"""Placement: which devices generate and which train. Schedules do not see it.
+
+`Run` asks for devices to train on around `accumulate`, `step` and `ess`, and for devices to generate on at
+the top of a round and after a publication.
+
+    disaggregated   both have devices of their own
+    colocated       all devices generate, then all train
+    elastic         all generate; in mid-round some engines give their devices to replica 0 of the trainer;
+                    after the rollout all train (RollPacker 4.4)
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from tailrace.engine.base import Engine
+from tailrace.errors import ScheduleError
+from tailrace.rollout.parallelism import ParallelismPlanner
+from tailrace.rollout.pool import Pool
+from tailrace.rollout.progress import peak_kv
+from tailrace.settings import Settings
+
+Kind = Literal["disaggregated", "colocated", "elastic"]
+MILESTONES = (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
+"""Shares of the finished responses at which the elastic placement tests whether engines may be lent."""
+ROUNDING = 1e-9
+NEVER_STOPS = (
+    "its engines never stop generating, so the trainer needs devices of its own; "
+    'set placement.kind = "disaggregated"'
+)
+
+
+class PlacementSettings(Settings):
+    """Which devices generate and which train."""
+
+    kind: Kind = "disaggregated"
+    """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same
+    devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to
+    replica 0 of the trainer (RollPacker's stream trainer); it needs trainer.replicas = 2."""
+    devices: Literal["cpus", "gpus"] = "cpus"
+    """What the numbers in `engines` and `trainer` are: "cpus" (cores, on Linux) or "gpus"."""
+    engines: tuple[tuple[int, ...], ...] = ()
+    """The devices of each engine, for example [[0], [1]]. An engine sees only its own. Empty: engines share
+    all devices of the machine."""
+    trainer: tuple[tuple[int, ...], ...] = ()
+    """The devices of each replica of the trainer, divided among its ranks. Empty: they share all devices."""
+    max_tensor_parallel_size: int | None = Field(default=None, ge=2, le=1024)
+    """The largest tensor-parallel size to which engines are joined when they preempt more and more requests
+    (RollPacker 4.2). engine.tensor_parallel_size is the smallest, and the first. None: the size is fixed.
+    2 to 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a placement knows of the devices.
+
+    Args:
+        engines: for each engine, whether replica 0 of the trainer trains on its devices; empty: the half
+            that comes last.
+        max_width: engines whose devices may be joined to one tensor-parallel group, at most.
+    """
+
+    kind: Kind = "disaggregated"
+    engines: tuple[bool, ...] = ()
+    max_width: int = 1
+
+
+class Placement:
+    """Disaggregated: nobody waits for a device.
+
+    Args:
+        planner: chooses the tensor-parallel size of the engines between two rounds.
+    """
+
+    def __init__(self, planner: ParallelismPlanner) -> None:
+        self._planner = planner
+
+    async def round_ended(self) -> None:
+        """Choose the devices of each engine for the next round."""
+        await self._planner.round_ended()
+
+    @asynccontextmanager
+    async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
+        """The block inside has devices to train on.
+
+        Args:
+            all_replicas: the block needs all replicas, as an optimizer step does.
+
+        Yields:
+            The replica that may train; None: all of them.
+
+        Raises:
+            ScheduleError: generation never stops, so that there are never devices to train on.
+        """
+        yield None
+
+    async def generating(self) -> None:
+        """Wait until the engines have their devices."""
+
+    async def published(self) -> None:
+        """As `generating`, after a publication.
+
+        Raises:
+            ScheduleError: groups are still in the pool: generation never stops.
+        """
+
+
+class Colocated(Placement):
+    """All devices generate until the rollout is over; then all train."""
+
+    def __init__(
+        self, planner: ParallelismPlanner, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
+    ) -> None:
+        super().__init__(planner)
+        self._engines, self._pool, self._tasks = engines, pool, tasks
+        self._lent: list[Engine] = []
+        self._lock = asyncio.Lock()
+        pool.on_launch = self._launched
+
+    @asynccontextmanager
+    async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
+        async with self._lock:
+            yield await self._devices(all_replicas)
+
+    async def generating(self) -> None:
+        if not self._lent:
+            return
+        async with self._lock:
+            lent, self._lent = self._lent, []
+            await asyncio.gather(*(engine.wake() for engine in lent))
+
+    async def published(self) -> None:
+        if len(self._pool):
+            raise ScheduleError(f"the schedule publishes while groups are in the pool: {NEVER_STOPS}")
+        await self.generating()
+
+    async def _devices(self, all_replicas: bool) -> int | None:
+        while not self._pool.is_idle:
+            self._check_end()
+            await self._pool.changed.wait("the end of the rollout, to train on its devices")
+        await self._lend(self._engines)
+        return None
+
+    def _check_end(self) -> None:
+        if self._pool.is_endless:
+            raise ScheduleError(f"the schedule trains while it draws prompts without an end: {NEVER_STOPS}")
+
+    async def _lend(self, engines: Sequence[Engine]) -> None:
+        lent = [engine for engine in engines if engine not in self._lent]
+        self._lent += lent
+        await asyncio.gather(*(engine.sleep() for engine in lent))
+
+    def _launched(self) -> None:
+        """A launch after the training of the same round needs engines, too."""
+        if len(self._lent) == len(self._engines):
+            self._tasks.create_task(self.generating())
+
+
+class Elastic(Colocated):
+    """As Colocated, but the engines that share devices with replica 0 may sleep before the rollout is over.
+
+    At most once a rollout, tested at each milestone: they sleep if the projected peak of the KV cache of all
+    unfinished requests fits on the others. Their requests go on there from their tokens. Replica 0 then
+    accumulates complete groups. When the rollout is over all replicas train.
+
+    Args:
+        shared: for each engine, whether replica 0 has its devices.
+    """
+
+    def __init__(
+        self,
+        planner: ParallelismPlanner,
+        engines: Sequence[Engine],
+        pool: Pool,
+        tasks: asyncio.TaskGroup,
+        shared: Sequence[bool],
+    ) -> None:
+        super().__init__(planner, engines, pool, tasks)
+        self._shared = shared
+        self._tested = -1
+
+    async def generating(self) -> None:
+        self._tested = -1
+        await super().generating()
+
+    async def _devices(self, all_replicas: bool) -> int | None:
+        while not self._pool.is_idle:
+            self._check_end()
+            if self._lent and not all_replicas:
+                return 0
+            if not self._lent and self._is_milestone() and (engines := self._lendable()):
+                await self._lend(engines)
+                continue
+            await self._pool.changed.wait("devices to train on")
+        await self._lend(self._engines)
+        return None
+
+    def _is_milestone(self) -> bool:
+        """Whether a milestone was reached that was not tested. After the last one there is no test."""
+        share = self._pool.progress.share + ROUNDING
+        reached = max((n for n, milestone in enumerate(MILESTONES) if milestone <= share), default=-1)
+        is_new, self._tested = reached > self._tested, max(reached, self._tested)
+        return is_new
+
+    def _lendable(self) -> list[Engine]:
+        """The engines that may give their devices now."""
+        lent = lendable([engine.width for engine in self._engines], self._shared)
+        staying = [e for e, is_lent in zip(self._engines, lent, strict=True) if not is_lent and e.width]
+        if not any(lent) or not any(engine.state == "open" for engine in staying):
+            return []
+        usages = [engine.usage() for engine in staying if engine.state == "open"]
+        if any(usage.kv_capacity is None for usage in usages):
+            return []  # whether the requests fit is unknown
+        if self._projected_kv() > sum(usage.kv_capacity or 0 for usage in usages):
+            return []
+        return [e for e, is_lent in zip(self._engines, lent, strict=True) if is_lent and e.width]
+
+    def _projected_kv(self) -> float:
+        for engine in self._engines:
+            engine.usage()  # brings the samples of a simulated engine up to date
+        samples = [sample for group in self._pool.groups for sample in group.samples]
+        unfinished = [sample for sample in samples if not sample.finish_reason]
+        contexts = [len(sample.prompt.ids) + sample.num_tokens for sample in unfinished]
+        more = self._pool.progress.lengths.expected_more([sample.num_tokens for sample in unfinished])
+        return peak_kv(contexts, more)
+
+
+def lendable(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
+    """Which engines give their devices. None if a tensor-parallel group has devices of both kinds.
+
+    Args:
+        widths: of each engine (`Engine.width`).
+        shared: for each engine, whether replica 0 has its own devices.
+    """
+    lent = [False] * len(widths)
+    for number, width in enumerate(widths):
+        group = shared[number : number + width]
+        if any(group) and not all(group):
+            return [False] * len(widths)
+        lent[number] = bool(group) and all(group)
+    return lent
+
+
+DISAGGREGATED = Shared()
+
+
+def make_placement(
+    shared: Shared, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
+) -> Placement:
+    planner = ParallelismPlanner(engines, pool.progress, shared.max_width)
+    match shared.kind:
+        case "disaggregated":
+            return Placement(planner)
+        case "colocated":
+            return Colocated(planner, engines, pool, tasks)
+        case "elastic":
+            half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
+            return Elastic(planner, engines, pool, tasks, shared.engines or half)

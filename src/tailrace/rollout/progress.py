@@ -1,0 +1,108 @@
+"""Progress of a rollout, and the KV cache that the rest of it will need (RollPacker 4.4)."""
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import inf
+
+from tailrace.types import Group, Sample
+
+MAX_KNOWN = 8192
+"""Lengths of finished responses that are remembered."""
+
+
+class RolloutProgress:
+    """Responses of the present rollout, which begins with a launch into an empty pool."""
+
+    def __init__(self) -> None:
+        self.num_launched = 0
+        """Responses launched."""
+        self.num_finished = 0
+        """Responses that ended and are kept."""
+        self.lengths = KnownLengths()
+        self._num_needed = 0
+        self._limit = inf
+
+    def launched(self, group: Group, *, is_first: bool) -> None:
+        """A group was launched; the first one begins a rollout."""
+        if is_first:
+            self.num_launched = self.num_finished = self._num_needed = 0
+            self._limit = inf
+        self.num_launched += len(group.samples)
+        self._num_needed += group.num_required
+        self.num_finished += len(group.kept)
+
+    def raced(self, num_groups: int, group_size: int) -> None:
+        """The rollout ends with so many groups."""
+        self._limit = num_groups * group_size
+
+    def finished(self, sample: Sample) -> None:
+        self.num_finished += 1
+        self.lengths.add(sample.num_tokens)
+
+    @property
+    def num_needed(self) -> float:
+        """Responses after which the rollout ends."""
+        return min(self._limit, self._num_needed)
+
+    @property
+    def share(self) -> float:
+        """Share of the needed responses that are finished, at most 1."""
+        return min(1.0, self.num_finished / self.num_needed) if self.num_needed else 0.0
+
+    @property
+    def is_race(self) -> bool:
+        """More responses were launched than are needed: a short round of tail batching."""
+        return self.num_needed < self.num_launched
+
+
+class KnownLengths:
+    """The lengths of the responses that ended last."""
+
+    def __init__(self, lengths: Iterable[int] = ()) -> None:
+        self._recent: deque[int] = deque(maxlen=MAX_KNOWN)
+        for length in lengths:
+            self.add(length)
+
+    def add(self, length: int) -> None:
+        self._recent.append(length)
+
+    def expected_more(self, had: Sequence[int]) -> list[float]:
+        """The tokens that unfinished responses are expected to gain.
+
+        A response of t tokens is expected to reach the mean of the known lengths above t. If none is known,
+        it is expected to reach 2 t.
+
+        Args:
+            had: tokens that each response has.
+        """
+        known: list[int] = []
+        for length in self._recent:
+            insort(known, length)
+        sums = list(accumulate(known, initial=0))
+        more = []
+        for tokens in had:
+            above = bisect_right(known, tokens)
+            num_above = len(known) - above
+            mean = (sums[-1] - sums[above]) / num_above if num_above else 2.0 * tokens
+            more.append(mean - tokens)
+        return more
+
+
+def peak_kv(contexts: Sequence[int], more: Sequence[float]) -> float:
+    """The largest KV cache of requests that are decoded together, in positions.
+
+    All requests gain one token a step. The cache is largest in a step in which a request ends.
+
+    Args:
+        contexts: positions of each request now.
+        more: tokens that each request will gain.
+    """
+    peak, context = 0.0, float(sum(contexts))
+    ends = sorted(zip(more, contexts, strict=True))
+    for number, (steps, own) in enumerate(ends):
+        running = len(ends) - number
+        peak = max(peak, context + running * steps)
+        context -= own
+    return peak
