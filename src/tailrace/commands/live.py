@@ -190,6 +190,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         reward=config.reward,
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
+        checkpoints=life is not None,
     )
     with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:

@@ -115,8 +115,8 @@ class RayWorker(Conversation):
 class RaySpawner:
     """Starts workers on the nodes of a cluster. Made by `open_ray`."""
 
-    def __init__(self, run: Path, places: dict[str, tuple[Any, int, Bundles]]) -> None:
-        self._run, self._places = run, places
+    def __init__(self, run: Path, checkpoints: bool, places: dict[str, tuple[Any, int, Bundles]]) -> None:
+        self._run, self._checkpoints, self._places = run, checkpoints, places
         """The placement group of each worker, and its bundle's number in it."""
 
     async def spawn(
@@ -165,7 +165,7 @@ class RaySpawner:
 
     async def _check_folders(self, actor: Any, node: str, job: Job) -> None:
         folders = dict(job.folders())
-        if isinstance(job, TrainerJob):  # it writes checkpoints that the controller reads
+        if self._checkpoints and isinstance(job, TrainerJob):
             folders["--output-dir"] = self._run
         missing = await actor.missing.remote(list(folders.values()))
         for key, folder in folders.items():
@@ -176,12 +176,18 @@ class RaySpawner:
 
 @asynccontextmanager
 async def open_ray(
-    settings: RayHostSettings, bundles: Sequence[Bundles], *, run: Path, files: Sequence[Path]
+    settings: RayHostSettings,
+    bundles: Sequence[Bundles],
+    *,
+    run: Path,
+    checkpoints: bool,
+    files: Sequence[Path],
 ) -> AsyncIterator[RaySpawner]:
     """Connect to the cluster and reserve the bundles; let go of them with the block.
 
     Args:
         run: folder of the run.
+        checkpoints: the trainer writes checkpoints into that folder, which the controller reads.
         files: Python files that workers import. A worker finds them, and the other Python files of their
             folders, in its working directory.
 
@@ -203,7 +209,7 @@ async def open_ray(
                 if not await asyncio.get_running_loop().run_in_executor(None, group.wait, left_s):
                     raise _unplaced(each, group, settings.place_s)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
-            yield RaySpawner(run.absolute(), places)
+            yield RaySpawner(run.absolute(), checkpoints, places)
         finally:
             for group in groups:
                 with suppress(RayError):
