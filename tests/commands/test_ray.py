@@ -89,6 +89,38 @@ def test_a_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     assert said.startswith("tailrace: host.address = '127.0.0.1:1': no cluster answers")
 
 
+HANGS = """
+import time
+
+def hangs_at_odd(prompt, completion):
+    if int(prompt[0]) % 2:
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_there(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """With a reference model, and weights in files."""
+    config = write_small_run(tmp_path)
+    (tmp_path / "beside.py").write_text(HANGS)
+    (tmp_path / "rewards.py").write_text("from beside import hangs_at_odd\n")
+    words = [
+        *("--reward.function", f"{tmp_path / 'rewards.py'}:hangs_at_odd", "--reward.timeout_s", "0.5"),
+        *("--weights.transport", "filesystem", "--algorithm.kl_coef", "0.05"),
+        *("--run.rounds", "2", "--run.eval_every", "0"),
+    ]
+    folder = tmp_path / "out"
+    done = subprocess.run(
+        train_command(config, folder, cluster.address, *words), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for path in (folder / "samples").iterdir() for line in path.read_text().splitlines()]
+    samples = [json.loads(line) for line in lines]
+    assert {(int(each["prompt"][0]) % 2, each["reward"]) for each in samples} == {(0, 1.0), (1, 0.0)}
+
+
 def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_the_trainer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
