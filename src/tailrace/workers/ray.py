@@ -7,7 +7,7 @@ has one strategy. Ray carries the messages of messages.py. Weights take their ow
 the object store. What a node must import travels in Ray's runtime environment: this package, and the Python
 files that the config names by path.
 
-This is the only module that imports Ray.
+This module imports Ray, so a run that does not use it must not import this module.
 """
 
 import asyncio
