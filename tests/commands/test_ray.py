@@ -116,7 +116,7 @@ def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_t
         train_command(config, folder, cluster.address, *words), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for path in (folder / "samples").iterdir() for line in path.read_text().splitlines()]
+    lines = [line for path in (folder / "samples").glob("*.jsonl") for line in path.read_text().splitlines()]
     samples = [json.loads(line) for line in lines]
     assert {(int(each["prompt"][0]) % 2, each["reward"]) for each in samples} == {(0, 1.0), (1, 0.0)}
 
@@ -124,7 +124,7 @@ def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_t
 def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_the_trainer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    folder, rounds = tmp_path / "out", 14
+    folder, rounds = tmp_path / "out", 20
     words = [
         *("--engine.replicas", "2", "--host.restarts", "1", "--run.rounds", str(rounds)),
         *("--run.checkpoint_every", "1", "--run.eval_every", str(rounds), "--run.eval_prompts", "128"),
