@@ -47,7 +47,7 @@ from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer
+from tailrace.workers.trainer import RemoteTrainer, TrainerProcess
 
 NUM_SEQUENCES, NUM_TOKENS = 32, 192
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
@@ -109,7 +109,9 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 weights=settings,
                 published_dtype="float32",
             )
-            trainers[name] = await RemoteTrainer.spawn(f"trainer-{name}", job, LocalSpawner(logs))
+            trainers[name] = RemoteTrainer(
+                [await TrainerProcess.spawn(f"trainer-{name}", job, LocalSpawner(logs))]
+            )
             stack.push_async_callback(trainers[name].close)
         await asyncio.gather(native.ready(), *(trainer.ready() for trainer in trainers.values()))
         pairs = {name: Pair(native, trainer) for name, trainer in trainers.items()}
@@ -158,7 +160,9 @@ async def update(pair: Pair, version: int) -> Figures:
     await engine.load(weights, kv="keep")
     await generation
     too_early = [sample.spans for sample in samples if sample.spans[-1].version != version]
-    assert not too_early, f"{pair.trainer.process.name}: {too_early} ended before version {version} came"
+    assert not too_early, (
+        f"{pair.trainer.processes[0].process.name}: {too_early} ended before version {version} came"
+    )
     gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > load_s)
     num_tokens = sum(sample.num_tokens for sample in samples)

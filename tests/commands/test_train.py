@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from small_run import trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,15 +24,15 @@ from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.trainer.checkpoint import CRITIC_FILE, TRAINER_FILE
+from tailrace.trainer.checkpoint import STATE_FOLDER
 
 
 def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) -> None:
     checkpoint = RunFolder(interrupted).newest_checkpoint()
     assert checkpoint
     names = {path.name for path in (interrupted / "model").iterdir()}
-    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer.safetensors"}
-    assert ONLY_OF_THE_TRAINER == (TRAINER_FILE, CRITIC_FILE)
+    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer"}
+    assert ONLY_OF_THE_TRAINER == STATE_FOLDER
     model = AutoModelForCausalLM.from_pretrained(interrupted / "model")
     assert model.config.model_type == "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(interrupted / "model")
@@ -42,7 +43,8 @@ def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
     folder = config_path.parent / "out"
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coef": "0.05", "run.group_size": "1"}
     train(load_config(config_path, ppo | {"run.rounds": "2"}), folder)
-    assert (folder / "checkpoints" / "round_000002" / "critic.safetensors").exists()
+    state = next((folder / "checkpoints" / "round_000002" / "trainer").iterdir())
+    assert "critic.weight.head.bias" in load_file(state)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -116,7 +118,7 @@ def test_a_torn_checkpoint_is_named_and_nothing_is_overwritten(killed: Path, kil
         newest = (
             killed_copy / "checkpoints" / max(read_books(store).marks, key=lambda mark: mark.round).checkpoint
         )
-    (newest / "trainer.safetensors").write_bytes(b"torn")
+    next((newest / "trainer").iterdir()).write_bytes(b"torn")
     before = files_of(killed_copy)
     with pytest.raises(CheckpointError, match=rf"{newest.name}.*remove .*{newest.name} and resume again"):
         train(killed_config(killed), killed_copy, resume=True)

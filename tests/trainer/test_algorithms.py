@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import MAX_TOKENS, Unit, first_moments, make_units
 
@@ -50,11 +49,8 @@ def gradients(trainer: TorchTrainer, calls: list[list[Unit]], folder: Path) -> T
         trainer.accumulate(units)
     trainer.step()
     trainer.save(folder)
-    moments = [first_moments(folder)]
-    if (folder / "critic.safetensors").exists():
-        tensors = load_file(folder / "critic.safetensors")
-        moments += [tensors[name].flatten() for name in sorted(tensors) if name.startswith("first.")]
-    return torch.cat(moments)
+    owners = ["policy", "critic"] if trainer._algorithm.advantage == "gae" else ["policy"]
+    return torch.cat([first_moments(folder, owner) for owner in owners])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -239,20 +235,20 @@ def test_a_gradient_that_is_not_finite_moves_nothing(make_trainer: Make, tmp_pat
     for each in (trainer, untroubled):
         each.accumulate(units)
         assert not each.step().skipped
-    before = {name: tensor.clone() for name, tensor in trainer.state().items()}
+    before = {name: tensor.clone() for name, tensor in dict(trainer.weights()).items()}
     trainer.accumulate(poisoned)
     stats = trainer.step()
     assert stats.skipped and stats.num_steps == 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dict(trainer.weights()).items())
     trainer.save(tmp_path / "checkpoint")
     restored = make_trainer()
     restored.restore(tmp_path / "checkpoint")
     for each in (trainer, untroubled, restored):
         each.accumulate(units)
         each.step()
-    for name, tensor in untroubled.state().items():
-        assert torch.equal(tensor, trainer.state()[name]), "AdamW's own count was not kept"
-        assert torch.equal(tensor, restored.state()[name]), "the checkpoint's count was not AdamW's"
+    for name, tensor in dict(untroubled.weights()).items():
+        assert torch.equal(tensor, dict(trainer.weights())[name]), "AdamW's own count was not kept"
+        assert torch.equal(tensor, dict(restored.weights())[name]), "the checkpoint's count was not AdamW's"
 
 
 def test_a_sample_as_long_as_the_limit_weighs_one_under_dr_grpo(make_trainer: Make) -> None:

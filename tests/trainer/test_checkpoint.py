@@ -10,6 +10,7 @@ from tailrace.errors import CheckpointError
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.trainer import TorchTrainer
 
+STATE_FILE = "trainer/shard-00001-model-00001-of-00001.safetensors"
 Make = Callable[..., TorchTrainer]
 
 
@@ -36,8 +37,8 @@ def test_a_restored_trainer_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Pa
     got = steps(restored, range(num_before, 6))
     for name in ("num_steps", "loss", "grad_norm", "learning_rate", "samples"):
         assert [getattr(s, name) for s in got] == [getattr(s, name) for s in wanted], name
-    for name, tensor in original.state().items():
-        assert torch.equal(tensor, restored.state()[name]), name
+    for name, tensor in dict(original.weights()).items():
+        assert torch.equal(tensor, dict(restored.weights())[name]), name
 
 
 def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
@@ -49,7 +50,7 @@ def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     ours = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for name, parameter in ours.named_parameters():
-        parameter.data = trainer.state()[name]
+        parameter.data = dict(trainer.weights())[name]
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, ours(ids).logits)
@@ -68,7 +69,7 @@ def test_saving_again_replaces_the_folder_and_leaves_nothing_else(make_trainer: 
     assert steps(fresh, range(1))[0].num_steps == 2
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.safetensors", "config.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", STATE_FILE, "config.json"])
 @pytest.mark.parametrize("damage", ["missing", "torn"])
 def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
     make_trainer: Make, tmp_path: Path, file: str, damage: str
@@ -84,8 +85,8 @@ def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
     fresh, untouched = make_trainer(), make_trainer()
     with pytest.raises(CheckpointError, match=r"checkpoint.*remove .* and resume again"):
         fresh.restore(tmp_path / "checkpoint")
-    for name, tensor in fresh.state().items():
-        assert torch.equal(tensor, untouched.state()[name]), name
+    for name, tensor in dict(fresh.weights()).items():
+        assert torch.equal(tensor, dict(untouched.weights())[name]), name
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(
@@ -93,11 +94,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(
 ) -> None:
     trainer = make_trainer()
     trainer.save(tmp_path / "checkpoint")
-    before = (tmp_path / "checkpoint" / "trainer.safetensors").read_bytes()
+    before = (tmp_path / "checkpoint" / STATE_FILE).read_bytes()
     (tmp_path / "checkpoint.partial").write_text("a file where a folder is to be")
     with pytest.raises(CheckpointError, match=r"checkpoint cannot be written \(.*; make room on the disk"):
         trainer.save(tmp_path / "checkpoint")
-    assert (tmp_path / "checkpoint" / "trainer.safetensors").read_bytes() == before
+    assert (tmp_path / "checkpoint" / STATE_FILE).read_bytes() == before
 
 
 def test_a_missing_folder_is_a_checkpoint_error(make_trainer: Make, tmp_path: Path) -> None:

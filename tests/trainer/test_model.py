@@ -50,7 +50,7 @@ def test_packed_log_probs_equal_the_plain_forward_of_each_sample(
 ) -> None:
     samples = [sample for sample in make_units(1, num_samples=7)[0] if sample.completion_ids]
     model = random_model(model_type, **changes)
-    policy = PolicyModel(model, temperature=0.6, device=CPU, dtype=torch.float32)
+    policy = PolicyModel(model, TrainerSettings(), temperature=0.6)
     with torch.no_grad():
         got = policy.logprobs(MicroBatch.of(samples, CPU)).logprobs
         model.set_attn_implementation("eager")
@@ -71,15 +71,19 @@ def test_an_architecture_that_cannot_run_packed_is_refused(
     model_type: str, changes: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed; choose"):
-        PolicyModel(random_model(model_type, **changes), temperature=1.0, device=CPU, dtype=torch.float32)
+        PolicyModel(random_model(model_type, **changes), TrainerSettings(), temperature=1.0)
 
 
 def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     samples = make_units(1)[0]
     batch = MicroBatch.of(samples, CPU)
     exact, rough = (
-        PolicyModel(random_model("qwen3", head_dim=16), temperature=1.0, device=CPU, dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
+        PolicyModel(
+            random_model("qwen3", head_dim=16),
+            TrainerSettings.model_validate({"dtype": dtype}),
+            temperature=1.0,
+        )
+        for dtype in ("float32", "bfloat16")
     )
     difference = exact.logprobs(batch).logprobs - rough.logprobs(batch).logprobs
     assert 0 < difference.abs().max() < 0.2

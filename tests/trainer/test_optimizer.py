@@ -1,5 +1,7 @@
 """The optimizer against torch's own AdamW, parameter by parameter."""
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ def test_moments_are_known_by_parameter_and_another_goes_on_from_them() -> None:
     with torch.no_grad():
         for name, parameter in others.items():
             parameter.copy_(ours[name])
-    another.restore(state)
+    another.restore(deepcopy(state))
     for parameters, one in ((ours, optimizer), (others, another)):
         add_gradients(parameters)
         one.step(1)

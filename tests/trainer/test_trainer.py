@@ -140,8 +140,8 @@ def test_several_steps_streamed_end_at_the_same_weights(make_trainer: Make) -> N
         for unit in units:
             streamed.accumulate([unit])
         assert one_call.step().loss == streamed.step().loss
-    for name, tensor in one_call.state().items():
-        assert torch.equal(tensor, streamed.state()[name]), name
+    for name, tensor in dict(one_call.weights()).items():
+        assert torch.equal(tensor, dict(streamed.weights())[name]), name
 
 
 def test_a_step_with_nothing_accumulated_is_an_error(make_trainer: Make) -> None:
@@ -160,13 +160,13 @@ def test_empty_completions_count_as_samples_and_give_no_nan(
     make_trainer: Make, normalize: str, loss: str
 ) -> None:
     trainer = make_trainer(normalize=normalize, loss=loss)
-    before = {name: tensor.clone() for name, tensor in trainer.state().items()}
+    before = {name: tensor.clone() for name, tensor in dict(trainer.weights()).items()}
     empty = TrainingSample(SampleId(0, 0, 0), [1, 2], [], [], 1.0)
     trainer.accumulate([[empty, empty]])
     stats = trainer.step()
     assert (stats.num_tokens, stats.num_micro_batches, len(stats.samples)) == (0, 0, 2)
     assert (stats.loss, stats.grad_norm, stats.entropy, stats.kl) == (0.0, 0.0, 0.0, 0.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dict(trainer.weights()).items())
 
 
 def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
@@ -229,7 +229,7 @@ def test_repeated_steps_raise_the_likelihood_of_what_was_rewarded(make_trainer: 
 
 
 def test_weights_are_named_as_hugging_face_names_them(make_trainer: Make) -> None:
-    names = set(make_trainer().state())
+    names = set(dict(make_trainer().weights()))
     assert "model.layers.1.self_attn.q_proj.weight" in names
     assert "lm_head.weight" not in names, "tied to model.embed_tokens.weight: published once"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.launch import Ranks
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
@@ -38,7 +39,9 @@ def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit
     return [[sample(prompt, index) for index in range(num_samples)] for prompt in range(num_units)]
 
 
-def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: object) -> TorchTrainer:
+def make_torch_trainer(
+    model: Path, *, temperature: float = 1.0, place: Ranks | None = None, **settings: object
+) -> TorchTrainer:
     """A trainer of a model folder; each setting goes to the section that has it."""
     own = {key: value for key, value in settings.items() if key in AlgorithmSettings.model_fields}
     rest = {key: value for key, value in settings.items() if key not in own}
@@ -48,10 +51,12 @@ def make_torch_trainer(model: Path, *, temperature: float = 1.0, **settings: obj
         AlgorithmSettings.model_validate(own),
         temperature=temperature,
         max_completion_tokens=MAX_TOKENS,
+        ranks=place,
     )
 
 
-def first_moments(folder: Path) -> Tensor:
-    """All of AdamW's first moments in one vector: with betas=(0, b) the gradient of the last step."""
-    tensors = load_file(folder / "trainer.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("first.")])
+def first_moments(folder: Path, owner: str = "policy") -> Tensor:
+    """All of AdamW's first moments in one vector: with betas=(0, b) the gradient of the last step. Of a
+    checkpoint of one rank."""
+    tensors = {key: each for file in (folder / "trainer").iterdir() for key, each in load_file(file).items()}
+    return torch.cat([tensors[key].flatten() for key in sorted(tensors) if key.startswith(f"{owner}.first.")])

@@ -26,7 +26,7 @@ def weights(value: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_published_in_the_type_of_the_engines(sender: FilesystemSender, dtype: DTYPE) -> None:
-    published = Publisher(sender, dtype, weights(1.0)).publish(weights(1.001), 1)
+    published = Publisher(sender, dtype, weights(1.0).items()).publish(weights(1.001).items(), 1)
     assert published.tensors == (TensorInfo("a", (5, 3), dtype), TensorInfo("b", (7,), dtype))
     got = WeightReceiver().receive(published, new_link("engine-0"))
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(1.001).items()}
@@ -40,15 +40,15 @@ def test_a_weight_has_changed_if_its_bfloat16_value_has(
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", chunk)
     current = weights(1.0)
-    publisher = Publisher(sender, dtype, current)
-    assert publisher.publish(current, 1).changed == 0.0
+    publisher = Publisher(sender, dtype, current.items())
+    assert publisher.publish(current.items(), 1).changed == 0.0
     current["a"][0, :2] += 1e-5  # less than half of a step of bfloat16
-    assert publisher.publish(current, 2).changed == 0.0
+    assert publisher.publish(current.items(), 2).changed == 0.0
     current["a"][1, 2] += 0.1
     current["b"][:3] = 0.0
-    assert publisher.publish(current, 3).changed == 4 / 22
-    assert publisher.publish(current, 4).changed == 0.0
+    assert publisher.publish(current.items(), 3).changed == 4 / 22
+    assert publisher.publish(current.items(), 4).changed == 0.0
     current["b"][:2] = -0.0
     current["b"][6] = torch.nan
-    assert publisher.publish(current, 5).changed == 3 / 22
-    assert publisher.publish(current, 6).changed == 0.0
+    assert publisher.publish(current.items(), 5).changed == 3 / 22
+    assert publisher.publish(current.items(), 6).changed == 0.0

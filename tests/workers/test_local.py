@@ -83,7 +83,7 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
                     await opened.trainer.step()
                 weights = await opened.trainer.publish(3)  # a refusal leaves it as it was
                 pids = pids_of(opened)
-                os.kill(opened.trainer.process.pid, signal.SIGKILL)
+                os.kill(opened.trainer.processes[0].process.pid, signal.SIGKILL)
                 await asyncio.get_running_loop().create_future()
         await until_gone(*pids)
         assert not Path(weights.location).parent.exists()

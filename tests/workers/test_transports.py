@@ -24,7 +24,7 @@ from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, Weig
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer
+from tailrace.workers.trainer import RemoteTrainer, TrainerProcess
 
 Execute = Callable[[Any], Any]
 SAMPLING = SamplingSettings(max_completion_tokens=300)
@@ -66,7 +66,7 @@ async def started(
         weights=weights,
         published_dtype="float32",
     )
-    trainer = await RemoteTrainer.spawn("trainer", job, LocalSpawner(logs))
+    trainer = RemoteTrainer([await TrainerProcess.spawn("trainer", job, LocalSpawner(logs))])
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
     engines = [
         await RemoteEngine.spawn(f"engine-{n}", engine_job, LocalSpawner(logs)) for n in range(num_engines)

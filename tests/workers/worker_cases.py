@@ -96,7 +96,7 @@ async def workers(
 
 
 def pids_of(opened: Workers) -> list[int]:
-    return [opened.trainer.process.pid, *(process_of(engine).pid for engine in opened.engines)]
+    return [opened.trainer.processes[0].process.pid, *(process_of(engine).pid for engine in opened.engines)]
 
 
 def process_of(engine: SupervisedEngine) -> WorkerProcess:

@@ -26,8 +26,8 @@ from filelock import FileLock, Timeout
 from tailrace.engine.counter import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
 
-ONLY_OF_THE_TRAINER = ("trainer.safetensors", "critic.safetensors")
-"""Files of a checkpoint that are not part of the model (trainer/checkpoint.py)."""
+ONLY_OF_THE_TRAINER = "trainer"
+"""What of a checkpoint is not part of the model (trainer/checkpoint.py)."""
 
 
 class RunFolder:
@@ -102,7 +102,7 @@ class RunFolder:
         """
         partial = self.model.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        ignore = shutil.ignore_patterns(*ONLY_OF_THE_TRAINER)
+        ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER)
         shutil.copytree(checkpoint, partial, ignore=ignore, copy_function=_link_weights)
         shutil.rmtree(self.model, ignore_errors=True)
         partial.rename(self.model)

@@ -44,8 +44,7 @@ def check_live(config: RunConfig) -> None:
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
     _check_engine(config)
-    if not _is_on_ray(config):  # whose nodes may have others
-        check_device("trainer.device", config.trainer.device)
+    _check_trainer(config)
     check_lengths(
         max_context_tokens=context_length(config.model.path),
         max_completion_tokens=config.sampling.max_completion_tokens,
@@ -80,6 +79,15 @@ def device_map(config: RunConfig) -> DeviceMap:
 
 def _is_on_ray(config: RunConfig) -> bool:
     return isinstance(config.host, RayHostSettings)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    if not _is_on_ray(config):  # whose nodes may have others
+        check_device("trainer.device", config.trainer.device)
+    num = config.trainer.ranks * config.trainer.replicas
+    if num > 1 and config.broker.url and "trainer" in config.broker.joined:
+        problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
+        raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -1,30 +1,30 @@
 """Checkpoints: a Hugging Face folder that `transformers` loads, and the trainer's own state beside it.
 
     config.json, model.safetensors, tokenizer files     the model, float32
-    trainer.safetensors                                 optimizer moments, random states, step counts
-    critic.safetensors                                  weights and optimizer state of the critic, if any
+    trainer/*.safetensors                               optimizer moments, random states, step counts, critic
 
-The folder is written under a temporary name and renamed when it is complete, so a folder that exists was
-written to its end. Later damage is detected when it is read. Nothing is pickled.
+Each rank writes its shards into `trainer/` (state_files.py). Rank 0 gathers the model. The folder is written
+under a temporary name and renamed when it is complete, so a folder that exists was written to its end. Later
+damage is detected when it is read. Nothing is pickled.
 """
 
 import shutil
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.trainer.fsdp import scatter
+from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import read_model
+from tailrace.trainer.state_files import TrainerState, load, must_match, remedy, save, shapes_of
 
-TRAINER_FILE = "trainer.safetensors"
-CRITIC_FILE = "critic.safetensors"
+STATE_FOLDER = "trainer"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -36,60 +36,60 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """The state of an optimizer besides the parameters. AdamW's moments are empty before the first update."""
-
-    num_steps: int
-    num_updates: int
-    """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
-    it."""
-    first_moments: Mapping[str, Tensor]
-    second_moments: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """The state of an optimizer and what is stored in the same file."""
-
-    optimizer: OptimizerState
-    tensors: Mapping[str, Tensor]
-    """Of the policy: uint8 states of torch's generators, by device type. Of the critic: its weights."""
-
-
 def write(
-    folder: Path, model: PreTrainedModel, state: SavedState, critic: SavedState | None, tokenizer_from: Path
+    folder: Path,
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+    state: TrainerState,
+    tokenizer_from: Path,
+    ranks: Ranks,
 ) -> None:
-    """Write a checkpoint, replacing the one in `folder` if there is one.
+    """Write a checkpoint, replacing the one in `folder` if there is one. All ranks of a replica call it.
 
     Args:
+        weights: whole parameters of the model.
         tokenizer_from: the folder whose tokenizer files are copied.
 
     Raises:
         CheckpointError: it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    is_first = ranks.rank == 0
+
+    def prepare() -> None:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def export() -> None:
+        if is_first:
+            model.save_pretrained(partial, state_dict=whole)
+            for pattern in TOKENIZER_FILES:
+                for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
+                    shutil.copy(file, partial)
+
     try:
-        model.save_pretrained(partial)
-        for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
-                shutil.copy(file, partial)
-        _save(partial / TRAINER_FILE, state, "random")
-        if critic:
-            _save(partial / CRITIC_FILE, critic, "weight")
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
-        raise CheckpointError(problem) from error
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+        ranks.together(lambda: _writing(folder, prepare))
+        whole = {n: tensor for n, tensor in model.state_dict().items() if not isinstance(tensor, DTensor)}
+        for name, tensor in weights:
+            if is_first:
+                whole[name] = tensor.cpu()
+        _writing(folder, lambda: save(partial / STATE_FOLDER, state, ranks))
+        ranks.together(lambda: _writing(folder, export))
+    except CheckpointError:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
 def read(
-    folder: Path, model: PreTrainedModel, critic: Mapping[str, Tensor] | None
-) -> tuple[SavedState, SavedState | None]:
-    """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises.
+    folder: Path, model: PreTrainedModel, critic: Mapping[str, Tensor] | None, ranks: Ranks
+) -> TrainerState:
+    """Load the weights of a checkpoint into model and critic. Both are unchanged if this raises. All ranks of
+    a replica call it.
 
     Args:
         critic: parameters of the critic, which are overwritten; None if there is no critic.
@@ -97,66 +97,31 @@ def read(
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
     """
-    try:
-        weights = dict(read_model(folder).named_parameters())
-    except ConfigError as error:
-        raise CheckpointError(f"{error.problem}; {_remedy(folder)}") from error
     parameters = dict(model.named_parameters())
-    _must_match(folder, weights, parameters)
-    state = _load(folder / TRAINER_FILE, "random", parameters)
-    critic_state = None
+
+    def prepare() -> tuple[Mapping[str, Tensor] | None, TrainerState]:
+        weights = _read_weights(folder, parameters) if ranks.rank == 0 else None
+        return weights, load(folder / STATE_FOLDER, parameters, critic, ranks)
+
+    weights, state = ranks.together(prepare)
+    scatter(weights, parameters)
     if critic is not None:
-        critic_state = _load(folder / CRITIC_FILE, "weight", critic)
-        _must_match(folder / CRITIC_FILE, critic_state.tensors, critic)
-        _copy(critic_state.tensors, critic)
-    _copy(weights, parameters)
-    return state, critic_state
+        scatter(state.critic_weights, critic)
+    return state
 
 
-def _save(file: Path, state: SavedState, section: str) -> None:
-    """Write a state. A tensor is stored as `section.name`."""
-    optimizer = state.optimizer
-    sections = {"first": optimizer.first_moments, "second": optimizer.second_moments, section: state.tensors}
-    tensors = {f"{section}.{name}": named[name] for section, named in sections.items() for name in named}
-    counts = {"num_steps": str(optimizer.num_steps), "num_updates": str(optimizer.num_updates)}
-    save_file(tensors, file, metadata=counts)
-
-
-def _load(file: Path, section: str, parameters: Mapping[str, Tensor]) -> SavedState:
-    """Read what `_save` wrote, for an optimizer of these parameters."""
-    sections: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+def _writing(folder: Path, work: Callable[[], None]) -> None:
     try:
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():  # noqa: SIM118
-                prefix, _, name = key.partition(".")
-                sections[prefix][name] = reader.get_tensor(key)
-            counts = reader.metadata()
-            num_steps, num_updates = int(counts["num_steps"]), int(counts["num_updates"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable ({error}); {_remedy(file.parent)}") from error
-    if num_updates:
-        _must_match(file, sections["first"], parameters)
-        _must_match(file, sections["second"], parameters)
-    optimizer = OptimizerState(num_steps, num_updates, sections["first"], sections["second"])
-    return SavedState(optimizer, sections[section])
+        work()
+    except (OSError, SafetensorError, CheckpointException) as error:
+        problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
+        raise CheckpointError(problem) from error
 
 
-def _remedy(folder: Path) -> str:
-    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
-
-
-def _must_match(file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    for name in sorted(found.keys() | wanted.keys()):
-        ours = tuple(wanted[name].shape) if name in wanted else "absent"
-        theirs = tuple(found[name].shape) if name in found else "absent"
-        if ours != theirs:
-            raise CheckpointError(
-                f"{file}: it belongs to another model: {name} is {theirs}, here {ours}; "
-                "resume with the model that the run began with, or begin a new run"
-            )
-
-
-@torch.no_grad()
-def _copy(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+def _read_weights(folder: Path, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    try:
+        weights = {name: each.detach() for name, each in read_model(folder).named_parameters()}
+    except ConfigError as error:
+        raise CheckpointError(f"{error.problem}; {remedy(folder)}") from error
+    must_match(folder, shapes_of(weights), shapes_of(parameters))
+    return weights

@@ -8,49 +8,63 @@ sum that the step divides by the same count as the policy's.
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import Linear
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import SavedState
-from tailrace.trainer.model import DTYPES, hidden_states, read_model
+from tailrace.trainer.fsdp import DTYPES, blocks, recompute_activations, shard
+from tailrace.trainer.launch import Ranks
+from tailrace.trainer.model import hidden_states, read_model, read_shape
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
+
+
+class Values(nn.Module):
+    """The computation from packed tokens to values: what FSDP sees as the root of the critic."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        self.head = nn.Linear(model.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        hidden = hidden_states(self.model, batch, self.dtype)
+        values: Tensor = self.head(hidden.to(self.head.weight.dtype)).float()
+        return values[:, 0].clone()  # FSDP's hooks would be lost with a view
 
 
 class Critic:
     """Predicts the return from each token on. It begins with the weights of the policy's Hugging Face folder
     and a head of zeros, so its first predictions are 0."""
 
-    def __init__(self, path: Path, settings: TrainerSettings) -> None:
-        model: PreTrainedModel = read_model(path).base_model
-        device = torch.device(settings.device)
+    def __init__(self, path: Path, settings: TrainerSettings, ranks: Ranks) -> None:
+        source = read_model(path) if ranks.rank == 0 else read_shape(path)
+        model: PreTrainedModel = source.base_model
         model.set_attn_implementation(PACKED)
-        self._model = model.to(device).eval()
-        self._head = Linear(model.config.hidden_size, 1, device=device)
-        torch.nn.init.zeros_(self._head.weight)
-        torch.nn.init.zeros_(self._head.bias)
-        self._dtype = DTYPES[settings.dtype]
+        self._values = Values(model, DTYPES[settings.dtype]).eval()
+        if settings.activation_checkpointing:
+            recompute_activations(blocks(model))
+        if ranks.mesh is None:
+            self._values.to(settings.device)
+        else:
+            shard(self._values, model, ranks.mesh, settings)
         own = settings.model_copy(update={"learning_rate": settings.critic_learning_rate})
         self.optimizer = Optimizer(self.parameters(), own)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Predict the return before each completion token: [C] float32, differentiable."""
-        values: Tensor = self._head(hidden_states(self._model, batch, self._dtype).float())
-        return values[:, 0]
+        """Predict the return before each completion token: [C] float32, differentiable. All ranks of a
+        replica compute at the same time."""
+        values: Tensor = self._values(batch)
+        return values
 
     def parameters(self) -> dict[str, Tensor]:
-        model = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
-        return model | {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
-
-    def state(self) -> SavedState:
-        """Weights and optimizer state, for a checkpoint."""
-        weights = {name: parameter.detach() for name, parameter in self.parameters().items()}
-        return SavedState(self.optimizer.state(), weights)
+        """Those of a sharded critic are DTensors."""
+        return dict(self._values.named_parameters())
 
 
 def token_advantages(values: Tensor, batch: MicroBatch, settings: AlgorithmSettings) -> Tensor:

@@ -50,18 +50,32 @@ class ForwardBackward:
             weights_published: whether the current weights are those of the last publication.
 
         Returns:
-            The statistics of each micro-batch.
+            The statistics of each micro-batch of this rank.
         """
         statistics = []
         for with_gradient in (True, False):
             chosen = [sample for sample in samples if self._has_gradient(sample) is with_gradient]
-            for batch in self.policy.micro_batches(chosen, self.max_tokens_per_microbatch):
+            for batch in self.policy.own_micro_batches(chosen, self.max_tokens_per_microbatch):
+                if batch.is_filler:
+                    self._fill(batch, with_gradient)
+                    continue
                 with torch.set_grad_enabled(with_gradient):
                     loss, batch_sums = self._loss(batch, weights_published)
                 if with_gradient:
                     loss.backward()  # type: ignore[no-untyped-call]
                 statistics.append(batch_sums)
         return statistics
+
+    def _fill(self, batch: MicroBatch, with_gradient: bool) -> None:
+        """Make the passes of `run` with a gradient of zero, because other ranks make them."""
+        with torch.set_grad_enabled(with_gradient):
+            if self.critic:
+                (self.critic.values(batch).sum() * 0).backward()  # type: ignore[no-untyped-call]
+            if self.published:
+                self.published.logprobs(batch)
+            logprobs = self.policy.logprobs(batch).logprobs
+        if with_gradient:
+            (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
 
     def _has_gradient(self, sample: TrainingSample) -> bool:
         return sample.advantage != 0.0 or self.algorithm.learns_without_advantage

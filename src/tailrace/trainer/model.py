@@ -9,19 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from tailrace.errors import ConfigError
 from tailrace.model_folder import folder_error, weights_defect
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.fsdp import DTYPES, blocks, recompute_activations, shard
+from tailrace.trainer.launch import Ranks
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
-from tailrace.trainer.packing import MicroBatch, pack
+from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_model(folder: Path) -> PreTrainedModel:
@@ -47,6 +48,22 @@ def read_model(folder: Path) -> PreTrainedModel:
         names = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         problem = f"does not fit the weights: {len(wrong)} are missing or have another shape ({names})"
         raise folder_error(folder, f"{folder / 'config.json'} {problem}")
+    return model
+
+
+def read_shape(folder: Path) -> PreTrainedModel:
+    """Make the model of a folder without its weights. Their memory is not touched.
+
+    Raises:
+        ConfigError: config.json is missing or describes no model.
+    """
+    try:
+        with no_init_weights():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # as above
+        raise folder_error(folder, _defect(folder, error)) from error
+    model.tie_weights()
     return model
 
 
@@ -82,59 +99,99 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
     return hidden[batch.predictors]
 
 
+class LogProbs(nn.Module):
+    """The computation from packed tokens to log-probs: what FSDP sees as the root of the model."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.temperature, self.dtype = model, temperature, dtype
+
+    def forward(self, batch: MicroBatch) -> TokenLogProbs:
+        head = self.model.get_output_embeddings()
+        found = token_logprobs(
+            hidden_states(self.model.base_model, batch, self.dtype),
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=self.temperature,
+            dtype=self.dtype,
+        )
+        return found._replace(logprobs=found.logprobs.clone())  # FSDP's hooks would be lost with a view
+
+
 class PolicyModel:
     """Computes log-probs of completion tokens under the current weights.
 
     Args:
-        model: with its head, in float32.
-        dtype: precision of the computation.
+        model: with its head, in float32, on the CPU. With a sharded model only rank 0 needs its weights.
 
     Raises:
         ConfigError: the architecture cannot run packed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        settings: TrainerSettings,
+        *,
+        temperature: float,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model = model.to(device).eval()
-        self.temperature, self.device, self._dtype = temperature, device, dtype
-        self._parameters = dict(self.model.named_parameters())
-        if not self._runs_packed():
+        self.model = model.eval()
+        self.device, self._ranks = torch.device(settings.device), ranks or Ranks()
+        self._logprobs = LogProbs(model, temperature, DTYPES[settings.dtype])
+        mesh = self._ranks.mesh
+        if mesh is None:
+            model.to(self.device)
+        if self._ranks.rank == 0 and not self._runs_packed():
             raise ConfigError(
                 "model.path",
                 model.config.name_or_path,
                 f"an architecture of type {model.config.model_type!r} does not run packed",
                 "choose one of the Llama or Qwen kind",
             )
+        model.set_attn_implementation(PACKED)
+        if settings.activation_checkpointing:
+            recompute_activations(blocks(model))
+        if mesh is not None:
+            shard(self._logprobs, model, mesh, settings)
+        self._parameters = dict(self.model.named_parameters())
 
     @classmethod
-    def load(cls, path: Path, settings: TrainerSettings, *, temperature: float) -> "PolicyModel":
+    def load(
+        cls, path: Path, settings: TrainerSettings, *, temperature: float, ranks: Ranks | None = None
+    ) -> "PolicyModel":
         """Load a Hugging Face folder.
+
+        Args:
+            ranks: the processes over which it is sharded; None: this process has the whole model.
 
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        return cls(read_model(path), temperature=temperature, device=device, dtype=dtype)
+        model = read_model(path) if ranks is None or ranks.rank == 0 else read_shape(path)
+        return cls(model, settings, temperature=temperature, ranks=ranks)
 
     def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
         """Pack all samples with a completion into micro-batches of at most `max_tokens` input tokens."""
         return [MicroBatch.of(bin, self.device) for bin in pack(samples, max_tokens)]
 
+    def own_micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
+        """As `micro_batches`, but those of this rank, and fillers."""
+        rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
+        bins = share(samples, max_tokens, rank=rank, num_ranks=num_ranks)
+        device = self.device
+        return [MicroBatch.of(bin, device) if bin else MicroBatch.filler(device) for bin in bins]
+
     def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
-        """Compute log-probs and entropies of the batch's completion tokens: [C] each."""
-        head = self.model.get_output_embeddings()
-        return token_logprobs(
-            hidden_states(self.model.base_model, batch, self._dtype),
-            head.weight,
-            head.bias,
-            batch.targets,
-            temperature=self.temperature,
-            dtype=self._dtype,
-        )
+        """Compute log-probs and entropies of the batch's completion tokens: [C] each. All ranks of a replica
+        compute at the same time, each its own batch."""
+        found: TokenLogProbs = self._logprobs(batch)
+        return found
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their Hugging Face names. Tied parameters occur once."""
+        """The parameters by their Hugging Face names. Tied parameters occur once. Those of a sharded model
+        are DTensors."""
         return self._parameters
 
     @torch.no_grad()
@@ -151,15 +208,15 @@ class PolicyModel:
         alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
         self.model.set_attn_implementation(PACKED)
         try:
-            packed = self.logprobs(MicroBatch.of(samples, self.device)).logprobs
+            packed = self.logprobs(MicroBatch.of(samples, self.model.device)).logprobs
         except NotImplementedError:
             return False
-        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
+        tolerance = 1e-3 if self._logprobs.dtype == torch.float32 else 0.1
         return torch.allclose(alone, packed, atol=tolerance, rtol=tolerance)
 
     def _plain_logprobs(self, sample: TrainingSample) -> Tensor:
         """[num_tokens] by the model's own forward pass."""
-        ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.device)
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.model.device)
         logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
-        logp = (logits.float() / self.temperature).log_softmax(-1)
+        logp = (logits.float() / self._logprobs.temperature).log_softmax(-1)
         return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]

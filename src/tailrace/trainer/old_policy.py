@@ -11,6 +11,7 @@ micro-batch.
 import torch
 from torch import Tensor
 
+from tailrace.trainer.fsdp import local
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.packing import MicroBatch
 
@@ -21,7 +22,8 @@ class PublishedPolicy:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._weights: dict[str, Tensor] = {}
-        """The published weights; empty as long as they are the current ones."""
+        """The published weights, of a sharded model this rank's shards; empty as long as they are the current
+        ones."""
 
     def publish(self) -> None:
         """Declare the current weights the published ones."""
@@ -30,7 +32,7 @@ class PublishedPolicy:
     def keep(self) -> None:
         """Copy the published weights, if there is no copy yet. Called before each optimizer step."""
         if not self._weights:
-            self._weights = {name: p.detach().clone() for name, p in self._policy.parameters().items()}
+            self._weights = {name: local(p).clone() for name, p in self._policy.parameters().items()}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor | None:
@@ -44,5 +46,9 @@ class PublishedPolicy:
             self._swap()
 
     def _swap(self) -> None:
+        """Exchange the contents of current and published weights, of one parameter at a time."""
         for name, parameter in self._policy.parameters().items():
-            parameter.data, self._weights[name] = self._weights[name], parameter.data
+            ours, kept = local(parameter), self._weights[name]
+            current = ours.clone()
+            ours.copy_(kept)
+            kept.copy_(current)

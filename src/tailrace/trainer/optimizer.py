@@ -1,15 +1,19 @@
-"""AdamW on a sum of gradients, with linear warm-up and clipping by the global norm."""
+"""AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
+
+Of a sharded model each rank has a shard of every parameter, gradient and moment (fsdp.py).
+"""
 
 import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import OptimizerState
+from tailrace.trainer.fsdp import gather, local
+from tailrace.trainer.launch import Ranks
+from tailrace.trainer.state_files import OptimizerState
 
 
 class Optimizer:
@@ -44,11 +48,9 @@ class Optimizer:
         """The sum of gradients since the last step, by parameter."""
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
-    def all_reduce(self) -> None:
-        """Add up the gradients of all ranks."""
-        works = [dist.all_reduce(gradient, async_op=True) for gradient in self.gradients()]
-        for work in works:
-            work.wait()
+    def add_replicas(self, ranks: Ranks) -> None:
+        """Add up the gradients of all replicas."""
+        ranks.sum_over_replicas([local(gradient) for gradient in self.gradients()])
 
     def step(self, count: int) -> float:
         """Do one step on gradient / count and reset the gradient.
@@ -63,7 +65,7 @@ class Optimizer:
         gradients = self.gradients()
         for gradient in gradients:
             gradient.div_(count)
-        total_norm = get_total_norm(gradients)
+        total_norm = gather(get_total_norm(gradients))
         norm = float(total_norm)
         if math.isfinite(norm):
             self._num_updates += 1
@@ -84,7 +86,7 @@ class Optimizer:
         )
 
     def restore(self, state: OptimizerState) -> None:
-        """Continue from `state`, with a gradient of zero."""
+        """Continue from `state`, with a gradient of zero. Its moments become those of this optimizer."""
         self.num_steps, self._num_updates = state.num_steps, state.num_updates
         self._adamw.zero_grad(set_to_none=False)
         self._adamw.state.clear()
@@ -93,8 +95,8 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             self._adamw.state[parameter] = {
                 "step": torch.tensor(float(state.num_updates), device=parameter.device),
-                "exp_avg": state.first_moments[name].to(parameter.device, copy=True),
-                "exp_avg_sq": state.second_moments[name].to(parameter.device, copy=True),
+                "exp_avg": state.first_moments[name],
+                "exp_avg_sq": state.second_moments[name],
             }
 
     def _moments(self, which: str) -> dict[str, Tensor]:

@@ -4,10 +4,13 @@ The last token of a completion predicts nothing: it is a target and not an input
 
 Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
 only if it is a single sample; the result depends on the samples and their order only.
+
+The ranks of a sharded model compute side by side, a micro-batch each, and must all compute equally often. A
+rank that has none left computes a filler, which counts for nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +47,14 @@ class MicroBatch:
     """[N] float32"""
     num_tokens: Tensor
     """[N]: completion tokens of each sample. Their sum is C."""
+    is_filler: bool = False
+    """Computed only because other ranks compute a micro-batch."""
+
+    @classmethod
+    def filler(cls, device: torch.device) -> "MicroBatch":
+        """One prompt token and one completion token."""
+        sample = TrainingSample(SampleId(0, 0, 0), [0], [0], [0.0], 0.0, [0.0])
+        return replace(cls.of([sample], device), is_filler=True)
 
     @classmethod
     def of(cls, samples: Sequence[TrainingSample], device: torch.device) -> "MicroBatch":
@@ -96,3 +107,34 @@ def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[Traini
         bins[index].append(sample)
         free[index] -= length
     return bins
+
+
+def share(
+    samples: Sequence[TrainingSample], max_tokens: int, *, rank: int, num_ranks: int
+) -> list[list[TrainingSample]]:
+    """Divide samples into micro-batches, and return those of one rank. An empty one stands for a filler.
+
+    One rank has those of `pack`. With more ranks the tokens are divided evenly over as many rounds as `pack`
+    would need, if the limit allows that.
+    """
+    bins = pack(samples, max_tokens)
+    if num_ranks > 1:
+        num_bins = -(-len(bins) // num_ranks) * num_ranks
+        even = _divide_evenly(samples, num_bins)
+        if all(len(bin) == 1 or _num_tokens(bin) <= max_tokens for bin in even if bin):
+            bins = even
+        bins = sorted(bins, key=_num_tokens, reverse=True) + [[]] * (num_bins - len(bins))
+    return bins[rank::num_ranks]
+
+
+def _divide_evenly(samples: Sequence[TrainingSample], num_bins: int) -> list[list[TrainingSample]]:
+    """Put each sample with a completion, the longest first, into the bin with the fewest tokens."""
+    bins: list[list[TrainingSample]] = [[] for _ in range(num_bins)]
+    complete = [sample for sample in samples if sample.completion_ids]
+    for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
+        min(bins, key=_num_tokens).append(sample)
+    return bins
+
+
+def _num_tokens(bin: Sequence[TrainingSample]) -> int:
+    return sum(sample.num_input_tokens for sample in bin)

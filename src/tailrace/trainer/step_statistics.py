@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.launch import Ranks
 from tailrace.types import SampleId
 
 N = TypeVar("N", Tensor, float)
@@ -47,7 +47,8 @@ class StepTotals(NamedTuple):
 class StepStatistics:
     """Accumulates the sums of one step on the device, so that the host does not wait for them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.samples: list[SampleId] = []
         self.compute_s = 0.0
         self._totals = torch.zeros(NUM_SUMS + 3, dtype=torch.float64, device=device)
@@ -56,16 +57,17 @@ class StepStatistics:
     def add_unit(self, unit: Sequence[TrainingSample]) -> None:
         """Count the samples of a unit, including those with an empty completion."""
         self.samples += [sample.id for sample in unit]
-        self._totals[NUM_SUMS] += len(unit)
-        self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
+        if self._ranks.rank == 0:  # all ranks of a replica are given the same units
+            self._totals[NUM_SUMS] += len(unit)
+            self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
 
     def add_micro_batch(self, sums: TokenSums[Tensor]) -> None:
         self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
         self._totals[NUM_SUMS + 2] += 1
 
-    def all_reduce(self) -> None:
-        """Add the sums of all ranks. Samples and compute time stay those of this rank."""
-        dist.all_reduce(self._totals)
+    def add_others(self) -> None:
+        """Add the sums of all other processes. Samples and compute time stay those of this one."""
+        self._ranks.sum_over_all(self._totals)
 
     def totals(self) -> StepTotals:
         """Read the totals from the device."""

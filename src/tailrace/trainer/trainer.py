@@ -1,22 +1,21 @@
-"""The trainer of one rank.
+"""The trainer of one process, which may be one of several (launch.py).
 
     accumulate:  forward and backward (forward_backward.py) into a sum of gradients
-    step:        all-reduce the sums and their counts -> divide -> clip -> AdamW
+    step:        add the sums of the replicas and their counts -> divide -> clip -> AdamW
 
 The gradient is a sum, and its count is in the unit of the loss (samples or tokens). It is divided once, at
-`step`, by the count of the whole step; with several ranks by the sum of their counts: g = sum_r n_r gbar_r /
-sum_r n_r, never the mean of the ranks' means. Streaming a batch group by group therefore does not change the
-gradient, and ranks may have unequal shares or none. A critic is treated alike.
+`step`, by the count of the whole step; with several replicas by the sum of their counts: g = sum_r n_r
+gbar_r / sum_r n_r, never the mean of the replicas' means. Streaming a batch group by group therefore does not
+change the gradient, and replicas may have unequal shares or none. A critic is treated alike.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
@@ -25,18 +24,21 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.checkpoint import SavedState
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
+from tailrace.trainer.fsdp import gather
+from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.reference import TorchReference
+from tailrace.trainer.state_files import TrainerState
 from tailrace.trainer.step_statistics import StepStatistics
 
 
 class TorchTrainer:
-    """One rank, made by `load`. If torch.distributed is initialised, all ranks call `step` together."""
+    """One process, made by `load`. All ranks of a replica make the same calls in the same order. Replicas
+    make the same calls, but for `accumulate`."""
 
     def __init__(
         self,
@@ -45,10 +47,11 @@ class TorchTrainer:
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
         max_completion_tokens: int,
+        ranks: Ranks,
         *,
         tokenizer_from: Path,
     ) -> None:
-        self._policy, self._critic = policy, critic
+        self._policy, self._critic, self._ranks = policy, critic, ranks
         self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, tokenizer_from
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._max_tokens = settings.max_tokens_per_microbatch
@@ -56,7 +59,7 @@ class TorchTrainer:
             policy, critic, self._published, algorithm, self._max_tokens, max_completion_tokens
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
-        self._statistics = StepStatistics(policy.device)
+        self._statistics = StepStatistics(policy.device, ranks)
         self._waiting: list[TrainingSample] = []
         """Accumulated samples that are not computed yet."""
         self._weights_published = True
@@ -71,6 +74,7 @@ class TorchTrainer:
         *,
         temperature: float,
         max_completion_tokens: int,
+        ranks: Ranks | None = None,
     ) -> "TorchTrainer":
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Raises as
         `PolicyModel.load`.
@@ -78,10 +82,12 @@ class TorchTrainer:
         Args:
             path: the folder. Its tokenizer is copied to checkpoints.
             temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
+            ranks: the place of this process among several; None: it is alone.
         """
-        policy = PolicyModel.load(path, settings, temperature=temperature)
-        critic = Critic(path, settings) if algorithm.advantage == "gae" else None
-        return cls(policy, critic, settings, algorithm, max_completion_tokens, tokenizer_from=path)
+        ranks = ranks or Ranks()
+        policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
+        critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
+        return cls(policy, critic, settings, algorithm, max_completion_tokens, ranks, tokenizer_from=path)
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
         """Add the gradients of units to their sum, as `base.Trainer.accumulate`.
@@ -99,18 +105,17 @@ class TorchTrainer:
         """One optimizer step, as `base.Trainer.step`.
 
         Returns:
-            Statistics of all ranks, but for `samples` and `compute_s`, which are those of this rank.
+            Statistics of all processes, but for `samples` and `compute_s`, which are those of this one.
 
         Raises:
             ScheduleError: nothing was accumulated since the last step.
         """
         self._compute_waiting()
         started = time.perf_counter()
-        statistics, self._statistics = self._statistics, StepStatistics(self._policy.device)
-        if dist.is_initialized():
-            for optimizer in self._optimizers():
-                optimizer.all_reduce()
-            statistics.all_reduce()
+        statistics, self._statistics = self._statistics, StepStatistics(self._policy.device, self._ranks)
+        for optimizer in self._optimizers():
+            optimizer.add_replicas(self._ranks)
+        statistics.add_others()
         totals = statistics.totals()
         if totals.num_samples == 0:
             raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
@@ -146,61 +151,65 @@ class TorchTrainer:
     def ess(self, units: Sequence[Sequence[TrainingSample]]) -> float:
         """Compute the effective sample size of the units' tokens under the current weights (algo/ess.py).
 
-        Its time counts as compute of the step that it guards. Each rank answers for its own units.
+        Its time counts as compute of the step that it guards. Each replica answers for its own units.
         """
         started = time.perf_counter()
-        weights = squares = 0.0
-        num_tokens = 0
+        totals = torch.zeros(3, dtype=torch.float64, device=self._policy.device)
         samples = list(chain.from_iterable(units))
-        for batch in self._policy.micro_batches(samples, self._max_tokens):
+        for batch in self._policy.own_micro_batches(samples, self._max_tokens):
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
-            weights, squares = weights + float(sums.weights), squares + float(sums.squares)
-            num_tokens += len(batch.targets)
+            if not batch.is_filler:
+                totals += torch.stack([*sums, sums.weights.new_tensor(len(batch.targets))])
+        self._ranks.sum_over_ranks(totals)
+        weights, squares, num_tokens = totals.tolist()
         self._statistics.compute_s += time.perf_counter() - started
-        return effective_sample_size(weights, squares, num_tokens)
+        return effective_sample_size(weights, squares, int(num_tokens))
 
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
-    def state(self) -> Mapping[str, Tensor]:
-        """The current weights by their Hugging Face names, tied ones once. They are not copies."""
-        return {name: parameter.detach() for name, parameter in self._policy.parameters().items()}
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The current weights with their Hugging Face names, tied ones once, one after another. They are
+        copies only if they are sharded; all ranks of the replica must then take them."""
+        for name, parameter in self._policy.parameters().items():
+            yield name, gather(parameter)
 
-    def publish(self) -> Mapping[str, Tensor]:
-        """Declare the current weights the published ones, and return them as `state`."""
+    def publish(self) -> Iterator[tuple[str, Tensor]]:
+        """Declare the current weights the published ones, and return them as `weights`."""
         if not self._weights_published:
             self._compute_waiting()  # samples accumulated before have the old policy of then
         if self._published:
             self._published.publish()
         self._weights_published = True
-        return self.state()
+        return self.weights()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint without the accumulated gradients; raises as `checkpoint.write`."""
-        states = {"cpu": torch.get_rng_state()}
+        random = {"cpu": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
-        critic = self._critic.state() if self._critic else None
-        state = SavedState(self._optimizer.state(), states)
-        checkpoint.write(folder, self._policy.model, state, critic, self._tokenizer_from)
+            random["cuda"] = torch.cuda.get_rng_state(self._policy.device)
+        critic = self._critic.optimizer.state() if self._critic else None
+        values = self._critic.parameters() if self._critic else {}
+        state = TrainerState(self._optimizer.state(), critic, values, random)
+        checkpoint.write(folder, self._policy.model, self.weights(), state, self._tokenizer_from, self._ranks)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
         discarded. Raises as `checkpoint.read`."""
         parameters = self._critic.parameters() if self._critic else None
-        state, critic = checkpoint.read(folder, self._policy.model, parameters)
-        self._optimizer.restore(state.optimizer)
-        if self._critic and critic:
-            self._critic.optimizer.restore(critic.optimizer)
+        state = checkpoint.read(folder, self._policy.model, parameters, self._ranks)
+        self._optimizer.restore(state.policy)
+        if self._critic and state.critic:
+            self._critic.optimizer.restore(state.critic)
         if self._published:
             self._published.publish()
         self._weights_published = True
-        self._statistics = StepStatistics(self._policy.device)
+        self._statistics = StepStatistics(self._policy.device, self._ranks)
         self._waiting.clear()
-        torch.set_rng_state(state.tensors["cpu"])
-        if "cuda" in state.tensors and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state.tensors["cuda"], self._policy.device)
+        torch.set_rng_state(state.random["cpu"])
+        if "cuda" in state.random and self._policy.device.type == "cuda":
+            torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
 
     def _compute_waiting(self) -> None:
         started = time.perf_counter()

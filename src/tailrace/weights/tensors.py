@@ -1,6 +1,6 @@
 """Tensors and their manifest; the size of a change between two publications."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +23,19 @@ class Publisher:
     """Publishes a trainer's weights in the engines' type.
 
     Args:
-        tensors: the initial weights.
+        tensors: the initial weights with their names.
     """
 
-    def __init__(self, sender: WeightSender, dtype: DTYPE, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, sender: WeightSender, dtype: DTYPE, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._sender, self._dtype = sender, getattr(torch, dtype)
         self._last = {
-            name: tensor.detach().reshape(-1).to("cpu", torch.bfloat16, copy=True)
-            for name, tensor in tensors.items()
+            name: tensor.detach().reshape(-1).to("cpu", torch.bfloat16, copy=True) for name, tensor in tensors
         }
         """The newest publication in bfloat16, flat."""
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """Copy tensors to the host and publish them, as `WeightSender.publish`."""
-        host = {name: tensor.detach().to("cpu", self._dtype) for name, tensor in tensors.items()}
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Weights:
+        """Copy tensors to the host, one after another, and publish them, as `WeightSender.publish`."""
+        host = {name: tensor.detach().to("cpu", self._dtype) for name, tensor in tensors}
         weights = self._sender.publish(host, version)
         return Weights(version, weights.location, weights.tensors, self._changed(host))
 

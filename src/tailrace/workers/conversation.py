@@ -29,6 +29,8 @@ class Conversation:
         self._answers: deque[asyncio.Future[msgspec.Struct]] = deque()
         self._words = asyncio.get_running_loop().create_future()
         """How the worker ended."""
+        self._fault = ""
+        """What the worker was aborted for."""
         self._cause: Exception | None = None
         """The defect of a message for which the worker was ended."""
 
@@ -120,6 +122,15 @@ class Conversation:
         """End the worker at once."""
         raise NotImplementedError
 
+    def abort(self, fault: str) -> None:
+        """End the worker at once because of a fault. Its log gets the stack of each thread, where it can.
+
+        Args:
+            fault: what the worker did, to follow its name.
+        """
+        self._fault = fault
+        self.kill()
+
     async def close(self) -> None:
         """Let the worker end."""
         raise NotImplementedError
@@ -130,7 +141,7 @@ class Conversation:
     def _ended(self, words: str) -> None:
         """The worker has ended: every open question fails."""
         if not self._words.done():
-            self._words.set_result(words)
+            self._words.set_result(f"{self.name} {self._fault}; {words}" if self._fault else words)
         for future in list(self._open):
             if not future.done():
                 self._fail(future)

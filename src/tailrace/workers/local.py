@@ -28,7 +28,7 @@ from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.spawner import LocalSpawner, Spawner
-from tailrace.workers.trainer import RemoteTrainer
+from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,9 @@ async def open_local(
     scorer_job = ScorerJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
-        remote_trainer = await start(RemoteTrainer, "trainer", trainer_job, devices.trainer[0])
+        ranks = zip(processes_of(trainer_job), devices.trainer, strict=True)
+        processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
+        remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
             longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
             http_engines = HttpEngines(

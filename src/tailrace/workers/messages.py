@@ -77,6 +77,21 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    replica: int = 0
+    rank: int = 0
+    """Of this process among those of its replica."""
+    host: str = "127.0.0.1"
+    """The address of its host under which the other processes of the trainer reach it."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process has no need of torch.distributed."""
+        return self.trainer.ranks * self.trainer.replicas == 1 and not self.trainer.cpu_offload
+
+    @property
+    def listens(self) -> bool:
+        """Whether the other processes find one another through this one."""
+        return self.replica == self.rank == 0
 
     def folders(self) -> Mapping[str, Path]:
         """As Job.folders."""
@@ -85,9 +100,9 @@ class TrainerJob(Job):
     def at(self, address: str) -> Self:
         """As Job.at. A process group whose host is left at its default listens on that address."""
         weights = self.weights
-        if not isinstance(weights, ProcessGroupSettings) or "host" in weights.model_fields_set:
-            return self
-        return self.model_copy(update={"weights": weights.model_copy(update={"host": address})})
+        if isinstance(weights, ProcessGroupSettings) and "host" not in weights.model_fields_set:
+            weights = weights.model_copy(update={"host": address})
+        return self.model_copy(update={"weights": weights, "host": address})
 
 
 class ReferenceJob(Job):
@@ -240,6 +255,27 @@ class Restore(msgspec.Struct, tag=True):
     folder: str
 
 
+class Listening(msgspec.Struct, tag=True):
+    """The other processes of the trainer find one another at this address. Unasked, before Ready."""
+
+    host: str
+    port: int
+
+
+class Join(msgspec.Struct, tag=True):
+    """The address of a Listening. Not answered."""
+
+    host: str
+    port: int
+
+
+class Stranded(msgspec.Struct, tag=True):
+    """A collective of the trainer's processes failed: another one has ended, or did not take part in time.
+    The process does nothing more. Unasked."""
+
+    error: str
+
+
 class Stepped(msgspec.Struct, tag=True):
     stats: StepStats
 
@@ -267,8 +303,8 @@ class Referred(msgspec.Struct, tag=True):
     """[num_tokens]"""
 
 
-ToTrainer = Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | EssOf | Referred | Done | Stepped | Published | Sent
+ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent
 
 
 FromReference = Ready | Refused | Referred

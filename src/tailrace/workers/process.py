@@ -105,6 +105,13 @@ class WorkerProcess(Conversation):
         if not self._words.done():
             kill_group(self.pid)
 
+    def abort(self, fault: str) -> None:
+        """As Conversation.abort."""
+        self._fault = fault
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes the stacks
+            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
+
     async def close(self) -> None:
         """Let the process end, and kill it if it does not within CLOSE_S."""
         self._channel.finish()

@@ -60,6 +60,10 @@ class RayWorker(Conversation):
         """As Conversation.kill_group."""
         self._actor.kill_group.remote(leader)
 
+    def abort(self, fault: str) -> None:
+        """As Conversation.abort."""
+        self._actor.abort.remote(fault)
+
     def kill(self) -> None:
         """Kill the actor, and the worker with it."""
         ray.kill(self._actor)

@@ -1,26 +1,35 @@
-"""The controller's side of the trainer process. Samples are sent to it; weights never come here."""
+"""The controller's side of the trainer's processes. Samples are sent to them; weights never come here.
+
+Every message goes to all processes that it concerns: the ranks of one replica get the same messages in the
+same order. Rank 0 of replica 0 publishes the weights and sends them.
+"""
 
 import asyncio
 import itertools
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from tailrace.errors import TransferFailed
+from tailrace.errors import TransferFailed, WorkerDied
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import Link, Weights
 from tailrace.workers import messages
-from tailrace.workers.conversation import Conversation
+from tailrace.workers.conversation import Answer, Conversation
 from tailrace.workers.messages import Done, FromTrainer, TrainerJob
 from tailrace.workers.remote import RemoteWorker
 
+BLAME_S = 2.0
+"""Seconds after the first failed collective in which a process may end and show why."""
 
-class RemoteTrainer(RemoteWorker[TrainerJob]):
-    """A Trainer (trainer/base.py) in its own process."""
+
+class TrainerProcess(RemoteWorker[TrainerJob]):
+    """One process of the trainer."""
 
     module = "tailrace.workers.trainer_child"
     decoder = msgspec.msgpack.Decoder(FromTrainer)
@@ -29,31 +38,10 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
     def __init__(self, process: Conversation, job: TrainerJob) -> None:
         super().__init__(process, job)
         process.on_message = self._on_message
+        self.listening: asyncio.Future[messages.Listening] = process.promise()
+        self.stranded: asyncio.Future[messages.Stranded] = process.promise()
         self._numbers = itertools.count()
         self._sending: dict[int, asyncio.Future[str | None]] = {}
-
-    async def accumulate(
-        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
-    ) -> None:
-        """As Trainer.accumulate."""
-        await self.process.ask(messages.Accumulate(_training_samples(units, version)), Done)
-
-    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        """As Trainer.ess."""
-        return (await self.process.ask(messages.Ess(_training_samples(units, version)), messages.EssOf)).share
-
-    async def logprobs(self, sample: Sample) -> list[float]:
-        """The log-probs of a sample's completion tokens under the current weights, at the sampling
-        temperature."""
-        return (await self.process.ask(messages.Refer(TrainingSample.of(sample)), messages.Referred)).logprobs
-
-    async def step(self) -> StepStats:
-        """As Trainer.step.
-
-        Raises:
-            ScheduleError: nothing was accumulated.
-        """
-        return (await self.process.ask(messages.Step(), messages.Stepped)).stats
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish, by the configured transport."""
@@ -79,14 +67,6 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
         if failure is not None:
             raise TransferFailed(failure)
 
-    async def save(self, folder: Path) -> None:
-        """As Trainer.save."""
-        await self.process.ask(messages.Save(str(folder)), Done)
-
-    async def restore(self, folder: Path) -> None:
-        """As Trainer.restore. The engines get the weights with the next publication."""
-        await self.process.ask(messages.Restore(str(folder)), Done)
-
     async def close(self) -> None:
         """End the process and remove the published weights."""
         try:
@@ -97,10 +77,158 @@ class RemoteTrainer(RemoteWorker[TrainerJob]):
                 shutil.rmtree(Path(self._published.location).parent, ignore_errors=True)
 
     def _on_message(self, message: msgspec.Struct) -> None:
-        if not isinstance(message, messages.Sent):
-            self.process.answer(message)
-        elif (sent := self._sending.get(message.number)) is not None and not sent.done():
-            sent.set_result(message.failure)
+        match message:
+            case messages.Sent(number=number, failure=failure):
+                if (sent := self._sending.get(number)) is not None and not sent.done():
+                    sent.set_result(failure)
+            case messages.Listening():
+                self.listening.set_result(message)
+            case messages.Stranded():
+                self.stranded.set_result(message)
+            case _:
+                self.process.answer(message)
+
+
+def processes_of(job: TrainerJob) -> list[tuple[str, TrainerJob]]:
+    """Return the name and the job of each process of a trainer, replica by replica, rank by rank."""
+    replicas, ranks = job.trainer.replicas, job.trainer.ranks
+    if replicas * ranks == 1:
+        return [("trainer", job)]
+    return [
+        (f"trainer-{replica}-{rank}", job.model_copy(update={"replica": replica, "rank": rank}))
+        for replica in range(replicas)
+        for rank in range(ranks)
+    ]
+
+
+class RemoteTrainer:
+    """A Trainer (trainer/base.py) of one or several processes.
+
+    Args:
+        processes: replica by replica, rank by rank, as `processes_of`. They may still be starting.
+    """
+
+    def __init__(self, processes: Sequence[TrainerProcess]) -> None:
+        self.processes = tuple(processes)
+        self._first = processes[0]
+        settings = self._first.job.trainer
+        self._replicas = [
+            self.processes[start : start + settings.ranks]
+            for start in range(0, len(processes), settings.ranks)
+        ]
+        self._given = [0] * settings.replicas
+        """Tokens that each replica was given since the last step."""
+        self._first.listening.add_done_callback(self._let_join)
+        for each in processes:
+            each.stranded.add_done_callback(self._find_missing)
+
+    async def ready(self) -> None:
+        """Wait until all processes have loaded the model. Raises as RemoteWorker.ready."""
+        await asyncio.gather(*(each.ready() for each in self.processes))
+
+    async def accumulate(
+        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+    ) -> None:
+        """As Trainer.accumulate. Without a replica, each unit goes to the one with the fewest tokens since
+        the last step, the largest unit first."""
+        shares = self._divide(units, replica)
+        await asyncio.gather(
+            *(
+                self._ask(number, messages.Accumulate(_training_samples(share, version)), Done)
+                for number, share in enumerate(shares)
+                if share
+            )
+        )
+
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
+        """As Trainer.ess, by replica 0."""
+        message = messages.Ess(_training_samples(units, version))
+        return (await self._ask(0, message, messages.EssOf))[0].share
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """The log-probs of a sample's completion tokens under the current weights, at the sampling
+        temperature."""
+        message = messages.Refer(TrainingSample.of(sample))
+        return (await self._ask(0, message, messages.Referred))[0].logprobs
+
+    async def step(self) -> StepStats:
+        """As Trainer.step. `compute_s` is that of the slowest process.
+
+        Raises:
+            ScheduleError: nothing was accumulated.
+        """
+        self._given = [0] * len(self._given)
+        answers = await self._ask_all(messages.Step(), messages.Stepped)
+        firsts = [answer.stats for answer in answers[:: len(self._replicas[0])]]
+        samples = tuple(itertools.chain.from_iterable(stats.samples for stats in firsts))
+        compute_s = max(answer.stats.compute_s for answer in answers)
+        return replace(firsts[0], samples=samples, compute_s=compute_s)
+
+    async def publish(self, version: int) -> Weights:
+        """As Trainer.publish, by the configured transport."""
+        others = [each.process.ask(messages.Publish(version), Done) for each in self.processes[1:]]
+        weights, _ = await asyncio.gather(self._first.publish(version), asyncio.gather(*others))
+        return weights
+
+    async def send(self, weights: Weights, link: Link) -> None:
+        """As TrainerProcess.send."""
+        await self._first.send(weights, link)
+
+    async def save(self, folder: Path) -> None:
+        """As Trainer.save, by replica 0."""
+        await self._ask(0, messages.Save(str(folder)), Done)
+
+    async def restore(self, folder: Path) -> None:
+        """As Trainer.restore. The engines get the weights with the next publication."""
+        await self._ask_all(messages.Restore(str(folder)), Done)
+
+    async def close(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(each.close() for each in self.processes))
+
+    def _divide(self, units: Sequence[Sequence[Sample]], replica: int | None) -> list[list[Sequence[Sample]]]:
+        """The units of each replica, in their order."""
+        sizes = [sum(len(each.prompt.ids) + each.num_tokens for each in unit) for unit in units]
+        owners = [0] * len(units)
+        for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
+            owners[index] = self._given.index(min(self._given)) if replica is None else replica
+            self._given[owners[index]] += sizes[index]
+        return [
+            [unit for unit, owner in zip(units, owners, strict=True) if owner == number]
+            for number in range(len(self._given))
+        ]
+
+    async def _ask(self, replica: int, message: msgspec.Struct, kind: type[Answer]) -> list[Answer]:
+        """Ask the ranks of a replica."""
+        ranks = self._replicas[replica]
+        return await asyncio.gather(*(each.process.ask(message, kind) for each in ranks))
+
+    async def _ask_all(self, message: msgspec.Struct, kind: type[Answer]) -> list[Answer]:
+        return await asyncio.gather(*(each.process.ask(message, kind) for each in self.processes))
+
+    def _let_join(self, listening: "asyncio.Future[messages.Listening]") -> None:
+        """Tell the other processes where the first one listens."""
+        if listening.cancelled() or listening.exception():
+            return
+        address = listening.result()
+        for each in self.processes[1:]:
+            with suppress(WorkerDied):  # the run ends with it
+                each.process.send(messages.Join(address.host, address.port))
+
+    def _find_missing(self, stranded: "asyncio.Future[messages.Stranded]") -> None:
+        """A collective has failed. End the processes that did not take part, unless one ends by itself."""
+        if not stranded.cancelled() and not stranded.exception():
+            asyncio.get_running_loop().call_later(BLAME_S, self._end_missing)
+
+    def _end_missing(self) -> None:
+        if any(each.process.has_ended for each in self.processes):
+            return
+        limit = f"{self._first.job.trainer.collective_timeout_s:g} s (trainer.collective_timeout_s)"
+        missing = [each for each in self.processes if not each.stranded.done()]
+        for each in missing:
+            each.process.abort(f"did not take part in a collective within {limit}")
+        if not missing:
+            self._first.process.abort(f"failed in a collective: {self._first.stranded.result().error}")
 
 
 def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:

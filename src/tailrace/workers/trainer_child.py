@@ -1,12 +1,18 @@
-"""The trainer's process: executes one message after another, and sends weights beside them."""
+"""A process of the trainer: executes one message after another, and sends weights beside them."""
 
+import sys
 import threading
-from contextlib import closing
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
+from tailrace.trainer.launch import Ranks, is_lost_peer, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.base import WeightSender
 from tailrace.weights.tensors import Publisher
@@ -16,9 +22,15 @@ from tailrace.workers.channel import WorkerChannel, WorkerEnd
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
+Tensors = Iterable[tuple[str, Tensor]]
+Publish = Callable[[Tensors, int], FromTrainer]
 
-def execute(message: ToTrainer, trainer: TorchTrainer, publisher: Publisher) -> FromTrainer:
+
+def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> FromTrainer:
     """Execute a message and return its answer.
+
+    Args:
+        publish: publishes weights and returns the answer.
 
     Raises:
         CheckpointError: a checkpoint cannot be written or read.
@@ -34,7 +46,7 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publisher: Publisher) -> 
         case messages.Refer(sample=sample):
             return messages.Referred(trainer.logprobs(sample))
         case messages.Publish(version=version):
-            return messages.Published(publisher.publish(trainer.publish(), version))
+            return publish(trainer.publish(), version)
         case messages.Save(folder=folder):
             trainer.save(Path(folder))
         case messages.Restore(folder=folder):
@@ -64,8 +76,27 @@ def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
         serve_by(sender, job, channel)
 
 
-def serve_by(sender: WeightSender, job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
-    """As `serve`, with a transport."""
+def serve_by(sender: WeightSender | None, job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
+    """As `serve`, with a transport; None: another process of the trainer has it."""
+    received = iter(channel)
+    if job.is_alone:
+        serve_as(None, sender, job, channel, received)
+        return
+    with (
+        stranded_sent(channel),
+        joined(job.trainer, find_others(job, channel, received), replica=job.replica, rank=job.rank) as ranks,
+    ):
+        serve_as(ranks, sender, job, channel, received)
+
+
+def serve_as(
+    ranks: Ranks | None,
+    sender: WeightSender | None,
+    job: TrainerJob,
+    channel: WorkerEnd[ToTrainer],
+    received: Iterator[ToTrainer],
+) -> None:
+    """As `serve_by`, at a place among the trainer's processes; None: it is alone."""
     with config_errors_sent(channel):
         trainer = TorchTrainer.load(
             job.model,
@@ -73,23 +104,71 @@ def serve_by(sender: WeightSender, job: TrainerJob, channel: WorkerEnd[ToTrainer
             job.algorithm,
             temperature=job.sampling.temperature,
             max_completion_tokens=job.sampling.max_completion_tokens,
+            ranks=ranks,
         )
-    publisher = Publisher(sender, job.published_dtype, trainer.state())
+    publish = publish_by(sender, job, trainer)
     channel.send(Ready())
-    for message in channel:
+    for message in received:
         if isinstance(message, messages.Send):
+            assert sender is not None
             # What is sent is a copy, so the trainer may go on. The peer decides when a thread ends.
             threading.Thread(target=send, args=(message, sender, channel), daemon=True).start()
             continue
         try:
-            channel.send(execute(message, trainer, publisher))
+            channel.send(execute(message, trainer, publish))
         except (CheckpointError, ScheduleError) as error:
             channel.send(Refused.of(error))
+
+
+def publish_by(sender: WeightSender | None, job: TrainerJob, trainer: TorchTrainer) -> Publish:
+    """How this process publishes. Without a sender it only helps its replica to gather the weights."""
+    if sender is not None:
+        publisher = Publisher(sender, job.published_dtype, trainer.weights())
+        return lambda tensors, version: messages.Published(publisher.publish(tensors, version))
+
+    def help_to_gather(tensors: Tensors, version: int) -> FromTrainer:
+        if job.replica == 0:
+            for _ in tensors:
+                pass
+        return Done()
+
+    help_to_gather(trainer.weights(), 0)
+    return help_to_gather
+
+
+def find_others(job: TrainerJob, channel: WorkerEnd[ToTrainer], received: Iterator[ToTrainer]) -> TCPStore:
+    """Return the store through which the trainer's processes find one another."""
+    if job.listens:
+        store = listen(job.host)
+        channel.send(messages.Listening(job.host, store.port))
+        return store
+    for message in received:
+        assert isinstance(message, messages.Join), message
+        return TCPStore(message.host, message.port, is_master=False)
+    sys.exit()  # the controller has ended
+
+
+@contextmanager
+def stranded_sent(channel: WorkerEnd[ToTrainer]) -> Iterator[None]:
+    """Tell the controller when a collective fails, and wait for the end: the cause is in another process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        traceback.print_exc()
+        channel.send(messages.Stranded(str(error)))
+        for _ in channel:
+            pass
 
 
 def main() -> None:
     end, job = begin(TrainerJob)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
+    if not job.listens:
+        end_with_controller(end)
+        serve_by(None, job, channel)
+        return
     with closing(open_transport(job, channel)) as sender:
         end_with_controller(end, clean_up=sender.close)
         serve_by(sender, job, channel)

@@ -1,0 +1,181 @@
+"""The trainer's own state in safetensors files, by torch.distributed.checkpoint.
+
+Each rank writes what it has of each tensor. Any number of ranks can read the files: each reads the parts of
+its own shards.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tailrace.errors import CheckpointError
+from tailrace.trainer.launch import Ranks
+
+V = TypeVar("V")
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The state of an optimizer besides the parameters. AdamW's moments are empty before the first update.
+    Those of a sharded model are DTensors."""
+
+    num_steps: int
+    num_updates: int
+    """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
+    it."""
+    first_moments: Mapping[str, Tensor]
+    second_moments: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a checkpoint has besides the model."""
+
+    policy: OptimizerState
+    critic: OptimizerState | None
+    """None: the algorithm has no critic."""
+    critic_weights: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    """uint8 states of this process's generators, by device type."""
+
+
+def save(folder: Path, state: TrainerState, ranks: Ranks) -> None:
+    """Write a state. All ranks of a replica call it.
+
+    Raises:
+        CheckpointException: a rank could not write.
+    """
+    tensors = {f"random.{kind}.{ranks.rank}": each for kind, each in state.random.items()}
+    for owner, optimizer in (("policy", state.policy), ("critic", state.critic)):
+        if optimizer is None:
+            continue
+        if ranks.rank == 0:
+            tensors[f"{owner}.counts"] = torch.tensor([optimizer.num_steps, optimizer.num_updates])
+        tensors |= {f"{owner}.first.{name}": each for name, each in optimizer.first_moments.items()}
+        tensors |= {f"{owner}.second.{name}": each for name, each in optimizer.second_moments.items()}
+    tensors |= {f"critic.weight.{name}": each for name, each in state.critic_weights.items()}
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    group = ranks.mesh.get_group() if ranks.mesh else None
+    with _alone_on_purpose():
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def load(
+    folder: Path, parameters: Mapping[str, Tensor], critic: Mapping[str, Tensor] | None, ranks: Ranks
+) -> TrainerState:
+    """Read this rank's part of what `save` wrote.
+
+    Args:
+        parameters: of the policy. Moments are those of the ones that are trained.
+        critic: parameters of the critic; None: there is none.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the state belongs to another model.
+    """
+    try:
+        found = _shapes_in(folder)
+        wanted = _optimizer_tensors("policy", folder, found, parameters)
+        if critic is not None:
+            wanted |= _optimizer_tensors("critic", folder, found, critic)
+            wanted |= _like("critic.weight.", folder, found, critic)
+        num_saved = max(1, len(_section("random.cpu.", found)))
+        for kind in ("cpu", "cuda"):
+            if shape := found.get(name := f"random.{kind}.{ranks.rank % num_saved}"):
+                wanted[name] = torch.empty(shape, dtype=torch.uint8)
+        with _alone_on_purpose():
+            state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (OSError, SafetensorError, CheckpointException, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: not readable ({error}); {remedy(folder.parent)}") from error
+    return TrainerState(
+        _optimizer_state("policy", wanted),
+        _optimizer_state("critic", wanted) if critic is not None else None,
+        _section("critic.weight.", wanted),
+        {name.split(".")[0]: each for name, each in _section("random.", wanted).items()},
+    )
+
+
+def remedy(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def must_match(place: Path, found: Shapes, wanted: Shapes) -> None:
+    """Raises CheckpointError if the names or the shapes differ."""
+    for name in sorted(found.keys() | wanted.keys()):
+        ours, theirs = wanted.get(name, "absent"), found.get(name, "absent")
+        if ours != theirs:
+            raise CheckpointError(
+                f"{place}: it belongs to another model: {name} is {theirs}, here {ours}; "
+                "resume with the model that the run began with, or begin a new run"
+            )
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Without the warning that torch.distributed is not used."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors in the files.
+
+    Raises:
+        ValueError: a part of a tensor is missing.
+    """
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    shapes = {}
+    for name, info in metadata.items():
+        assert isinstance(info, TensorStorageMetadata)
+        if sum(math.prod(chunk.sizes) for chunk in info.chunks) != math.prod(info.size):
+            raise ValueError(f"a part of {name} is missing")
+        shapes[name] = tuple(info.size)
+    if "policy.counts" not in shapes:
+        raise ValueError("the file of rank 0 is missing")
+    return shapes
+
+
+def _optimizer_tensors(
+    owner: str, folder: Path, found: Shapes, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Empty tensors for the stored state of an optimizer."""
+    wanted = {f"{owner}.counts": torch.zeros(2, dtype=torch.int64)}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for prefix in (f"{owner}.first.", f"{owner}.second."):
+        if _section(prefix, found):
+            wanted |= _like(prefix, folder, found, trained)
+    return wanted
+
+
+def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Empty tensors of the parameters' shapes, which must be the stored ones."""
+    must_match(folder, _section(prefix, found), shapes_of(parameters))
+    return {prefix + name: torch.empty_like(each, requires_grad=False) for name, each in parameters.items()}
+
+
+def _optimizer_state(owner: str, tensors: Mapping[str, Tensor]) -> OptimizerState:
+    num_steps, num_updates = tensors[f"{owner}.counts"].tolist()
+    first, second = (_section(f"{owner}.{part}.", tensors) for part in ("first", "second"))
+    return OptimizerState(num_steps, num_updates, first, second)
+
+
+def _section(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
+    return {name.removeprefix(prefix): each for name, each in named.items() if name.startswith(prefix)}

@@ -1,0 +1,171 @@
+"""Several processes make the step of one: sharded models, replicas of them, and checkpoints across sizes.
+
+Four processes are started once. They join in one layout after another, and each layout runs its cases.
+"""
+
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from trainer_cases import VOCABULARY, make_torch_trainer, make_units
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tailrace.errors import CheckpointError, ScheduleError
+from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.launch import Ranks, joined, listen
+from tailrace.trainer.trainer import TorchTrainer
+
+HOST = "127.0.0.1"
+LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
+"""Ranks and replicas."""
+UNITS = make_units(6)
+CALLS = [
+    ([[0], [1, 2]], [[3]]),  # two calls of replica 0, and one of replica 1
+    ([[4]], []),  # replica 1 has nothing
+    ([], [[5]]),
+]
+"""The units of each step, by replica and call."""
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "token means": {},
+    "sample means": {"normalize": "sample_mean", "max_grad_norm": 1e-3},
+    "checkpointed, offloaded": {"activation_checkpointing": True, "cpu_offload": True},
+    "old policy": {"old_policy": "recomputed", "min_tokens_per_microbatch": 1},
+    "critic": {"advantage": "gae", "old_policy": "recomputed"},
+    "bfloat16": {"dtype": "bfloat16", "advantage": "gae"},
+    "experts": {},
+}
+"""Settings of the trainer or of the algorithm."""
+
+
+class Outcome(NamedTuple):
+    stats: list[StepStats]
+    ess: float
+    weights: dict[str, Tensor]
+
+
+def make(models: Mapping[str, Path], case: str, place: Ranks | None = None, **layout: int) -> TorchTrainer:
+    settings = {"max_tokens_per_microbatch": 48, "learning_rate": 1e-3, **CASES[case], **layout}
+    return make_torch_trainer(models["moe" if case == "experts" else "tied"], place=place, **settings)
+
+
+def run(trainer: TorchTrainer, replicas: list[int], folder: Path) -> Outcome:
+    """Three steps, of what these replicas are given; a checkpoint after the first one."""
+    stats = []
+    for step, shares in enumerate(CALLS):
+        for replica in replicas:
+            for call in shares[replica]:
+                trainer.accumulate([UNITS[index] for index in call])
+        stats.append(trainer.step())
+        if step == 0 and 0 in replicas:
+            trainer.save(folder)
+    ess = trainer.ess(UNITS[:2])
+    assert trainer.logprobs(UNITS[0][0]) == trainer.logprobs(UNITS[0][0])
+    return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.publish()})
+
+
+def work(number: int, ports: list[int], models: Mapping[str, Path], folder: Path) -> None:
+    torch.set_num_threads(1)
+    for port, (num_ranks, num_replicas) in zip(ports, LAYOUTS, strict=True):
+        if number >= num_ranks * num_replicas:
+            continue
+        replica, rank = divmod(number, num_ranks)
+        layout = {"ranks": num_ranks, "replicas": num_replicas}
+        settings = TrainerSettings(ranks=num_ranks, replicas=num_replicas, collective_timeout_s=20)
+        store = TCPStore(HOST, port, is_master=False)
+        outcomes = {}
+        with joined(settings, store, replica=replica, rank=rank) as ranks:
+            for case in CASES:
+                trainer = make(models, case, ranks, **layout)
+                own = [0, 1] if num_replicas == 1 else [replica]
+                outcomes[case] = run(trainer, own, folder / f"{num_ranks}x{num_replicas} {case}")
+            if num_replicas == 1:
+                trainer = make(models, "critic", ranks, **layout)
+                with pytest.raises(CheckpointError, match="nowhere is not a folder"):
+                    trainer.restore(folder / "nowhere")
+                with pytest.raises(ScheduleError, match="nothing was accumulated"):
+                    trainer.step()
+                outcomes["resumed"] = resume(trainer, folder / "alone critic")
+        torch.save(outcomes, folder / f"{num_ranks}x{num_replicas} {number}.pt")
+
+
+def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
+    trainer.restore(folder)
+    trainer.accumulate([UNITS[4]])
+    return Outcome([trainer.step()], 0.0, dict(trainer.publish()))
+
+
+@pytest.fixture(scope="module")
+def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with tied embeddings, and one of experts without."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    moe = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(moe)
+    (moe / "tokenizer.json").write_text("{}")
+    return {"tied": model_path, "moe": moe}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], folder: Path) -> dict[str, Outcome]:
+    return {case: run(make(models, case), [0, 1], folder / f"alone {case}") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def together(
+    models: dict[str, Path], alone: dict[str, Outcome], folder: Path
+) -> dict[tuple[int, int], list[dict[str, Outcome]]]:
+    """The outcomes of every process, by layout."""
+    stores = [listen(HOST) for _ in LAYOUTS]
+    context = multiprocessing.get_context("forkserver")  # torch is imported once for all four
+    context.set_forkserver_preload([__name__])
+    ports = [store.port for store in stores]
+    processes = [context.Process(target=work, args=(n, ports, models, folder)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    return {
+        (ranks, replicas): [
+            torch.load(folder / f"{ranks}x{replicas} {n}.pt", weights_only=False)
+            for n in range(ranks * replicas)
+        ]
+        for ranks, replicas in LAYOUTS
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_many_processes_make_the_steps_of_one(
+    together: dict[tuple[int, int], list[dict[str, Outcome]]],
+    alone: dict[str, Outcome],
+    layout: tuple[int, int],
+    case: str,
+) -> None:
+    wanted = alone[case]
+    tolerance = 3e-2 if case == "bfloat16" else 1e-5
+    for outcome in (outcomes[case] for outcomes in together[layout]):
+        for got, stats in zip(outcome.stats, wanted.stats, strict=True):
+            for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "ess", "value_loss"):
+                assert getattr(got, name) == pytest.approx(
+                    getattr(stats, name), rel=tolerance, abs=tolerance
+                ), name
+            assert (got.num_tokens, got.num_steps) == (stats.num_tokens, stats.num_steps)
+        assert outcome.ess == pytest.approx(wanted.ess, rel=tolerance)
+        assert outcome.weights.keys() == wanted.weights.keys()
+        for name, weight in outcome.weights.items():
+            torch.testing.assert_close(weight, wanted.weights[name], atol=tolerance, rtol=0, msg=name)
