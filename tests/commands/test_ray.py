@@ -102,14 +102,14 @@ def hangs_at_odd(prompt, completion):
 def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_there(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """With a reference model, and weights in files."""
+    """With a reference model, two ranks of the trainer, and weights in files."""
     config = write_small_run(tmp_path)
     (tmp_path / "beside.py").write_text(HANGS)
     (tmp_path / "rewards.py").write_text("from beside import hangs_at_odd\n")
     words = [
         *("--reward.function", f"{tmp_path / 'rewards.py'}:hangs_at_odd", "--reward.timeout_s", "0.5"),
         *("--weights.transport", "filesystem", "--algorithm.kl_coef", "0.05"),
-        *("--run.rounds", "2", "--run.eval_every", "0"),
+        *("--trainer.ranks", "2", "--run.rounds", "2", "--run.eval_every", "0"),
     ]
     folder = tmp_path / "out"
     done = subprocess.run(

@@ -23,9 +23,10 @@ from tailrace.weights.base import (
     WeightsSettings,
 )
 from tailrace.workers.base import BrokerSettings, LocalHostSettings, RayHostSettings, RoleResources
-from tailrace.workers.bundles import Bundles, plan_bundles
+from tailrace.workers.bundles import Bundles, plan_bundles, trainer_names
 from tailrace.workers.hosts import check_host, where_workers_run
 from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.trainer import processes_of
 
 RAY, STREAM = RayHostSettings(), ProcessGroupSettings()
 
@@ -46,6 +47,12 @@ def test_each_worker_of_a_run_is_a_bundle_of_its_role() -> None:
         Bundles("engine", ["engine-0", "engine-1"], {"GPU": 1, "fast": 0.5}),
         Bundles("reward", ["scorer-0"], {"CPU": 0.1}),
     ]
+
+
+def test_the_bundles_of_the_trainer_have_the_names_of_its_processes() -> None:
+    for settings in (TrainerSettings(), TrainerSettings(ranks=2), TrainerSettings(ranks=2, replicas=2)):
+        with_settings = job(STREAM).model_copy(update={"trainer": settings})
+        assert trainer_names(settings) == [name for name, _ in processes_of(with_settings)]
 
 
 def test_servers_that_somebody_else_runs_are_not_placed() -> None:
