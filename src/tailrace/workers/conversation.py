@@ -6,7 +6,7 @@ later question raises WorkerDied.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,8 +71,12 @@ class Conversation:
 
     async def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
         """Send a message and wait for its answer, as `answered`."""
+        return await self.asked(message, kind)
+
+    def asked(self, message: msgspec.Struct, kind: type[Answer]) -> Coroutine[Any, Any, Answer]:
+        """Send a message now, and return what waits for its answer, as `answered`."""
         self.send(message)
-        return await self.answered(self.next_answer(), kind, type(message).__name__)
+        return self.answered(self.next_answer(), kind, type(message).__name__)
 
     async def answered(self, answer: asyncio.Future[msgspec.Struct], kind: type[Answer], what: str) -> Answer:
         """Wait for an answer.

@@ -33,7 +33,8 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
 
     module = "tailrace.workers.trainer_child"
     decoder = msgspec.msgpack.Decoder(FromTrainer)
-    _published: Weights | None = None
+    published: Weights | None = None
+    """What it has published last."""
 
     def __init__(self, process: Conversation, job: TrainerJob) -> None:
         super().__init__(process, job)
@@ -42,12 +43,6 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
         self.stranded: asyncio.Future[messages.Stranded] = process.promise()
         self._numbers = itertools.count()
         self._sending: dict[int, asyncio.Future[str | None]] = {}
-
-    async def publish(self, version: int) -> Weights:
-        """As Trainer.publish, by the configured transport."""
-        answer = await self.process.ask(messages.Publish(version), messages.Published)
-        self._published = answer.weights
-        return answer.weights
 
     async def send(self, weights: Weights, link: Link) -> None:
         """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
@@ -73,8 +68,8 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
             await super().close()
         finally:
             # A process that was killed did not remove its folder.
-            if self._published is not None and self.job.weights.transport == "shared_memory":
-                shutil.rmtree(Path(self._published.location).parent, ignore_errors=True)
+            if self.published is not None and self.job.weights.transport == "shared_memory":
+                shutil.rmtree(Path(self.published.location).parent, ignore_errors=True)
 
     def _on_message(self, message: msgspec.Struct) -> None:
         match message:
@@ -131,11 +126,11 @@ class RemoteTrainer:
     ) -> None:
         """As Trainer.accumulate. Without a replica, each unit goes to the one with the fewest tokens since
         the last step, the largest unit first."""
-        shares = self._divide(units, replica)
+        shares = zip(self._replicas, self._divide(units, replica), strict=True)
         await asyncio.gather(
             *(
-                self._ask(number, messages.Accumulate(_training_samples(share, version)), Done)
-                for number, share in enumerate(shares)
+                _ask(ranks, messages.Accumulate(_training_samples(share, version)), Done)
+                for ranks, share in shares
                 if share
             )
         )
@@ -143,13 +138,13 @@ class RemoteTrainer:
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         """As Trainer.ess, by replica 0."""
         message = messages.Ess(_training_samples(units, version))
-        return (await self._ask(0, message, messages.EssOf))[0].share
+        return (await _ask(self._replicas[0], message, messages.EssOf))[0].share
 
     async def logprobs(self, sample: Sample) -> list[float]:
         """The log-probs of a sample's completion tokens under the current weights, at the sampling
         temperature."""
         message = messages.Refer(TrainingSample.of(sample))
-        return (await self._ask(0, message, messages.Referred))[0].logprobs
+        return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
 
     async def step(self) -> StepStats:
         """As Trainer.step. `compute_s` is that of the slowest process.
@@ -158,7 +153,7 @@ class RemoteTrainer:
             ScheduleError: nothing was accumulated.
         """
         self._given = [0] * len(self._given)
-        answers = await self._ask_all(messages.Step(), messages.Stepped)
+        answers = await _ask(self.processes, messages.Step(), messages.Stepped)
         firsts = [answer.stats for answer in answers[:: len(self._replicas[0])]]
         samples = tuple(itertools.chain.from_iterable(stats.samples for stats in firsts))
         compute_s = max(answer.stats.compute_s for answer in answers)
@@ -166,9 +161,9 @@ class RemoteTrainer:
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish, by the configured transport."""
-        others = [each.process.ask(messages.Publish(version), Done) for each in self.processes[1:]]
-        weights, _ = await asyncio.gather(self._first.publish(version), asyncio.gather(*others))
-        return weights
+        answers = await _ask(self.processes, messages.Publish(version), messages.Published)
+        self._first.published = answers[0].weights
+        return answers[0].weights
 
     async def send(self, weights: Weights, link: Link) -> None:
         """As TrainerProcess.send."""
@@ -176,11 +171,11 @@ class RemoteTrainer:
 
     async def save(self, folder: Path) -> None:
         """As Trainer.save, by replica 0."""
-        await self._ask(0, messages.Save(str(folder)), Done)
+        await _ask(self._replicas[0], messages.Save(str(folder)), Done)
 
     async def restore(self, folder: Path) -> None:
         """As Trainer.restore. The engines get the weights with the next publication."""
-        await self._ask_all(messages.Restore(str(folder)), Done)
+        await _ask(self.processes, messages.Restore(str(folder)), Done)
 
     async def close(self) -> None:
         """End all processes."""
@@ -197,14 +192,6 @@ class RemoteTrainer:
             [unit for unit, owner in zip(units, owners, strict=True) if owner == number]
             for number in range(len(self._given))
         ]
-
-    async def _ask(self, replica: int, message: msgspec.Struct, kind: type[Answer]) -> list[Answer]:
-        """Ask the ranks of a replica."""
-        ranks = self._replicas[replica]
-        return await asyncio.gather(*(each.process.ask(message, kind) for each in ranks))
-
-    async def _ask_all(self, message: msgspec.Struct, kind: type[Answer]) -> list[Answer]:
-        return await asyncio.gather(*(each.process.ask(message, kind) for each in self.processes))
 
     def _let_join(self, listening: "asyncio.Future[messages.Listening]") -> None:
         """Tell the other processes where the first one listens."""
@@ -229,6 +216,13 @@ class RemoteTrainer:
             each.process.abort(f"did not take part in a collective within {limit}")
         if not missing:
             self._first.process.abort(f"failed in a collective: {self._first.stranded.result().error}")
+
+
+def _ask(
+    processes: Sequence[TrainerProcess], message: msgspec.Struct, kind: type[Answer]
+) -> "asyncio.Future[list[Answer]]":
+    """Ask processes now, so that all of them are asked everything in one order."""
+    return asyncio.gather(*[each.process.asked(message, kind) for each in processes])
 
 
 def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:

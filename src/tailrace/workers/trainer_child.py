@@ -1,5 +1,6 @@
 """A process of the trainer: executes one message after another, and sends weights beside them."""
 
+import os
 import sys
 import threading
 import traceback
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
 from tailrace.trainer.launch import Ranks, is_lost_peer, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
-from tailrace.weights.base import WeightSender
+from tailrace.weights.base import Weights, WeightSender
 from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
@@ -82,11 +83,11 @@ def serve_by(sender: WeightSender | None, job: TrainerJob, channel: WorkerEnd[To
     if job.is_alone:
         serve_as(None, sender, job, channel, received)
         return
-    with (
-        stranded_sent(channel),
-        joined(job.trainer, find_others(job, channel, received), replica=job.replica, rank=job.rank) as ranks,
-    ):
-        serve_as(ranks, sender, job, channel, received)
+    with failures_told_apart(channel):
+        store = find_others(job, channel, received)
+        place = joined(job.trainer, store, replica=job.replica, rank=job.rank)
+        with place as ranks, failures_told_apart(channel):
+            serve_as(ranks, sender, job, channel, received)
 
 
 def serve_as(
@@ -130,7 +131,7 @@ def publish_by(sender: WeightSender | None, job: TrainerJob, trainer: TorchTrain
         if job.replica == 0:
             for _ in tensors:
                 pass
-        return Done()
+        return messages.Published(Weights(version))
 
     help_to_gather(trainer.weights(), 0)
     return help_to_gather
@@ -149,14 +150,15 @@ def find_others(job: TrainerJob, channel: WorkerEnd[ToTrainer], received: Iterat
 
 
 @contextmanager
-def stranded_sent(channel: WorkerEnd[ToTrainer]) -> Iterator[None]:
-    """Tell the controller when a collective fails, and wait for the end: the cause is in another process."""
+def failures_told_apart(channel: WorkerEnd[ToTrainer]) -> Iterator[None]:
+    """Tell the controller when a collective fails, and wait for the end: the cause is in another process.
+    After any other error end at once, before this process leaves the others."""
     try:
         yield
-    except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
+    except Exception as error:
         traceback.print_exc()
+        if not is_lost_peer(error):
+            os._exit(1)
         channel.send(messages.Stranded(str(error)))
         for _ in channel:
             pass

@@ -1,0 +1,110 @@
+"""The trainer as a group of processes: one answer, one error, and the process to blame when one is lost."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from worker_cases import until_gone
+
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.settings import SamplingSettings
+from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
+from tailrace.trainer.base import TrainerSettings
+from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.weights.base import SharedMemorySettings
+from tailrace.workers.local import ended_by_death
+from tailrace.workers.messages import TrainerJob
+from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
+
+Execute = Callable[[Any], Any]
+
+
+def unit(prompt: int, num_tokens: int, token: int = 7) -> list[Sample]:
+    """Two samples of one prompt, with advantages."""
+    group = Group(Prompt(prompt, [3, 4, 5]), 2, [])
+    for number in range(2):
+        sample = Sample(SampleId(prompt, 0, number), group, seed=0, advantage=1.0 - 2 * number)
+        sample.extend([token] * num_tokens, [-1.0] * num_tokens, version=0)
+        group.samples.append(sample)
+    return group.samples
+
+
+@asynccontextmanager
+async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[RemoteTrainer]:
+    job = TrainerJob(
+        model=model,
+        trainer=TrainerSettings.model_validate({"min_tokens_per_microbatch": 1, **settings}),
+        algorithm=AlgorithmSettings(),
+        sampling=SamplingSettings(max_completion_tokens=40),
+        weights=SharedMemorySettings(),
+        published_dtype="float32",
+    )
+    processes = [
+        await TrainerProcess.spawn(name, each, LocalSpawner(logs)) for name, each in processes_of(job)
+    ]
+    trainer = RemoteTrainer(processes)
+    try:
+        await trainer.ready()
+        async with ended_by_death([each.process for each in processes]):
+            yield trainer
+    finally:
+        await trainer.close()
+
+
+def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        missing = (
+            r"trainer-0-1 did not take part in a collective within 5 s \(trainer\.collective_timeout_s\); "
+        )
+        with pytest.raises(WorkerDied, match=missing) as died:
+            async with started(model_path, tmp_path, ranks=2, collective_timeout_s=5) as trainer:
+                with pytest.raises(ScheduleError, match="nothing was accumulated"):
+                    await trainer.step()
+                with pytest.raises(CheckpointError, match="nowhere"):
+                    await trainer.restore(tmp_path / "nowhere")
+                await trainer.accumulate([unit(0, 5), unit(1, 9)], version=0)
+                stats = await trainer.step()
+                assert [str(id) for id in stats.samples] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
+                assert stats.num_tokens == 28
+                weights = await trainer.publish(1)
+                names = set(load_file(model_path / "model.safetensors"))
+                assert set(load_file(Path(weights.location))) == names
+                await trainer.save(tmp_path / "checkpoint")
+                assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
+                assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
+                pids = [each.process.pid for each in trainer.processes]
+                os.kill(pids[1], signal.SIGSTOP)
+                await trainer.accumulate([unit(2, 5)], version=1)
+                raise AssertionError("the stopped rank has answered")
+        assert "trainer_child.py" in str(died.value), "the stack of the stopped rank"
+        await until_gone(*pids)
+
+    execute(main())
+
+
+def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerDied, match=r"trainer-1-0 \(process \d+\) ended: exit code 1") as died:
+            async with started(model_path, tmp_path, replicas=2) as trainer:
+                await trainer.accumulate([unit(0, 2), unit(1, 9), unit(2, 5)], version=0)
+                await trainer.accumulate([unit(3, 4)], version=0, replica=1)
+                stats = await trainer.step()
+                prompts = [id.prompt for id in stats.samples]
+                assert prompts == [1, 1, 0, 0, 2, 2, 3, 3], "the longest unit first, to the emptiest replica"
+                await trainer.accumulate([unit(4, 4)], version=0, replica=0)
+                bad = unit(5, 4, token=10**6)
+                await asyncio.gather(trainer.accumulate([bad], version=0, replica=1), trainer.step())
+        assert "IndexError" in str(died.value)
+
+    execute(main())
