@@ -107,6 +107,10 @@ class Victim:
                 os.kill(chance.choice(engines_of(process.pid, kind)), signal.SIGKILL)
         self._finish(process)
 
+    def live(self, rounds: int) -> None:
+        """One life to its last round, in which nothing is killed."""
+        self._finish(self._start(rounds))
+
     def books(self) -> Books:
         with closing(SqliteStore.open(self.folder / "ledger.sqlite", only_read=True)) as store:
             return read_books(store)

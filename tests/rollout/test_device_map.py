@@ -27,12 +27,14 @@ def test_without_lists_nobody_is_pinned() -> None:
         pass
 
 
-def test_the_devices_of_a_replica_are_divided_among_its_ranks() -> None:
-    settings = placed(kind="elastic", devices="gpus", engines=[[0, 1], [2, 3]], trainer=[[2, 3], [0, 1]])
+@linux
+def test_the_devices_of_a_replica_are_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    settings = placed(kind="elastic", engines=[[0, 1], [2, 3]], trainer=[[2, 3], [0, 1]])
     trainer = TrainerSettings(ranks=2, replicas=2)
-    devices = plan_devices(settings, trainer, num_engines=2, tensor_parallel_size=2, here=False)
-    assert devices.engines == (Devices(gpus=(0, 1)), Devices(gpus=(2, 3)))
-    assert devices.trainer == tuple(Devices(gpus=(number,)) for number in (2, 3, 0, 1))
+    devices = plan_devices(settings, trainer, num_engines=2, tensor_parallel_size=2)
+    assert devices.engines == (Devices(cpus=(0, 1)), Devices(cpus=(2, 3)))
+    assert devices.trainer == tuple(Devices(cpus=(number,)) for number in (2, 3, 0, 1))
     assert shared_devices(settings, trainer, num_engines=2) == Shared("elastic", (False, True))
 
 

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
-from tailrace.devices import DeviceMap, check_device
+from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.sglang_server import find_python
@@ -23,9 +24,8 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
-from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
+from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.types import Prompt
-from tailrace.workers.base import RayHostSettings
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
 
@@ -57,32 +57,12 @@ def check_live(config: RunConfig) -> None:
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns, config.reward.function)
     import_sinks(config.record.sinks)
+    check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
-    device_map(config)
-    shared_devices(config.placement, config.trainer, num_engines=config.engine.num_engines)
-
-
-def device_map(config: RunConfig) -> DeviceMap:
-    """Return the devices of each process.
-
-    Raises:
-        ConfigError: there are too few.
-    """
-    engine, placement = config.engine, config.placement
-    if _is_on_ray(config) and (placement.kind != "disaggregated" or placement.engines or placement.trainer):
-        problem = "Ray gives each process devices of its own"
-        remedy = "remove the section [placement], and name amounts in [host.resources]"
-        raise ConfigError("host.kind", "ray", problem, remedy)
-    size = 1 if isinstance(engine, NativeEngineSettings) else engine.tensor_parallel_size
-    return plan_devices(placement, config.trainer, num_engines=engine.num_engines, tensor_parallel_size=size)
-
-
-def _is_on_ray(config: RunConfig) -> bool:
-    return isinstance(config.host, RayHostSettings)
 
 
 def _check_trainer(config: RunConfig) -> None:
-    if not _is_on_ray(config):  # whose nodes may have others
+    if config.host.kind == "local":  # whose nodes may have others
         check_device("trainer.device", config.trainer.device)
     num = config.trainer.ranks * config.trainer.replicas
     if num > 1 and config.broker.url and "trainer" in config.broker.joined:
@@ -95,7 +75,7 @@ def _check_engine(config: RunConfig) -> None:
     match config.engine:
         case NativeEngineSettings(device=device):
             check_model(config.model.path)
-            if not _is_on_ray(config):
+            if config.host.kind == "local":
                 check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)
@@ -213,7 +193,5 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=shared_devices(
-                    config.placement, config.trainer, num_engines=config.engine.num_engines
-                ),
+                shared=shared(config),
             )

@@ -2,12 +2,11 @@
 
 from tailrace import clock
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.placement import sim_shared
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
-from tailrace.rollout.device_map import shared_devices
-from tailrace.rollout.placement import PlacementSettings, Shared
 from tailrace.schedules.resolve import BoundSchedule
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
 
@@ -44,17 +43,6 @@ def sim_settings(config: RunConfig) -> SimSettings:
         "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
     }
     return config.sim.model_copy(update=changes)
-
-
-def sim_shared(config: RunConfig) -> Shared:
-    """Whether simulated engines and trainer have devices in common. They have no lists of devices.
-
-    Raises:
-        ConfigError: the elastic placement has nothing to lend.
-    """
-    settings = PlacementSettings(kind=config.placement.kind)
-    num_engines = config.sim.engines.count or config.engine.num_engines
-    return shared_devices(settings, config.trainer, num_engines=num_engines)
 
 
 def sim_max_tokens(config: RunConfig) -> int:

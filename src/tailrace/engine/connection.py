@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import httpx
 import msgspec
 
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
+from tailrace.engine.prometheus import CacheFigures, read_figures
 from tailrace.errors import EngineDied, ServerRefused
 from tailrace.types import Sample
 
@@ -49,6 +51,8 @@ class Connection:
         self.name, self.url, self.timeout_s = name, url, timeout_s
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
+        self.figures = CacheFigures()
+        """As of the last deep health check."""
         # No connection is used twice: a server may close an idle one at the moment of the next request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, read=None, pool=None)
@@ -128,6 +132,9 @@ class Connection:
             raise EngineDied(f"{self.name} at {self.url} has not answered for {self.timeout_s:g} s") from None
         except ServerRefused as refused:
             raise EngineDied(f"{self.name}: {refused}") from refused
+        if deep:
+            with suppress(httpx.HTTPError):
+                self.figures = read_figures((await self.client.get("/metrics", timeout=self.timeout_s)).text)
 
     async def close(self) -> None:
         """Close all connections."""

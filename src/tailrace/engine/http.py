@@ -8,7 +8,7 @@ nothing that has arrived, and no token comes twice.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
@@ -156,6 +156,7 @@ class HttpEngine:
             kv_tokens=sum(len(each.sample.prompt.ids) + each.sample.num_tokens for each in running),
             num_generated=self.counter.num,
             num_prefilled=self._num_prefilled,
+            **asdict(self.connection.figures),
         )
 
     async def died(self) -> str:

@@ -18,13 +18,11 @@ def plan_devices(
     *,
     num_engines: int,
     tensor_parallel_size: int = 1,
-    here: bool = True,
 ) -> DeviceMap:
     """Assign devices to processes. Without a list the processes share the machine.
 
     Args:
         tensor_parallel_size: devices of one engine.
-        here: the processes run on this machine, so its devices can be counted.
 
     Raises:
         ConfigError: there are fewer devices than that, or two processes would have the same device.
@@ -37,8 +35,7 @@ def plan_devices(
         problem = f"the engines have the devices {sorted(both)}, too"
         remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
         raise ConfigError("placement.trainer", trainers, problem, remedy)
-    if here and (engines or trainers):
-        _check_exist(settings)
+    _check_exist(settings)
     of_ranks = [each for devices in trainers for each in _divided(devices, ranks)]
     return DeviceMap(
         tuple(_devices(settings, each) for each in engines) or (None,) * num_engines,
@@ -46,12 +43,21 @@ def plan_devices(
     )
 
 
-def shared_devices(settings: PlacementSettings, trainer: TrainerSettings, *, num_engines: int) -> Shared:
-    """Whether engines and trainer have devices in common, and which engines have those of replica 0.
+def shared_devices(
+    settings: PlacementSettings,
+    trainer: TrainerSettings,
+    *,
+    num_engines: int,
+    tensor_parallel_size: int = 1,
+) -> Shared:
+    """Whether engines and trainer have devices in common, which engines have those of replica 0, and how many
+    engines may be joined.
 
     Raises:
-        ConfigError: the elastic placement has nothing to lend, or would lend everything.
+        ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot
+            be joined to groups of the largest tensor-parallel size.
     """
+    max_width = _max_width(settings.max_tensor_parallel_size, tensor_parallel_size, num_engines)
     if settings.kind == "elastic":
         if trainer.replicas != 2:
             problem = "the elastic placement trains with one half of the devices, and then with both"
@@ -60,14 +66,14 @@ def shared_devices(settings: PlacementSettings, trainer: TrainerSettings, *, num
             problem = f"{num_engines} engine cannot give a half of the devices to the trainer"
             raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
     if settings.kind != "elastic" or not (settings.engines and settings.trainer):
-        return Shared(settings.kind)
+        return Shared(settings.kind, max_width=max_width)
     first = set(settings.trainer[0])
     shared = tuple(bool(first & set(each)) for each in settings.engines)
     if not any(shared) or all(shared):
         number = "none" if not any(shared) else "each"
         problem = f"{number} of the {num_engines} engines has a device of replica 0"
         raise ConfigError("placement.trainer", settings.trainer, problem, "give replica 0 those of one half")
-    return Shared(settings.kind, shared)
+    return Shared(settings.kind, shared, max_width)
 
 
 @contextmanager
@@ -84,6 +90,22 @@ def trainer_cpus_reserved(devices: DeviceMap) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cpus)
+
+
+def _max_width(largest: int | None, smallest: int, num_engines: int) -> int:
+    """Engines whose devices are joined to one group of the largest tensor-parallel size."""
+    if largest is None:
+        return 1
+    width, rest = divmod(largest, smallest)
+    if rest or width & (width - 1) or not width:
+        problem = f"the size is doubled from engine.tensor_parallel_size = {smallest} and never becomes that"
+        raise ConfigError(
+            "placement.max_tensor_parallel_size", largest, problem, "choose a power of two of it"
+        )
+    if num_engines % width:
+        problem = f"{num_engines} engines of {smallest} devices cannot be joined to groups of {largest}"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "lower it, or add engines")
+    return width
 
 
 def _check_lists(key: str, lists: Sequence[Sequence[int]], num: int, what: str, size: int) -> None:

@@ -103,7 +103,11 @@ def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]
 def gather(parameter: Tensor) -> Tensor:
     """The whole tensor, in every rank. Not a copy if it is not sharded."""
     detached = parameter.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+    if not isinstance(detached, DTensor):
+        return detached
+    whole = detached.full_tensor()
+    # Where the shards are unequal it is a part of a larger storage, which safetensors refuses.
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 
 @torch.no_grad()

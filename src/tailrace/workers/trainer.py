@@ -112,7 +112,7 @@ class RemoteTrainer:
             for start in range(0, len(processes), settings.ranks)
         ]
         self._given = [0] * settings.replicas
-        """Tokens that each replica was given since the last step."""
+        """Tokens of divided units that each replica was given since the last step."""
         self._first.listening.add_done_callback(self._let_join)
         for each in processes:
             each.stranded.add_done_callback(self._find_missing)
@@ -125,7 +125,8 @@ class RemoteTrainer:
         self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
     ) -> None:
         """As Trainer.accumulate. Without a replica, each unit goes to the one with the fewest tokens since
-        the last step, the largest unit first."""
+        the last step, the largest unit first. What one replica was given alone does not count: the others
+        were not there."""
         shares = zip(self._replicas, self._divide(units, replica), strict=True)
         await asyncio.gather(
             *(
@@ -187,7 +188,8 @@ class RemoteTrainer:
         owners = [0] * len(units)
         for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
             owners[index] = self._given.index(min(self._given)) if replica is None else replica
-            self._given[owners[index]] += sizes[index]
+            if replica is None:
+                self._given[owners[index]] += sizes[index]
         return [
             [unit for unit, owner in zip(units, owners, strict=True) if owner == number]
             for number in range(len(self._given))

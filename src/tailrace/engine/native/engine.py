@@ -173,6 +173,7 @@ class NativeEngine:
             num_counted=self.num_generated,
             num_prefilled=self._num_prefilled,
             num_preempted=self._scheduler.num_preempted,
+            kv_capacity=self._scheduler.cache.budget,
         )
 
     def _output(self, sequence: Sequence, reason: FinishReason | None) -> GenerationOutput:

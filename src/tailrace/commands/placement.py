@@ -1,0 +1,86 @@
+"""The placement of a config: the devices of its processes, and their checks."""
+
+from tailrace.config import RunConfig
+from tailrace.devices import DeviceMap
+from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.model_folder import read_config
+from tailrace.rollout.device_map import plan_devices, shared_devices
+from tailrace.rollout.placement import PlacementSettings, Shared
+
+
+def device_map(config: RunConfig) -> DeviceMap:
+    """Return the devices of each process of a live run.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if config.host.kind == "ray":
+        for name in ("engines", "trainer"):
+            if listed := getattr(config.placement, name):
+                problem = "Ray chooses nodes and devices (host.kind = 'ray')"
+                remedy = "remove it, and name amounts in [host.resources]"
+                raise ConfigError(f"placement.{name}", listed, problem, remedy)
+    return plan_devices(
+        config.placement,
+        config.trainer,
+        num_engines=config.engine.num_engines,
+        tensor_parallel_size=tensor_parallel_size(config),
+    )
+
+
+def shared(config: RunConfig) -> Shared:
+    """Return which devices engines and trainer of a live run have in common.
+
+    Raises:
+        ConfigError: the placement cannot work.
+    """
+    engine, largest = config.engine, config.placement.max_tensor_parallel_size
+    if largest and (not isinstance(engine, VllmEngineSettings) or engine.urls):
+        problem = "only vLLM servers that the run starts can be restarted with another size"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    return shared_devices(
+        config.placement,
+        config.trainer,
+        num_engines=engine.num_engines,
+        tensor_parallel_size=tensor_parallel_size(config),
+    )
+
+
+def sim_shared(config: RunConfig) -> Shared:
+    """As `shared`, for simulated engines, which have no lists of devices."""
+    placement = config.placement
+    settings = PlacementSettings(
+        kind=placement.kind, max_tensor_parallel_size=placement.max_tensor_parallel_size
+    )
+    return shared_devices(
+        settings,
+        config.trainer,
+        num_engines=config.sim.engines.count or config.engine.num_engines,
+        tensor_parallel_size=tensor_parallel_size(config),
+    )
+
+
+def check_placement(config: RunConfig) -> None:
+    """Check the placement of a live run.
+
+    Raises:
+        ConfigError: there are too few devices, or a tensor-parallel size does not divide the model's heads.
+    """
+    assert config.model
+    heads = read_config(config.model.path).get("num_attention_heads")
+    sizes = {
+        "engine.tensor_parallel_size": tensor_parallel_size(config),
+        "placement.max_tensor_parallel_size": config.placement.max_tensor_parallel_size or 1,
+    }
+    for key, size in sizes.items():
+        if isinstance(heads, int) and heads % size:
+            problem = f"the {heads} attention heads of the model cannot be divided by it"
+            raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
+    device_map(config)
+    shared(config)
+
+
+def tensor_parallel_size(config: RunConfig) -> int:
+    """Return the devices of one engine."""
+    return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size

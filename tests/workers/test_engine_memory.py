@@ -1,0 +1,98 @@
+"""An engine that sleeps gives its memory back to the machine."""
+
+import asyncio
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from worker_cases import DEADLINE_S, process_of
+
+from helpers.engine_contract import fresh_samples
+from helpers.tiny_models import save_tiny_model
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.supervised import SupervisedEngine
+from tailrace.errors import Evicted
+from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.messages import EngineJob
+from tailrace.workers.spawner import LocalSpawner
+
+PAGE = 4096
+LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 64
+KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+"""Of one position, in float32."""
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "initializer_range": 0.02,
+}
+"""25 million parameters."""
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+def weight_bytes(folder: Path) -> int:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    sizes = [1] * len(shapes)
+    for number, shape in enumerate(shapes):
+        for length in shape:
+            sizes[number] *= length
+    return 4 * sum(sizes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_sleeping_engine_gives_back_its_weights_and_cache_and_goes_on_with_equal_log_probs(
+    tmp_path: Path,
+) -> None:
+    save_tiny_model(tmp_path, **SHAPE)
+    sampling = SamplingSettings(max_completion_tokens=24)
+    job = EngineJob(
+        model=tmp_path,
+        engine=NativeEngineSettings(max_num_seqs=8),
+        sampling=sampling,
+        report_every_s=0.05,
+    )
+
+    async def main() -> None:
+        logs = tmp_path / "logs"
+        engine = SupervisedEngine(
+            "engine", 8, lambda: RemoteEngine.spawn("engine", job, LocalSpawner(logs)), TokenCounter()
+        )
+        await engine.open()
+        try:
+            whole, interrupted = fresh_samples(8), fresh_samples(8)
+            await asyncio.gather(*(engine.generate(sample) for sample in whole))
+            requests = asyncio.gather(
+                *(engine.generate(sample) for sample in interrupted), return_exceptions=True
+            )
+            while min(sample.num_tokens for sample in interrupted) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pid = process_of(engine).pid
+            awake = resident_bytes(pid)
+            await engine.sleep()
+            asleep = resident_bytes(pid)
+            assert all(isinstance(error, Evicted) for error in await requests)
+            positions = sum(len(sample.prompt.ids) + sample.num_tokens for sample in interrupted)
+            assert awake - asleep >= weight_bytes(tmp_path) + positions * KV_BYTES
+            await engine.wake()
+            await asyncio.gather(*(engine.generate(sample) for sample in interrupted))
+            for one, other in zip(whole, interrupted, strict=True):
+                assert one.completion_ids == other.completion_ids
+                assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=1e-5)
+            again = resident_bytes(pid)
+            await engine.sleep()
+            assert again - resident_bytes(pid) >= weight_bytes(tmp_path)
+        finally:
+            with suppress(Evicted):
+                await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
