@@ -31,7 +31,7 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
 
 test-ray: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m ray --durations 10
+	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

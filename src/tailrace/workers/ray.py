@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -39,6 +40,8 @@ from tailrace.workers.process import CLOSE_S
 
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""
+ASK_EVERY_S = 0.1
+"""Seconds between two questions whether bundles are placed."""
 _encode = msgspec.msgpack.encode
 
 
@@ -159,6 +162,7 @@ class RaySpawner:
             .options(
                 num_cpus=resources.pop("CPU", 0),
                 num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None),
                 resources=resources,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
@@ -209,9 +213,10 @@ async def open_ray(
             deadline = time.monotonic() + settings.place_s
             for each in bundles:
                 groups.append(group := _reserve(each))
-                left_s = max(deadline - time.monotonic(), 0.1)
-                if not await asyncio.get_running_loop().run_in_executor(None, group.wait, left_s):
-                    raise _unplaced(each, group, settings.place_s)
+                while placement_group_table(group)["state"] != "CREATED":
+                    if time.monotonic() > deadline:
+                        raise _unplaced(each, group, settings.place_s)
+                    await asyncio.sleep(ASK_EVERY_S)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
             yield RaySpawner(run.absolute(), checkpoints, places)
         finally:
@@ -244,7 +249,8 @@ def _connect(address: str, working_dir: Path) -> None:
     except (ConnectionError, RuntimeError, ValueError) as why:
         raise ConfigError("host.address", address, _essence(why), unreachable) from why
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _reserve(bundles: Bundles) -> Any:
