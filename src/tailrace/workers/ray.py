@@ -287,4 +287,4 @@ def _amounts(resources: Any) -> str:
 def _essence(error: Exception) -> str:
     """The line of an error that tells most. Ray's errors have many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return next((line for line in lines if "died because" in line), lines[0])
+    return next((line for line in lines if "died because" in line), lines[0]).rstrip(".")
