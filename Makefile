@@ -1,7 +1,7 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
-# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: a quarter of an hour
-# make test-ray    the tests that start a Ray cluster of several nodes on this machine: two minutes
+# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
+# make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -24,7 +24,7 @@ quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/docs/test_your_own_run.py
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
