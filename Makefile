@@ -2,6 +2,7 @@
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
+# make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test test-vllm test-ray check install-check docs bench clean
+.PHONY: quickstart test test-vllm test-ray gpu-check check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -32,6 +33,10 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
+
+# The second column of checks needs $VLLM_PYTHON.
+gpu-check: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/gpu_check.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import tailrace
 PACKAGE = Path(tailrace.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 
-GROUND = {"types", "errors", "clock", "settings", "importing", "devices", "model_folder"}
+GROUND = {"types", "errors", "clock", "settings", "importing", "devices", "model_folder", "memory"}
 ROOMS: Mapping[str, set[str]] = {
     "weights": set(),
     "data": set(),

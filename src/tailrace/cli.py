@@ -10,6 +10,7 @@ Modules that take long to load are imported by the functions that need them, so 
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
 
 def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.live import check_live
+    from tailrace.commands.memory import memory_table, run_memory
     from tailrace.commands.train import train
     from tailrace.schedules.resolve import resolve
 
@@ -80,6 +82,8 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         resolve(config)
         check_live(config)
         print(config.toml(), end="")
+        table = memory_table(run_memory(config), in_turn=config.placement.kind == "colocated")
+        print(textwrap.indent(table, "# "))  # still TOML
         return
     train(config, arguments.output_dir, resume=arguments.resume)
 

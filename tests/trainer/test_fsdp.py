@@ -4,12 +4,14 @@ Four processes are started once. They join in one layout after another, and each
 """
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 from trainer_cases import VOCABULARY, make_torch_trainer, make_units
@@ -21,8 +23,6 @@ from tailrace.trainer.launch import Ranks, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 
 HOST = "127.0.0.1"
-LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
-"""Ranks and replicas."""
 UNITS = make_units(6)
 CALLS = [
     ([[0], [1, 2]], [[3]]),  # two calls of replica 0, and one of replica 1
@@ -38,8 +38,19 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "critic": {"advantage": "gae", "old_policy": "recomputed"},
     "bfloat16": {"dtype": "bfloat16", "advantage": "gae"},
     "experts": {},
+    "low rank": {"lora": {"rank": 4, "alpha": 8.0}, "activation_checkpointing": True},
+    "adapter alone": {"lora": {"rank": 4, "publish": "adapter"}, "old_policy": "recomputed"},
 }
 """Settings of the trainer or of the algorithm."""
+LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {
+    (2, 1): ["token means", "critic", "bfloat16", "experts"],
+    (4, 1): ["sample means", "checkpointed, offloaded"],
+    (1, 2): ["old policy"],
+    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy"],
+}
+"""Ranks and replicas, and their cases."""
+CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
+"""The checkpoint that so many ranks resume from."""
 
 
 class Outcome(NamedTuple):
@@ -70,16 +81,16 @@ def run(trainer: TorchTrainer, replicas: list[int], folder: Path) -> Outcome:
 
 def work(number: int, ports: list[int], models: Mapping[str, Path], folder: Path) -> None:
     torch.set_num_threads(1)
-    for port, (num_ranks, num_replicas) in zip(ports, LAYOUTS, strict=True):
+    for port, ((num_ranks, num_replicas), cases) in zip(ports, LAYOUTS.items(), strict=True):
         if number >= num_ranks * num_replicas:
             continue
         replica, rank = divmod(number, num_ranks)
         layout = {"ranks": num_ranks, "replicas": num_replicas}
-        settings = TrainerSettings(ranks=num_ranks, replicas=num_replicas, collective_timeout_s=20)
+        settings = TrainerSettings(ranks=num_ranks, replicas=num_replicas, collective_timeout_s=120)
         store = TCPStore(HOST, port, is_master=False)
         outcomes = {}
         with joined(settings, store, replica=replica, rank=rank) as ranks:
-            for case in CASES:
+            for case in cases:
                 trainer = make(models, case, ranks, **layout)
                 own = [0, 1] if num_replicas == 1 else [replica]
                 outcomes[case] = run(trainer, own, folder / f"{num_ranks}x{num_replicas} {case}")
@@ -89,7 +100,7 @@ def work(number: int, ports: list[int], models: Mapping[str, Path], folder: Path
                     trainer.restore(folder / "nowhere")
                 with pytest.raises(ScheduleError, match="nothing was accumulated"):
                     trainer.step()
-                outcomes["resumed"] = resume(trainer, folder / "alone critic")
+                outcomes["resumed"] = resume(trainer, folder / CHECKPOINT[num_ranks])
         torch.save(outcomes, folder / f"{num_ranks}x{num_replicas} {number}.pt")
 
 
@@ -101,9 +112,9 @@ def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with tied embeddings, and one of experts without."""
+    """A model with tied embeddings, and one of experts without and with unequal shards."""
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        vocab_size=VOCABULARY + 1, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
@@ -131,7 +142,7 @@ def together(
     """The outcomes of every process, by layout."""
     stores = [listen(HOST) for _ in LAYOUTS]
     context = multiprocessing.get_context("forkserver")  # torch is imported once for all four
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["tailrace.trainer.trainer"])
     ports = [store.port for store in stores]
     processes = [context.Process(target=work, args=(n, ports, models, folder)) for n in range(4)]
     for process in processes:
@@ -148,24 +159,52 @@ def together(
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+def assert_equal(got: Outcome, wanted: Outcome, tolerance: float) -> None:
+    near = partial(pytest.approx, rel=tolerance, abs=tolerance)
+    for stats, expected in zip(got.stats, wanted.stats, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "ess", "value_loss"):
+            assert getattr(stats, name) == near(getattr(expected, name)), name
+        assert (stats.num_tokens, stats.num_steps) == (expected.num_tokens, expected.num_steps)
+    assert got.ess == near(wanted.ess)
+    assert got.weights.keys() == wanted.weights.keys()
+    for name, weight in got.weights.items():
+        torch.testing.assert_close(weight, wanted.weights[name], atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"), [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
+)
 def test_many_processes_make_the_steps_of_one(
     together: dict[tuple[int, int], list[dict[str, Outcome]]],
     alone: dict[str, Outcome],
     layout: tuple[int, int],
     case: str,
 ) -> None:
-    wanted = alone[case]
     tolerance = 3e-2 if case == "bfloat16" else 1e-5
-    for outcome in (outcomes[case] for outcomes in together[layout]):
-        for got, stats in zip(outcome.stats, wanted.stats, strict=True):
-            for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "ess", "value_loss"):
-                assert getattr(got, name) == pytest.approx(
-                    getattr(stats, name), rel=tolerance, abs=tolerance
-                ), name
-            assert (got.num_tokens, got.num_steps) == (stats.num_tokens, stats.num_steps)
-        assert outcome.ess == pytest.approx(wanted.ess, rel=tolerance)
-        assert outcome.weights.keys() == wanted.weights.keys()
-        for name, weight in outcome.weights.items():
-            torch.testing.assert_close(weight, wanted.weights[name], atol=tolerance, rtol=0, msg=name)
+    for outcomes in together[layout]:
+        assert_equal(outcomes[case], alone[case], tolerance)
+
+
+@pytest.mark.parametrize("case", ["token means", "experts"])
+def test_weights_are_published_with_the_names_of_the_files(
+    alone: dict[str, Outcome], models: dict[str, Path], folder: Path, case: str
+) -> None:
+    names = load_file(models["moe" if case == "experts" else "tied"] / "model.safetensors").keys()
+    assert alone[case].weights.keys() == names
+    assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
+    together: dict[tuple[int, int], list[dict[str, Outcome]]],
+    models: dict[str, Path],
+    folder: Path,
+    num_ranks: int,
+) -> None:
+    wanted = resume(make(models, "critic"), folder / "alone critic")
+    if num_ranks == 1:
+        got = [resume(make(models, "critic"), folder / CHECKPOINT[1])]
+    else:
+        got = [outcomes["resumed"] for outcomes in together[num_ranks, 1]]
+    for outcome in got:
+        assert_equal(outcome, wanted, 1e-5)

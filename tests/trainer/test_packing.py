@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.packing import MicroBatch, pack
+from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
 
 
@@ -43,6 +43,34 @@ def test_every_sample_with_a_completion_is_packed_once(lengths: list[tuple[int, 
 @given(lengths, limits)
 def test_only_a_single_sample_exceeds_the_limit(lengths: list[tuple[int, int]], limit: int) -> None:
     assert all(load(batch) <= limit or len(batch) == 1 for batch in pack(make_samples(lengths), limit))
+
+
+@given(lengths, limits, st.integers(1, 5))
+def test_ranks_compute_equally_often_and_every_sample_once(
+    lengths: list[tuple[int, int]], limit: int, num_ranks: int
+) -> None:
+    samples = make_samples(lengths)
+    shares = [share(samples, limit, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    num_rounds = -(-len(pack(samples, limit)) // num_ranks)
+    assert [len(own) for own in shares] == [num_rounds] * num_ranks
+    packed = Counter(s.id for own in shares for batch in own for s in batch)
+    assert packed == Counter(s.id for s in samples if s.completion_ids)
+    assert all(load(batch) <= limit or len(batch) == 1 for own in shares for batch in own)
+
+
+@given(lengths, limits)
+def test_one_rank_has_the_micro_batches_of_pack(lengths: list[tuple[int, int]], limit: int) -> None:
+    samples = make_samples(lengths)
+    assert share(samples, limit, rank=0, num_ranks=1) == pack(samples, limit)
+
+
+def test_ranks_have_even_shares_where_the_limit_allows_it() -> None:
+    samples = make_samples([(1, 10), (1, 6), (1, 4), (1, 2)])
+    assert [[load(batch) for batch in share(samples, 100, rank=r, num_ranks=2)] for r in (0, 1)] == [
+        [12],
+        [10],
+    ]
+    assert share(samples[:1], 100, rank=1, num_ranks=2) == [[]], "a filler"
 
 
 @given(lengths, limits)

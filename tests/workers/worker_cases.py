@@ -77,6 +77,7 @@ async def workers(
     *,
     function: str = "reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
+    trainer: TrainerSettings | None = None,
     weights: WeightsSettings | None = None,
     broker: BrokerSettings | None = None,
 ) -> AsyncIterator[Workers]:
@@ -85,7 +86,7 @@ async def workers(
         engine=NativeEngineSettings(),
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
-        trainer=TRAINER,
+        trainer=trainer or TRAINER,
         weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
@@ -25,6 +26,7 @@ from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.functions import Scorer
 from tailrace.rollout.device_map import trainer_cpus_reserved
+from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
@@ -59,11 +61,18 @@ def check_live(config: RunConfig) -> None:
     import_sinks(config.record.sinks)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+    if config.host.kind == "local":
+        in_turn = config.placement.kind == "colocated"
+        check_memory(run_memory(config), config.model.path, in_turn=in_turn)
 
 
 def _check_trainer(config: RunConfig) -> None:
-    if config.host.kind == "local":  # whose nodes may have others
+    assert config.model
+    if config.host.kind == "local":  # other nodes may have others
         check_device("trainer.device", config.trainer.device)
+    if config.trainer.lora:
+        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+        check_lora(config.model.path, config.trainer.lora, **kinds)
     num = config.trainer.ranks * config.trainer.replicas
     if num > 1 and config.broker.url and "trainer" in config.broker.joined:
         problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"

@@ -19,6 +19,22 @@ MAX_TOKENS = 2**31 - 1
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+class LoraSettings(Settings):
+    """LoRA: the weights W stay as they are, and A and B of W + (alpha / rank) B A are trained. B begins as
+    zero. Needs `pip install 'tailrace[lora]'`."""
+
+    rank: int = Field(default=16, ge=1, le=4096)
+    """Rows of A and columns of B. Range: [1, 4096]."""
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """The product of B and A is multiplied by alpha / rank. Range: (0, 10^6]."""
+    target_modules: Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...] = "all-linear"
+    """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
+    the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
+    embedded engine adds to its own copy of W."""
+
+
 class TrainerSettings(Settings):
     """The trainer: optimizer, micro-batches, device."""
 
@@ -62,6 +78,14 @@ class TrainerSettings(Settings):
     collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others in one collective, at most. More than one pass of the slowest
     rank takes. Range: (0, 86,400]."""
+    lora: LoraSettings | None = None
+    """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
+    trained."""
+
+    @property
+    def adapter(self) -> LoraSettings | None:
+        """The adapter that is published in place of whole weights; None: whole weights are."""
+        return self.lora if self.lora and self.lora.publish == "adapter" else None
 
 
 @dataclass(frozen=True, slots=True)

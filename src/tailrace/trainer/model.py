@@ -5,12 +5,15 @@ dropout, the trained policy is the policy that generates. Any architecture whose
 transformers' AttentionInterface is supported; it is tested on a few tokens when it is loaded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from tailrace.errors import ConfigError
@@ -18,11 +21,14 @@ from tailrace.model_folder import folder_error, weights_defect
 from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.fsdp import DTYPES, blocks, recompute_activations, shard
+from tailrace.trainer.fsdp import DTYPES, blocks, gather, recompute_activations, shard
 from tailrace.trainer.launch import Ranks
 from tailrace.trainer.logprobs import TokenLogProbs, token_logprobs
 from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
+
+if TYPE_CHECKING:
+    from tailrace.trainer.lora import Adapter
 
 
 def read_model(folder: Path) -> PreTrainedModel:
@@ -65,6 +71,13 @@ def read_shape(folder: Path) -> PreTrainedModel:
         raise folder_error(folder, _defect(folder, error)) from error
     model.tie_weights()
     return model
+
+
+def as_in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A whole parameter as Hugging Face files have it: each expert has tensors of its own there, and
+    transformers keeps the experts of a layer in one."""
+    for file_name, part in revert_weight_conversion(model, {name: tensor}).items():
+        yield file_name, part if part.numel() == tensor.numel() else part.clone()  # no two share memory
 
 
 def _defect(folder: Path, error: Exception) -> str:
@@ -126,8 +139,10 @@ class PolicyModel:
         model: with its head, in float32, on the CPU. With a sharded model only rank 0 needs its weights.
 
     Raises:
-        ConfigError: the architecture cannot run packed.
+        ConfigError: the architecture cannot run packed, or has no layers for the adapter.
     """
+
+    adapter: "Adapter | None" = None
 
     def __init__(
         self,
@@ -151,11 +166,15 @@ class PolicyModel:
                 "choose one of the Llama or Qwen kind",
             )
         model.set_attn_implementation(PACKED)
+        if settings.lora:
+            from tailrace.trainer.lora import Adapter  # peft is an extra
+
+            self.adapter = Adapter(model.requires_grad_(False), settings.lora)
         if settings.activation_checkpointing:
             recompute_activations(blocks(model))
         if mesh is not None:
             shard(self._logprobs, model, mesh, settings)
-        self._parameters = dict(self.model.named_parameters())
+        self._parameters = self.adapter.parameters() if self.adapter else dict(self.model.named_parameters())
 
     @classmethod
     def load(
@@ -190,9 +209,22 @@ class PolicyModel:
         return found
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their Hugging Face names. Tied parameters occur once. Those of a sharded model
-        are DTensors."""
+        """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied
+        parameters occur once. Those of a sharded model are DTensors."""
         return self._parameters
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights with their Hugging Face names, the adapter added, one after another. They are copies if
+        they are sharded or adapted; all ranks of the replica must take those of a sharded model."""
+        if self.adapter:
+            yield from self.adapter.merged()
+            return
+        for name, parameter in self._parameters.items():
+            yield name, gather(parameter)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one that LoRA began with."""
+        return self.adapter.off() if self.adapter else nullcontext()
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:

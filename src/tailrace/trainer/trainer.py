@@ -28,7 +28,7 @@ from tailrace.trainer.critic import Critic
 from tailrace.trainer.forward_backward import ForwardBackward
 from tailrace.trainer.fsdp import gather
 from tailrace.trainer.launch import Ranks
-from tailrace.trainer.model import PolicyModel
+from tailrace.trainer.model import PolicyModel, as_in_files
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.reference import TorchReference
@@ -169,9 +169,18 @@ class TorchTrainer:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
+    def reference_logprobs(self, sample: TrainingSample) -> list[float]:
+        """As `logprobs`, without the adapter: under the model that training began with."""
+        with self._policy.adapter_off():
+            return self.logprobs(sample)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The current weights with their Hugging Face names, tied ones once, one after another. They are
-        copies only if they are sharded; all ranks of the replica must then take them."""
+        """What is published: the current weights with the names of Hugging Face files, tied ones once, or the
+        adapter alone; one after another. All ranks of the replica must take them if they are sharded."""
+        if self._settings.adapter is None:
+            for name, weight in self._policy.weights():
+                yield from as_in_files(self._policy.model, name, weight)
+            return
         for name, parameter in self._policy.parameters().items():
             yield name, gather(parameter)
 
@@ -192,13 +201,13 @@ class TorchTrainer:
         critic = self._critic.optimizer.state() if self._critic else None
         values = self._critic.parameters() if self._critic else {}
         state = TrainerState(self._optimizer.state(), critic, values, random)
-        checkpoint.write(folder, self._policy.model, self.weights(), state, self._tokenizer_from, self._ranks)
+        checkpoint.write(folder, self._policy, state, self._tokenizer_from, self._ranks)
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
         discarded. Raises as `checkpoint.read`."""
         parameters = self._critic.parameters() if self._critic else None
-        state = checkpoint.read(folder, self._policy.model, parameters, self._ranks)
+        state = checkpoint.read(folder, self._policy, parameters, self._ranks)
         self._optimizer.restore(state.policy)
         if self._critic and state.critic:
             self._critic.optimizer.restore(state.critic)

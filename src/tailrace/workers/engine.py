@@ -9,6 +9,7 @@ from functools import cached_property
 from tailrace.engine.base import Capabilities, GenerationRequest, Usage
 from tailrace.engine.counter import TokenCounter
 from tailrace.errors import EngineDied, TransferFailed, WorkerDied
+from tailrace.trainer.adapter import adapter_tensors
 from tailrace.types import KV, Sample
 from tailrace.weights.base import (
     Link,
@@ -105,6 +106,8 @@ class RemoteEngine(EngineProcess):
 
     @cached_property
     def _expected(self) -> tuple[TensorInfo, ...]:
+        if self.job.adapter:
+            return adapter_tensors(self.job.model, self.job.adapter)
         return expected_tensors(self.job.model, self.job.engine.dtype)
 
     async def _load(self, weights: Weights, kv: KV) -> None:

@@ -130,7 +130,8 @@ def main() -> None:
     end_with_controller(end)
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToEngine))
     with config_errors_sent(channel):
-        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling)
+        scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
+        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
     channel.send(Ready())
     EngineLoop(engine, channel, job.report_every_s).run()
 

@@ -17,7 +17,7 @@ from tailrace.engine.settings import EngineSettings, NativeEngineSettings, Sampl
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.reward.base import RewardSettings
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import Reference, TrainerSettings
 from tailrace.weights.base import WeightsSettings, in_run_folder
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.conversation import Conversation
@@ -28,7 +28,7 @@ from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
 from tailrace.workers.spawner import LocalSpawner, Spawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
+from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerProcess, processes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Workers:
     engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
     rewards: RewardPool
-    reference: RemoteReference | None
+    reference: Reference | None
     """None where the algorithm needs no reference model."""
 
 
@@ -102,7 +102,9 @@ async def open_local(
         async def begin() -> EngineLife:
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number, supervised_engine.width)
-            job = EngineJob(threads=engine.threads, model=model, engine=engine, sampling=sampling)
+            job = EngineJob(
+                threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
+            )
             process = await RemoteEngine.spawn(name, job, spawner, devices)
             process.send = remote_trainer.send
             return process
@@ -117,7 +119,7 @@ async def open_local(
         algorithm=algorithm,
         sampling=sampling,
         weights=in_run_folder(weights, folder),
-        published_dtype=engine.dtype,
+        published_dtype="float32" if trainer.adapter else engine.dtype,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
@@ -141,8 +143,10 @@ async def open_local(
                 trainer=remote_trainer,
             )
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
-        reference = None
-        if algorithm.needs_reference:
+        reference: Reference | None = None
+        if algorithm.needs_reference and trainer.lora:
+            reference = AdapterOff(remote_trainer)
+        elif algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)

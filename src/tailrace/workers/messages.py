@@ -16,9 +16,9 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, TailraceError
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import RewardSettings
 from tailrace.settings import Settings
-from tailrace.trainer.base import StepStats, TrainerSettings
+from tailrace.trainer.base import LoraSettings, StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
@@ -53,6 +53,8 @@ class EngineJob(Job):
     sampling: SamplingSettings
     report_every_s: float = 0.5
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
+    adapter: LoraSettings | None = None
+    """New weights come as adapters of these settings. None: they come whole."""
 
     def folders(self) -> Mapping[str, Path]:
         """As Job.folders."""
@@ -296,6 +298,8 @@ class Refer(msgspec.Struct, tag=True):
     """Compute the log-probs of a sample. Answered by Referred."""
 
     sample: TrainingSample
+    without_adapter: bool = False
+    """Under the model that LoRA began with."""
 
 
 class Referred(msgspec.Struct, tag=True):
@@ -308,38 +312,3 @@ FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done |
 
 
 FromReference = Ready | Refused | Referred
-
-
-class Score(msgspec.Struct, tag=True):
-    """Make one call of the reward function. Answered by Scored of the same number, or by Serving where the
-    call ended its process."""
-
-    number: int
-    call: Call
-
-
-class Serving(msgspec.Struct, tag=True):
-    """A new process is ready for calls."""
-
-    pid: int
-    """The process, and the process group that it leads."""
-    ended: str
-    """How the process before it ended; empty for the first one."""
-
-
-class Failed(msgspec.Struct, array_like=True):
-    """A RewardFailed, as data."""
-
-    reason: str
-    detail: str
-    is_defect: bool = False
-
-
-class Scored(msgspec.Struct, tag=True):
-    """The outcome of a call."""
-
-    number: int
-    outcome: float | Failed
-
-
-FromScorer = Ready | Refused | Serving | Scored

@@ -11,8 +11,9 @@ from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.types import Prompt, Sample
 from tailrace.workers.conversation import Conversation
-from tailrace.workers.messages import Failed, FromScorer, Score, Scored, ScorerJob, Serving
+from tailrace.workers.messages import ScorerJob
 from tailrace.workers.remote import RemoteWorker
+from tailrace.workers.reward_messages import Failed, FromScorer, Score, Scored, Serving
 
 Outcome: TypeAlias = asyncio.Future[float | Failed]
 

@@ -23,7 +23,7 @@ from tailrace.reward.base import Call
 from tailrace.reward.functions import Scorer
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
-from tailrace.workers.messages import Failed, Ready, Score, Scored, ScorerJob, Serving
+from tailrace.workers.messages import Ready, ScorerJob
 from tailrace.workers.orphans import (
     adopt_orphans,
     children_of,
@@ -31,6 +31,7 @@ from tailrace.workers.orphans import (
     kill_descendants,
     signal_on_parent_death,
 )
+from tailrace.workers.reward_messages import Failed, Score, Scored, Serving
 
 MAX_LOG_BYTES = 10 * 2**20
 """Output of the reward function that is kept in the log; the rest is discarded."""

@@ -147,6 +147,11 @@ class RemoteTrainer:
         message = messages.Refer(TrainingSample.of(sample))
         return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
 
+    async def reference_logprobs(self, sample: Sample) -> list[float]:
+        """As `logprobs`, under the model that LoRA began with."""
+        message = messages.Refer(TrainingSample.of(sample), without_adapter=True)
+        return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
+
     async def step(self) -> StepStats:
         """As Trainer.step. `compute_s` is that of the slowest process.
 
@@ -218,6 +223,18 @@ class RemoteTrainer:
             each.process.abort(f"did not take part in a collective within {limit}")
         if not missing:
             self._first.process.abort(f"failed in a collective: {self._first.stranded.result().error}")
+
+
+class AdapterOff:
+    """A Reference (trainer/base.py): the model of a trainer with LoRA, without the adapter. It needs no
+    process and no memory of its own; the trainer computes between its other work."""
+
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        self._trainer = trainer
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """As Reference.logprobs."""
+        return await self._trainer.reference_logprobs(sample)
 
 
 def _ask(

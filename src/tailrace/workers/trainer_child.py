@@ -44,8 +44,9 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
             return messages.EssOf(trainer.ess(units))
         case messages.Step():
             return messages.Stepped(trainer.step())
-        case messages.Refer(sample=sample):
-            return messages.Referred(trainer.logprobs(sample))
+        case messages.Refer(sample=sample, without_adapter=without_adapter):
+            logprobs = trainer.reference_logprobs if without_adapter else trainer.logprobs
+            return messages.Referred(logprobs(sample))
         case messages.Publish(version=version):
             return publish(trainer.publish(), version)
         case messages.Save(folder=folder):

@@ -42,6 +42,7 @@ class NativeEngine:
         stops: StopConditions,
         path: Path,
         version: int,
+        adapter_scale: float | None,
     ) -> None:
         self._model = model
         self._path, self._first_version = path, version
@@ -49,6 +50,7 @@ class NativeEngine:
         self._sampling = sampling
         self._stops = stops
         self._version = version
+        self._adapter_scale = adapter_scale
         self._finished: list[GenerationOutput] = []
         """The outputs that the next step returns."""
         self.num_generated = 0
@@ -57,12 +59,19 @@ class NativeEngine:
 
     @classmethod
     def from_pretrained(
-        cls, path: Path, settings: NativeEngineSettings, sampling: SamplingSettings, *, version: int = 0
+        cls,
+        path: Path,
+        settings: NativeEngineSettings,
+        sampling: SamplingSettings,
+        *,
+        version: int = 0,
+        adapter_scale: float | None = None,
     ) -> "NativeEngine":
         """Load a Hugging Face model folder.
 
         Args:
             sampling: of requests that bring no parameters of their own.
+            adapter_scale: `load` gets LoRA adapters; alpha / rank. None: it gets whole weights.
 
         Raises:
             ConfigError: the folder is missing, incomplete or damaged, or this engine cannot run the model.
@@ -74,7 +83,7 @@ class NativeEngine:
         params = msgspec.convert(sampling.model_dump(), SamplingParams)
         stops = StopConditions(path, model.max_tokens)
         stops.check(params)
-        return cls(model, Scheduler(cache, settings), params, stops, path, version)
+        return cls(model, Scheduler(cache, settings), params, stops, path, version, adapter_scale)
 
     @property
     def idle(self) -> bool:
@@ -125,7 +134,7 @@ class NativeEngine:
         """Take new weights. No request ends.
 
         Args:
-            tensors: all weights, by Hugging Face name.
+            tensors: all weights, by Hugging Face name; or an adapter, which replaces the one before.
             kv: "keep" keeps the keys and values that the old weights computed, those of aborted requests
                 included; waiting requests are computed with the new weights. "recompute" drops them all:
                 running requests are admitted again at the next steps, in their order.
@@ -137,7 +146,10 @@ class NativeEngine:
             ValueError: a tensor is missing or of another shape. Nothing has changed.
         """
         with torch.inference_mode():
-            self._model.load(tensors)
+            if self._adapter_scale is None:
+                self._model.load(tensors)
+            else:
+                self._model.load_adapter(tensors, self._adapter_scale)
             outputs = self.report()
             self._version = version
             if kv == "recompute":

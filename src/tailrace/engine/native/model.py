@@ -102,6 +102,8 @@ class Model:
         for index, layer in enumerate(self._layers):
             parts = layer.parts((num_q, num_kv, num_kv))
             self._weights |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
+        self._base: dict[str, Tensor] = {}
+        """The adapted weights without their adapter, from the first adapter on."""
         storages = [weight.untyped_storage() for weight in self._weights.values()]
         self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
 
@@ -125,6 +127,7 @@ class Model:
 
     def release(self) -> None:
         """Free the memory of the weights, until `restore`."""
+        self._base = {}
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
@@ -190,6 +193,32 @@ class Model:
             raise ValueError(f"{num} weights are missing or of another shape: {named}")
         for name, weight in self._weights.items():
             weight.copy_(tensors[name])
+
+    def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
+        """Set each adapted weight to W + scale B A, in place. W is the weight that the model had before the
+        first adapter; a copy of it is kept.
+
+        Args:
+            tensors: A [rank, in] and B [out, rank] of each adapted weight, named as in trainer/adapter.py.
+
+        Raises:
+            ValueError: they are of no weight of this model, or of another shape. Nothing has changed.
+        """
+        suffix = ".lora_A.weight"
+        adapted = {
+            f"{name.removesuffix(suffix)}.weight": (a, tensors[name.replace("lora_A", "lora_B")])
+            for name, a in tensors.items()
+            if name.endswith(suffix)
+        }
+        for name, (a, b) in adapted.items():
+            if name not in self._weights or self._weights[name].shape != (b.shape[0], a.shape[1]):
+                raise ValueError(f"the adapter of {name} is of another model")
+        for name, (a, b) in adapted.items():
+            weight = self._weights[name]
+            if name not in self._base:
+                self._base[name] = weight.clone()
+            a, b = (factor.to(self.device, torch.float32) for factor in (a, b))
+            weight.copy_(self._base[name].float() + scale * (b @ a))
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""

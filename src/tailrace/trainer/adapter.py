@@ -1,0 +1,80 @@
+"""Which weights of a model folder LoRA adapts, and the tensors of the adapter, without torch and peft.
+
+Tensors are named as in peft's files, without peft's prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from tailrace.errors import ConfigError
+from tailrace.model_folder import tensor_shapes
+from tailrace.trainer.base import LoraSettings
+from tailrace.weights.base import TensorInfo
+
+_WEIGHT = ".weight"
+_NOT_LINEAR = ("embed_tokens", "lm_head")
+_KEY = "trainer.lora"
+
+
+def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
+    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs).
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a name of `target_modules` is of no linear layer.
+    """
+    layers = {
+        name.removesuffix(_WEIGHT): shape
+        for name, shape in tensor_shapes(model).items()
+        if name.endswith(_WEIGHT) and len(shape) == 2 and _last(name) not in _NOT_LINEAR
+    }
+    linear = {name: (shape[0], shape[1]) for name, shape in layers.items()}
+    if lora.target_modules == "all-linear":
+        return linear
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    if unknown := [name for name in lora.target_modules if name not in kinds]:
+        problem = f"{', '.join(unknown)}: no linear layer of the model has this name"
+        key = f"{_KEY}.target_modules"
+        raise ConfigError(key, str(list(lora.target_modules)), problem, f"choose from {', '.join(kinds)}")
+    return {name: shape for name, shape in linear.items() if name.rpartition(".")[2] in lora.target_modules}
+
+
+def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
+    """Check what can be checked without loading the model.
+
+    Args:
+        engine: `engine.kind`.
+        transport: `weights.transport`.
+
+    Raises:
+        ConfigError: peft is not installed, a layer does not exist, or the engine or the transport takes no
+            adapters.
+    """
+    if find_spec("peft") is None:
+        raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
+    takers = {
+        f"engines of the kind {engine!r} take whole weights only": engine == "native",
+        "a version in a folder is a whole model": transport != "filesystem",
+    }
+    for problem, takes in takers.items():
+        if lora.publish == "adapter" and not takes:
+            raise ConfigError(f"{_KEY}.publish", lora.publish, problem, 'write "merged"')
+    if not adapted_modules(model, lora):
+        problem = "the model has no linear layer of these names"
+        raise ConfigError(f"{_KEY}.target_modules", str(lora.target_modules), problem, "name at least one")
+
+
+def adapter_tensors(model: Path, lora: LoraSettings) -> tuple[TensorInfo, ...]:
+    """Return the tensors of an adapter's publication. They are float32, whatever the type of the engine.
+
+    Raises:
+        ConfigError: as `adapted_modules`.
+    """
+    tensors: list[TensorInfo] = []
+    for name, (outputs, inputs) in adapted_modules(model, lora).items():
+        tensors.append(TensorInfo(f"{name}.lora_A.weight", (lora.rank, inputs), "float32"))
+        tensors.append(TensorInfo(f"{name}.lora_B.weight", (outputs, lora.rank), "float32"))
+    return tuple(tensors)
+
+
+def _last(tensor: str) -> str:
+    return tensor.removesuffix(_WEIGHT).rpartition(".")[2]

@@ -1,0 +1,90 @@
+"""The estimate of a trainer's memory, from the shape of a model."""
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.memory import ModelShape, gib, largest_phase
+from tailrace.trainer.base import LoraSettings, TrainerSettings
+from tailrace.trainer.memory import TrainerWork, trainer_memory
+
+QWEN3 = ModelShape(
+    num_parameters=596_049_920,
+    block_parameters=15_730_944,
+    outside_parameters=155_583_488,
+    tensor_parameters=155_582_464,
+    num_layers=28,
+    hidden_size=1024,
+    query_size=2048,
+    kv_size=1024,
+    mlp_size=3072,
+    vocabulary=151_936,
+    stored_bytes=1_192_099_840,
+)
+"""Qwen3-0.6B."""
+GB = 10**9
+
+
+def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:
+    shape = ModelShape.read(model_path)
+    block = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
+    assert shape.block_parameters == block
+    assert shape.outside_parameters == 24 * 32 + 32, "the tied head counts once"
+    assert shape.num_parameters == 2 * block + 24 * 32 + 32
+    assert (shape.num_layers, shape.query_size, shape.kv_size, shape.mlp_size) == (2, 32, 16, 48)
+    assert shape.stored_bytes == 4 * shape.num_parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_weights_gradients_and_moments_are_divided_among_the_ranks(ranks: int) -> None:
+    settings = TrainerSettings(ranks=ranks, activation_checkpointing=True, max_tokens_per_microbatch=16_384)
+    parts = trainer_memory(QWEN3, settings, TrainerWork(), is_first=False).on_device
+    assert parts["weights"] == parts["gradient"] == 4 * QWEN3.num_parameters // ranks
+    assert parts["optimizer"] == 8 * QWEN3.num_parameters // ranks
+
+
+def test_activation_checkpointing_keeps_the_inputs_of_the_blocks_only() -> None:
+    few = TrainerSettings(
+        device="cuda", activation_checkpointing=True, max_tokens_per_microbatch=4096, dtype="bfloat16"
+    )
+    all = few.model_copy(update={"activation_checkpointing": False})
+    kept, whole = (
+        trainer_memory(QWEN3, settings, TrainerWork(), is_first=True).on_device["activations"]
+        for settings in (few, all)
+    )
+    inputs = 4096 * 1024 * 2 * 28
+    assert inputs <= kept < 4 * inputs
+    assert whole > 12 * GB
+
+
+def test_lora_needs_no_gradient_and_moments_for_the_weights() -> None:
+    settings = TrainerSettings(lora=LoraSettings(), activation_checkpointing=True)
+    lora = trainer_memory(QWEN3, settings, TrainerWork(adapter_parameters=10_000_000), is_first=True)
+    full = trainer_memory(QWEN3, settings, TrainerWork(), is_first=True)
+    assert lora.on_device["gradient"] == 40_000_000
+    assert lora.host_bytes < 0.6 * full.host_bytes
+
+
+def test_on_a_gpu_the_host_reads_and_saves_and_the_device_computes() -> None:
+    settings = TrainerSettings(device="cuda", ranks=2, dtype="bfloat16", activation_checkpointing=True)
+    need = trainer_memory(QWEN3, settings, TrainerWork(published_bytes=10), is_first=True)
+    assert need.device == "cuda"
+    assert {"weights", "gradient", "optimizer", "activations", "CUDA"} <= need.on_device.keys()
+    assert "whole model" in need.in_host and "weights" in need.in_host
+    assert need.host_bytes == sum(need.in_host.values())
+    offloaded = settings.model_copy(update={"cpu_offload": True})
+    moved = trainer_memory(QWEN3, offloaded, TrainerWork(published_bytes=10), is_first=True)
+    assert "optimizer" not in moved.on_device and "optimizer" in moved.in_host
+
+
+def test_the_processes_of_a_trainer_are_counted_once() -> None:
+    settings = TrainerSettings(ranks=4, replicas=2)
+    first, others = (trainer_memory(QWEN3, settings, TrainerWork(), is_first=is_first) for is_first in (1, 0))
+    assert (first.num, others.num) == (2, 6)
+    alone = trainer_memory(QWEN3, TrainerSettings(), TrainerWork(), is_first=False)
+    assert alone.num == 0
+
+
+def test_the_largest_phase_is_what_counts() -> None:
+    assert largest_phase({"a": {"x": 3, "y": 0}, "b": {"x": 2}}) == {"x": 3}
+    assert (gib(3 * 2**30), gib(5 * 2**20)) == ("3.0 GiB", "5 MiB")
