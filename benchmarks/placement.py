@@ -6,7 +6,7 @@
     colocated       an engine and a replica of the trainer on each core: both generate, then both train
     elastic         the same processes; in mid-round engine-1 gives its core to replica 0
 
-The quickstart's task, 64 groups of 8 a round. The placements take turns. The first two rounds are not counted.
+The quickstart task, 64 groups of 8 a round. The placements take turns. The first two rounds are not counted.
 Each run is audited as in crash.py: by the engines' own counts, by samples/, and by a sink that writes every
 request down.
 

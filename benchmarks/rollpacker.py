@@ -75,9 +75,9 @@ SIM = SimSettings(
         wake_s=2.5,
         regroup_s=0.0,
     ),
-    trainer=SimTrainerSettings(tokens_per_s=27_500.0, step_s=2.0),
+    trainer=SimTrainerSettings(tokens_per_s=36_000.0, step_s=2.0),
     lengths=SimLengthSettings(median_tokens=560.0, sigma=1.05, max_tokens=16_384, prompt_tokens=200),
-    rewards=SimRewardSettings(workers=160, median_s=2.0, sigma=1.0, timeout_s=30.0),
+    rewards=SimRewardSettings(workers=256, median_s=2.0, sigma=0.8, timeout_s=30.0),
 )
 SMALLEST = SIM.engines.model_copy(update={"base_s": 14e-3, "slope_s": 0.08e-3, "kv_tokens": 102_000})
 """Of one GPU: TP 1."""

@@ -498,3 +498,32 @@ def test_states_are_recorded_with_their_reason() -> None:
         ("one", "dead", "life 0 ended"),
         ("one", "open", "it was restarted"),
     ]
+
+
+def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_the_newest_weights() -> None:
+    world = World()
+    engine = world.engine
+
+    async def main() -> None:
+        await engine.load(Weights(1), kv="keep")
+        (sample,) = fresh_samples(1)
+        request = asyncio.create_task(engine.generate(sample))
+        await asyncio.sleep(3.25)
+        await engine.regroup(0)  # its device goes to another engine
+        with pytest.raises(Evicted):
+            await request
+        assert (sample.num_tokens, engine.state, world.lives[0].closed) == (4, "asleep", True)
+        await engine.sleep()
+        await engine.wake()
+        await asyncio.sleep(100.0)
+        assert (engine.state, len(world.lives)) == ("asleep", 1)
+        await engine.load(Weights(2), kv="keep")
+        began_s = now()
+        await engine.regroup(2)
+        await until(lambda: engine.state == "open")
+        assert now() - began_s == FIRST_PAUSE_S + START_S + LOAD_S
+        assert (engine.width, engine.slots, world.lives[1].loaded) == (2, 16, [2])
+        await engine.generate(sample)
+        assert sample.spans == [Span(1, 4), Span(2, 6)]
+
+    drive(world, main)

@@ -196,6 +196,7 @@ class Run:
                 self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
+        self.router.report_preemptions()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
 

@@ -174,3 +174,6 @@ class Engine(Protocol):
 
     def usage(self) -> Usage:
         """The latest known load and counters."""
+
+    def report(self) -> None:
+        """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""

@@ -176,6 +176,9 @@ class SupervisedEngine:
         usage = self._ended + self._life.usage() if self._life else self._ended
         return replace(usage, num_generated=self._counter.num)
 
+    def report(self) -> None:
+        """As Engine.report: processes and servers report by themselves."""
+
     async def close(self) -> None:
         """End the life."""
         if self._life is not None:

@@ -207,6 +207,13 @@ class EngineStateChanged(Moment, frozen=True):
     why: str
 
 
+class Preempted(Moment, frozen=True):
+    """An engine preempted requests since the last optimizer step, because its KV cache was full."""
+
+    engine: str
+    num_requests: int
+
+
 class ControllerLag(Moment, frozen=True):
     """The controller's event loop ran a timer, later than it was due."""
 

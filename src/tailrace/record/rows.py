@@ -38,6 +38,8 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Rows of the data that could not become a prompt, by reason."""
     engines_died: dict[str, int] = field(name="engines/died", default_factory=Counter)
     """Deaths of engines, by engine."""
+    preempted: dict[str, int] = field(name="engines/preempted", default_factory=Counter)
+    """Requests preempted because the KV cache was full, by engine."""
     groups_parked: int | None = field(name="groups/parked", default=None)
     """Groups neither trained nor given up at the end of the run; only in the last row."""
     tokens_parked: int | None = field(name="tokens/parked", default=None)

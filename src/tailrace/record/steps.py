@@ -17,6 +17,7 @@ from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
+    Preempted,
     Published,
     Recorder,
     RequestEnded,
@@ -287,6 +288,8 @@ def _count(counts: Counts, event: Event) -> None:
             counts.groups_dropped[_slug(event.reason)] += 1
         case EngineStateChanged(state="dead"):
             counts.engines_died[event.engine] += 1
+        case Preempted():
+            counts.preempted[event.engine] += event.num_requests
         case RowSkipped():
             counts.rows_skipped[_slug(event.reason)] += 1
 

@@ -221,7 +221,7 @@ class Elastic(Colocated):
 
     def _projected_kv(self) -> float:
         for engine in self._engines:
-            engine.usage()  # brings the samples of a simulated engine up to date
+            engine.report()
         samples = [sample for group in self._pool.groups for sample in group.samples]
         unfinished = [sample for sample in samples if not sample.finish_reason]
         contexts = [len(sample.prompt.ids) + sample.num_tokens for sample in unfinished]

@@ -6,7 +6,7 @@ from functools import partial
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
 from tailrace.errors import Evicted, LedgerError
-from tailrace.record.events import EngineStateChanged, Recorder, RequestEnded, RequestStarted
+from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
 
 SLACK = 1 / 8
@@ -24,6 +24,7 @@ class Router:
         self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
         self._load = {engine.name: 0 for engine in engines}
+        self._preempted = {engine.name: engine.usage().num_preempted for engine in engines}
         for engine in engines:
             engine.on_state = partial(self._engine_changed, engine)
 
@@ -55,6 +56,13 @@ class Router:
                     f"{engine.name} counts {usage.num_counted} tokens of its own, and {usage.num_generated} "
                     "arrived"
                 )
+
+    def report_preemptions(self) -> None:
+        """Record how many requests each engine has preempted since the last call."""
+        for engine in self.engines:
+            before, self._preempted[engine.name] = self._preempted[engine.name], engine.usage().num_preempted
+            if num := self._preempted[engine.name] - before:
+                self._recorder.emit(Preempted(now(), engine.name, num))
 
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""

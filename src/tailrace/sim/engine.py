@@ -135,12 +135,16 @@ class SimEngine:
             self._sync(sample)
 
     def usage(self) -> Usage:
-        self.report()
+        """As Engine.usage. It settles nothing, so that to look at an engine changes no rounding."""
+        whole = 0
+        if self._running and now() > self._since:
+            whole = int(self._credit + (now() - self._since) / self._step_s + 1e-6)
+        num_new = whole * len(self._running)
         return Usage(
             num_running=len(self._running),
             num_waiting=len(self._queue),
-            kv_tokens=self._kv_tokens,
-            num_generated=self._generated,
+            kv_tokens=self._kv_tokens + num_new,
+            num_generated=self._generated + num_new,
             num_prefilled=self._prefilled,
             num_preempted=self._preempted,
             kv_capacity=self._kv_capacity,

@@ -1,0 +1,60 @@
+"""A placement that cannot work is refused before anything starts, with the numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.commands.placement import check_placement, sim_shared
+from tailrace.config import load_config
+from tailrace.errors import ConfigError
+from tailrace.rollout.placement import Shared
+from tailrace.schedules.resolve import resolve
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"placement.engines": "[[0], [1]]"}, r"placement.engines = .* lists devices of 2, for 1 engines"),
+        (
+            {"trainer.ranks": "2", "placement.trainer": "[[0]]"},
+            r"placement.trainer = .* number 0 .* has 1 devices for 2 ranks",
+        ),
+        ({"placement.kind": "elastic", "engine.replicas": "2"}, r"trainer.replicas = 1: .*set it to 2"),
+        (
+            {"engine.kind": "vllm", "engine.tensor_parallel_size": "3"},
+            r"engine.tensor_parallel_size = 3: the 4 attention heads .* choose a divisor of 4",
+        ),
+        (
+            {"engine.kind": "vllm", "engine.replicas": "4", "placement.max_tensor_parallel_size": "8"},
+            r"placement.max_tensor_parallel_size = 8: the 4 attention heads",
+        ),
+        (
+            {"engine.kind": "vllm", "engine.replicas": "3", "placement.max_tensor_parallel_size": "2"},
+            r"3 engines of 1 devices cannot be joined to groups of 2",
+        ),
+        (
+            {"engine.replicas": "2", "placement.max_tensor_parallel_size": "2"},
+            r"only vLLM servers that the run starts",
+        ),
+    ],
+)
+def test_a_placement_without_enough_devices_is_refused(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_placement(load_config(QUICKSTART, overrides))
+
+
+def test_a_schedule_that_never_stops_generating_is_refused_on_shared_devices() -> None:
+    overrides = {
+        "schedule": "{name = 'tailrace', groups_per_step = 4, groups_in_flight = 8, staleness = 2}",
+        "placement.kind": "colocated",
+    }
+    with pytest.raises(ConfigError, match=r"a rehearsal failed: .* never stop generating"):
+        resolve(load_config(QUICKSTART, overrides))
+    assert resolve(load_config(QUICKSTART, {"placement.kind": "colocated"}))
+
+
+def test_simulated_engines_may_be_joined() -> None:
+    overrides = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
+    assert sim_shared(load_config(QUICKSTART, overrides)) == Shared(max_width=4)
