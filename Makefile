@@ -64,6 +64,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/crash.py
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
 	$(BIN)/python benchmarks/kl_study.py
+	$(BIN)/python benchmarks/memory.py
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt

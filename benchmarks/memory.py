@@ -10,7 +10,7 @@ a run starts. The first step has no optimizer state yet, so the second one is th
     peak_bytes      its peak resident memory (VmHWM); Linux only
     ranks           both for each process
 
-Needs about 18 GiB of memory with the defaults, and 5 GB of disk in the temporary folder.
+Needs about 17 GiB of memory with the defaults, and 5 GB of disk in the temporary folder.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
     parser.add_argument("--lora", type=int, metavar="RANK")

@@ -160,4 +160,6 @@ def _largest_gpu() -> int:
 
     if not torch.cuda.is_available():
         return 0
-    return max(torch.cuda.mem_get_info(index)[1] for index in range(torch.cuda.device_count()))
+    # Not mem_get_info: it would take memory of the device for this process.
+    indices = range(torch.cuda.device_count())
+    return max(torch.cuda.get_device_properties(index).total_memory for index in indices)

@@ -11,6 +11,8 @@ from tailrace.trainer.base import TrainerSettings
 
 LOGITS_AT_ONCE = 1 << 26
 """As logprobs.CHUNK_ELEMENTS."""
+FILE_BYTES = 2**28
+"""As state_files.FILE_BYTES. torch holds a file of a checkpoint twice while it is written."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
 PROCESS_BYTES = 350 * 2**20
@@ -65,12 +67,12 @@ def trainer_memory(
     computing = _pass(shape, settings, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
     host = {"process": PROCESS_BYTES, "publications": publications if is_first else 0}
-    new = work.published_bytes if is_first else 4 * shape.tensor_parameters
+    gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
     phases = {
         "pass": computing,
-        "publish": {"new publication": new},
-        "save": {"checkpoint": max(8 * trained // ranks, whole if is_copied else 0)},
+        "publish": {"new publication": max(gathered, work.published_bytes if is_first else 0)},
+        "save": {"checkpoint": max(2 * FILE_BYTES, gathered, whole if is_copied else 0)},
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tailrace.errors import CheckpointError
 from tailrace.trainer.launch import Ranks
 
+FILE_BYTES = 2**28
+"""Size of a rank's file, about."""
 V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,10 +69,22 @@ def save(folder: Path, state: TrainerState, ranks: Ranks) -> None:
         tensors |= {f"{owner}.first.{name}": each for name, each in optimizer.first_moments.items()}
         tensors |= {f"{owner}.second.{name}": each for name, each in optimizer.second_moments.items()}
     tensors |= {f"critic.weight.{name}": each for name, each in state.critic_weights.items()}
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    files = _files_of(tensors, ranks)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     group = ranks.mesh.get_group() if ranks.mesh else None
     with _alone_on_purpose():
         state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _files_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
+    """In which of its files a rank writes each tensor. torch holds a whole file in memory, twice, and writes
+    one after another."""
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size() // ranks.num_ranks
+        files[name] = 1 + size // FILE_BYTES
+    kinds = [name.split(".")[1] for name in tensors if name.startswith("random.")]
+    return files | {f"random.{kind}.{rank}": 1 for kind in kinds for rank in range(ranks.num_ranks)}
 
 
 def load(
