@@ -1,6 +1,7 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
+# make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test test-vllm gpu-check check install-check docs bench clean
+.PHONY: quickstart test test-vllm test-ray gpu-check check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -29,6 +30,9 @@ test: $(VENV)/dev.stamp
 # Servers that the tests start find tailrace's plug-in without an installation.
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
+
+test-ray: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
 
 # The second column of checks needs $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp

@@ -181,6 +181,16 @@ def test_pytorch_is_the_only_compiler() -> None:
     assert found == set()
 
 
+def test_only_workers_on_a_cluster_import_ray() -> None:
+    importers = {
+        name
+        for name, tree in TREES.items()
+        if "ray" in {each.partition(".")[0] for each in names_imported(ast.walk(tree))}
+    }
+    assert importers == {"workers.ray", "workers.node"}
+    assert {importer for importer, other in EDGES if other == "workers.ray"} == {"workers.hosts"}
+
+
 def test_the_architecture_page_names_every_room_and_every_root_file() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"^    (\w+)(?:/|\.py)", page, flags=re.MULTILINE))

@@ -46,7 +46,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes: the head, which can have an engine and rewards, and "trainer", which can have the trainer."""
+    """Two nodes: the head can have an engine and the rewards, and "trainer" the trainer."""
     command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "engine_node", "reward_node"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster = Cluster(process)
@@ -89,10 +89,42 @@ def test_a_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     assert said.startswith("tailrace: host.address = '127.0.0.1:1': no cluster answers")
 
 
+HANGS = """
+import time
+
+def hangs_at_odd(prompt, completion):
+    if int(prompt[0]) % 2:
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_there(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """With a reference model, two ranks of the trainer, and weights in files."""
+    config = write_small_run(tmp_path)
+    (tmp_path / "beside.py").write_text(HANGS)
+    (tmp_path / "rewards.py").write_text("from beside import hangs_at_odd\n")
+    words = [
+        *("--reward.function", f"{tmp_path / 'rewards.py'}:hangs_at_odd", "--reward.timeout_s", "0.5"),
+        *("--weights.transport", "filesystem", "--algorithm.kl_coef", "0.05"),
+        *("--trainer.ranks", "2", "--run.rounds", "2", "--run.eval_every", "0"),
+    ]
+    folder = tmp_path / "out"
+    done = subprocess.run(
+        train_command(config, folder, cluster.address, *words), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for path in (folder / "samples").glob("*.jsonl") for line in path.read_text().splitlines()]
+    samples = [json.loads(line) for line in lines]
+    assert {(int(each["prompt"][0]) % 2, each["reward"]) for each in samples} == {(0, 1.0), (1, 0.0)}
+
+
 def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_the_trainer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    folder, rounds = tmp_path / "out", 14
+    folder, rounds = tmp_path / "out", 20
     words = [
         *("--engine.replicas", "2", "--host.restarts", "1", "--run.rounds", str(rounds)),
         *("--run.checkpoint_every", "1", "--run.eval_every", str(rounds), "--run.eval_prompts", "128"),

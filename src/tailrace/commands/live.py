@@ -68,7 +68,8 @@ def check_live(config: RunConfig) -> None:
 
 def _check_trainer(config: RunConfig) -> None:
     assert config.model
-    check_device("trainer.device", config.trainer.device)
+    if config.host.kind == "local":  # other nodes may have others
+        check_device("trainer.device", config.trainer.device)
     if config.trainer.lora:
         kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
         check_lora(config.model.path, config.trainer.lora, **kinds)
@@ -83,7 +84,8 @@ def _check_engine(config: RunConfig) -> None:
     match config.engine:
         case NativeEngineSettings(device=device):
             check_model(config.model.path)
-            check_device("engine.device", device)
+            if config.host.kind == "local":
+                check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)
             check_sampling(config.sampling)
@@ -185,6 +187,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         reward=config.reward,
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
+        checkpoints=life is not None,
     )
     with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:

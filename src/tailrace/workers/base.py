@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from tailrace.settings import Settings
 
@@ -23,13 +23,21 @@ class LocalHostSettings(HostSettings):
     """Selects this kind of host."""
 
 
-Resources = Annotated[Mapping[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
-"""Amounts of Ray's resources by name: "CPU", "GPU", or a name that `ray start --resources` gave a node."""
+def _amount(amount: float) -> float:
+    if amount > 1 and not amount.is_integer():
+        raise ValueError("an amount above 1 is a whole number")
+    return amount
+
+
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_amount)]
+Resources = Annotated[Mapping[str, Amount], Field(min_length=1)]
+"""Amounts of Ray's resources by name: "CPU", "GPU", "memory" in bytes, or a name that `ray start --resources`
+gave a node. An amount is a fraction of 1, or a whole number."""
 
 
 class RoleResources(Settings):
-    """What one worker of each role takes of its node. The amounts of a role without an entry are CPU: its
-    threads, and GPU: 1 if its device is CUDA."""
+    """What one worker of each role takes of its node: amounts by the name of the resource, a fraction of 1 or
+    a whole number each. Without an entry: CPU, its threads, and GPU, 1 if its device is CUDA."""
 
     engine: Resources | None = None
     """One engine, for example `{ CPU = 4, GPU = 1, fast_gpu = 1 }`."""

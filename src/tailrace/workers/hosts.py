@@ -49,11 +49,13 @@ async def open_spawner(
     reward: RewardSettings,
     needs_reference: bool,
     folder: Path,
+    checkpoints: bool,
 ) -> AsyncIterator[Spawner]:
     """Open what starts the workers of a run; workers must have ended before the block ends.
 
     Args:
         folder: folder of the run.
+        checkpoints: the run writes checkpoints into it.
 
     Raises:
         ConfigError: the cluster cannot be reached, or a worker cannot be placed.
@@ -67,7 +69,9 @@ async def open_spawner(
         host, engine=engine, trainer=trainer, reward=reward, needs_reference=needs_reference
     )
     file = _file_of(reward)
-    async with open_ray(host, bundles, run=folder, files=[file] if file else []) as spawner:
+    async with open_ray(
+        host, bundles, run=folder, checkpoints=checkpoints, files=[file] if file else []
+    ) as spawner:
         yield spawner
 
 

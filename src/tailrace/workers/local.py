@@ -127,10 +127,8 @@ async def open_local(
     scorer_job = ScorerJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
-        processes = [
-            await start(TrainerProcess, name, job, each)
-            for (name, job), each in zip(processes_of(trainer_job), devices.trainer, strict=True)
-        ]
+        ranks = zip(processes_of(trainer_job), devices.trainer, strict=True)
+        processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
             longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)

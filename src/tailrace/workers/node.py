@@ -81,6 +81,11 @@ class NodeActor:
         """Kill a process group that the worker has started."""
         kill_group(leader)
 
+    async def abort(self, fault: str) -> None:
+        """As Conversation.abort."""
+        if self._process is not None:
+            self._process.abort(fault)
+
     async def close(self) -> None:
         """Let the worker end."""
         if self._process is not None:

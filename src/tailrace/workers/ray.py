@@ -7,7 +7,7 @@ has one strategy. Ray carries the messages of messages.py. Weights take their ow
 the object store. What a node must import travels in Ray's runtime environment: this package, and the Python
 files that the config names by path.
 
-This is the only module that imports Ray.
+This module imports Ray, so a run that does not use it must not import this module.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -39,6 +40,8 @@ from tailrace.workers.process import CLOSE_S
 
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""
+ASK_EVERY_S = 0.1
+"""Seconds between two questions whether bundles are placed."""
 _encode = msgspec.msgpack.encode
 
 
@@ -59,6 +62,10 @@ class RayWorker(Conversation):
     def kill_group(self, leader: int) -> None:
         """As Conversation.kill_group."""
         self._actor.kill_group.remote(leader)
+
+    def abort(self, fault: str) -> None:
+        """As Conversation.abort."""
+        self._actor.abort.remote(fault)
 
     def kill(self) -> None:
         """Kill the actor, and the worker with it."""
@@ -115,8 +122,8 @@ class RayWorker(Conversation):
 class RaySpawner:
     """Starts workers on the nodes of a cluster. Made by `open_ray`."""
 
-    def __init__(self, run: Path, places: dict[str, tuple[Any, int, Bundles]]) -> None:
-        self._run, self._places = run, places
+    def __init__(self, run: Path, checkpoints: bool, places: dict[str, tuple[Any, int, Bundles]]) -> None:
+        self._run, self._checkpoints, self._places = run, checkpoints, places
         """The placement group of each worker, and its bundle's number in it."""
 
     async def spawn(
@@ -155,6 +162,7 @@ class RaySpawner:
             .options(
                 num_cpus=resources.pop("CPU", 0),
                 num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None),
                 resources=resources,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
@@ -165,7 +173,7 @@ class RaySpawner:
 
     async def _check_folders(self, actor: Any, node: str, job: Job) -> None:
         folders = dict(job.folders())
-        if isinstance(job, TrainerJob):  # it writes checkpoints that the controller reads
+        if self._checkpoints and isinstance(job, TrainerJob):
             folders["--output-dir"] = self._run
         missing = await actor.missing.remote(list(folders.values()))
         for key, folder in folders.items():
@@ -176,12 +184,18 @@ class RaySpawner:
 
 @asynccontextmanager
 async def open_ray(
-    settings: RayHostSettings, bundles: Sequence[Bundles], *, run: Path, files: Sequence[Path]
+    settings: RayHostSettings,
+    bundles: Sequence[Bundles],
+    *,
+    run: Path,
+    checkpoints: bool,
+    files: Sequence[Path],
 ) -> AsyncIterator[RaySpawner]:
     """Connect to the cluster and reserve the bundles; let go of them with the block.
 
     Args:
         run: folder of the run.
+        checkpoints: the trainer writes checkpoints into that folder, which the controller reads.
         files: Python files that workers import. A worker finds them, and the other Python files of their
             folders, in its working directory.
 
@@ -199,11 +213,12 @@ async def open_ray(
             deadline = time.monotonic() + settings.place_s
             for each in bundles:
                 groups.append(group := _reserve(each))
-                left_s = max(deadline - time.monotonic(), 0.1)
-                if not await asyncio.get_running_loop().run_in_executor(None, group.wait, left_s):
-                    raise _unplaced(each, group, settings.place_s)
+                while placement_group_table(group)["state"] != "CREATED":
+                    if time.monotonic() > deadline:
+                        raise _unplaced(each, group, settings.place_s)
+                    await asyncio.sleep(ASK_EVERY_S)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
-            yield RaySpawner(run.absolute(), places)
+            yield RaySpawner(run.absolute(), checkpoints, places)
         finally:
             for group in groups:
                 with suppress(RayError):
@@ -234,7 +249,8 @@ def _connect(address: str, working_dir: Path) -> None:
     except (ConnectionError, RuntimeError, ValueError) as why:
         raise ConfigError("host.address", address, _essence(why), unreachable) from why
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _reserve(bundles: Bundles) -> Any:
@@ -271,4 +287,4 @@ def _amounts(resources: Any) -> str:
 def _essence(error: Exception) -> str:
     """The line of an error that tells most. Ray's errors have many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return next((line for line in lines if "died because" in line), lines[0])
+    return next((line for line in lines if "died because" in line), lines[0]).rstrip(".")

@@ -1,0 +1,136 @@
+"""What a run asks of a cluster, and what it refuses before it looks for one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.settings import (
+    EngineSettings,
+    NativeEngineSettings,
+    SamplingSettings,
+    VllmEngineSettings,
+)
+from tailrace.errors import ConfigError
+from tailrace.reward.base import RewardSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.weights.base import (
+    FilesystemSettings,
+    ProcessGroupSettings,
+    SharedMemorySettings,
+    WeightsSettings,
+)
+from tailrace.workers.base import BrokerSettings, LocalHostSettings, RayHostSettings, RoleResources
+from tailrace.workers.bundles import Bundles, plan_bundles, trainer_names
+from tailrace.workers.hosts import check_host, where_workers_run
+from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.trainer import processes_of
+
+RAY, STREAM = RayHostSettings(), ProcessGroupSettings()
+
+
+def test_each_worker_of_a_run_is_a_bundle_of_its_role() -> None:
+    resources = RoleResources(engine={"GPU": 1, "fast": 0.5}, reward={"CPU": 0.1})
+    found = plan_bundles(
+        RayHostSettings(resources=resources),
+        engine=NativeEngineSettings(replicas=2),
+        trainer=TrainerSettings(threads=4, device="cuda", ranks=2, replicas=2),
+        reward=RewardSettings(workers=1),
+        needs_reference=True,
+    )
+    of_trainer = {"CPU": 4.0, "GPU": 1.0}
+    assert found == [
+        Bundles("trainer", ["trainer-0-0", "trainer-0-1", "trainer-1-0", "trainer-1-1"], of_trainer),
+        Bundles("reference", ["reference"], of_trainer),
+        Bundles("engine", ["engine-0", "engine-1"], {"GPU": 1, "fast": 0.5}),
+        Bundles("reward", ["scorer-0"], {"CPU": 0.1}),
+    ]
+
+
+def test_the_bundles_of_the_trainer_have_the_names_of_its_processes() -> None:
+    for settings in (TrainerSettings(), TrainerSettings(ranks=2), TrainerSettings(ranks=2, replicas=2)):
+        with_settings = job(STREAM).model_copy(update={"trainer": settings})
+        assert trainer_names(settings) == [name for name, _ in processes_of(with_settings)]
+
+
+def test_servers_that_somebody_else_runs_are_not_placed() -> None:
+    found = plan_bundles(
+        RAY,
+        engine=VllmEngineSettings(urls=("http://10.0.0.7:8000",)),
+        trainer=TrainerSettings(),
+        reward=RewardSettings(workers=1),
+        needs_reference=False,
+    )
+    assert [bundles.role for bundles in found] == ["trainer", "reward"]
+
+
+@pytest.mark.parametrize(
+    ("key", "engine", "weights", "broker"),
+    [
+        ("weights.transport", NativeEngineSettings(), SharedMemorySettings(), BrokerSettings()),
+        ("engine.kind", VllmEngineSettings(), STREAM, BrokerSettings()),
+        ("broker.url", NativeEngineSettings(), STREAM, BrokerSettings(url="redis://host:1/0")),
+    ],
+)
+def test_what_cannot_be_honoured_on_other_nodes_is_refused(
+    key: str, engine: EngineSettings, weights: WeightsSettings, broker: BrokerSettings
+) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError) as refused:
+        check_host(RAY, engine=engine, weights=weights, broker=broker)
+    assert refused.value.key == key
+    check_host(LocalHostSettings(), engine=engine, weights=weights, broker=broker)
+    check_host(RAY, engine=NativeEngineSettings(), weights=FilesystemSettings(), broker=BrokerSettings())
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"host\.kind = 'ray': Ray is not installed; pip install 'tailrace\[ray\]'"
+    ):
+        check_host(RAY, engine=NativeEngineSettings(), weights=STREAM, broker=BrokerSettings())
+
+
+def test_a_file_with_rewards_is_in_the_working_directory_of_a_worker_on_another_node() -> None:
+    named = RewardSettings(function="/home/me/rewards.py:score")
+    assert where_workers_run(RAY, named).function == "rewards.py:score"
+    assert where_workers_run(LocalHostSettings(), named) == named
+    module = RewardSettings(function="package.rewards:score")
+    assert where_workers_run(RAY, module) == module
+
+
+def job(weights: WeightsSettings) -> TrainerJob:
+    return TrainerJob(
+        model=Path("/models/one"),
+        trainer=TrainerSettings(),
+        algorithm=AlgorithmSettings(),
+        sampling=SamplingSettings(max_completion_tokens=8),
+        weights=weights,
+        published_dtype="float32",
+    )
+
+
+def test_a_trainer_sends_weights_from_the_address_of_its_node_unless_the_config_names_one() -> None:
+    at_default, named = job(ProcessGroupSettings()), job(ProcessGroupSettings(host="192.168.0.1"))
+    assert at_default.at("10.0.0.7").weights == ProcessGroupSettings(host="10.0.0.7")
+    assert named.at("10.0.0.7").weights == named.weights
+    files = job(FilesystemSettings(folder=Path("/nfs")))
+    assert files.at("10.0.0.7").weights == files.weights
+    assert files.at("10.0.0.7").host == "10.0.0.7"
+
+
+def test_workers_that_load_a_model_need_its_folder() -> None:
+    engine = EngineJob(
+        model=Path("/models/one"),
+        engine=NativeEngineSettings(),
+        sampling=SamplingSettings(max_completion_tokens=8),
+    )
+    assert engine.folders() == job(STREAM).folders() == {"model.path": Path("/models/one")}
+
+
+def test_ray_is_not_imported_by_a_run_on_this_host() -> None:
+    code = "import sys, tailrace.cli, tailrace.commands.train; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
