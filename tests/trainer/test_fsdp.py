@@ -43,10 +43,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of the trainer or of the algorithm."""
 LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {
-    (2, 1): ["token means", "critic", "bfloat16", "experts"],
+    (2, 1): ["token means", "critic", "bfloat16", "experts", "low rank"],
     (4, 1): ["sample means", "checkpointed, offloaded"],
     (1, 2): ["old policy"],
-    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy"],
+    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
 }
 """Ranks and replicas, and their cases."""
 CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
