@@ -6,7 +6,7 @@ import pytest
 
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
-from tailrace.record.events import EngineStateChanged, RoundStarted
+from tailrace.record.events import EngineStateChanged, Preempted, RoundStarted
 from tailrace.rollout.parallelism import TensorParallelRule
 from tailrace.rollout.placement import Shared, lendable
 from tailrace.rollout.progress import KnownLengths, peak_kv
@@ -80,6 +80,8 @@ def test_engines_that_preempt_more_are_joined() -> None:
     starts = [event.time_s for event in outcome.of(RoundStarted)]
     assert starts[3] - starts[2] == 20 * ((0.5 + 0.5 * 4) / 2 + 0.25)
     assert sum(usage.num_preempted for usage in outcome.usages) == 4
+    counted = [(event.engine, event.num_requests) for event in outcome.of(Preempted)]
+    assert counted == [(f"engine{number}", 1) for number in range(4)]
 
 
 def test_the_largest_cache_is_when_a_request_ends() -> None:

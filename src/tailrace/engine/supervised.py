@@ -160,12 +160,13 @@ class SupervisedEngine:
 
     async def regroup(self, width: int) -> None:
         """As Engine.regroup. Its life is ended; with another width a new one begins, as after a death."""
-        self._lent = True
-        self._set("asleep", "its tensor-parallel size changes")
+        self._lent, self.why_dead = True, "its tensor-parallel size changes"
+        if self.state != "asleep":
+            self._set("asleep", self.why_dead)
         await self._evict()
         life = self._life
         if life is not None and not self._end.done():
-            self._end.set_result("its tensor-parallel size changes")
+            self._end.set_result(self.why_dead)
         while life is not None and self._life is life:
             await self._changed.wait(f"{self.name} to end")
         self.width, self.slots = width, self._slots_of_one * max(width, 1)
