@@ -1,6 +1,6 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
-# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: a quarter of an hour
+# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
 # make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
@@ -24,7 +24,7 @@ quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --ignore tests/docs/test_your_own_run.py
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp

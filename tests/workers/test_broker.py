@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 from stand_in import Obey, StandInJob
-from worker_cases import make_samples, workers
+from worker_cases import TRAINER, make_samples, workers
 
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import ConfigError, WorkerDied
-from tailrace.types import Sample
+from tailrace.trainer.base import StepStats
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.trainer import TorchTrainer
 from tailrace.workers import broker
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.broker import BrokerChannel, BrokeredWorker, Invitation, connect
@@ -40,33 +43,38 @@ def joined(url: str, run: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-async def trained(model: Path, folder: Path, url: str | None) -> tuple[list[Sample], Any]:
-    """Two groups are generated and trained, the weights are published, and one group more is generated."""
-    async with workers(model, folder, broker=BrokerSettings(url=url, max_records=2)) as opened:
-        samples = make_samples(8)
-        engine = opened.engines[0]
-        await asyncio.gather(*(engine.generate(sample) for sample in samples))
-        for sample in samples:
-            sample.reward, sample.advantage = 1.0, float(sample.completion_ids.count(9)) - 1.0
-        await asyncio.gather(
-            *(opened.trainer.accumulate([samples[i : i + 2]], version=0) for i in (0, 2, 4, 6))
-        )
-        stats = await opened.trainer.step()
-        await engine.load(await opened.trainer.publish(1), kv="recompute")
-        again = make_samples(4)
-        await asyncio.gather(*(engine.generate(sample) for sample in again))
-        return again, stats
-
-
-def test_a_trainer_that_joins_through_the_broker_trains_as_one_of_this_host(
+def test_a_trainer_that_joins_through_the_broker_trains_as_one_of_this_process(
     redis_url: str, model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
-    here, stats_here = execute(trained(model_path, tmp_path / "here", None))
+    samples, after = make_samples(8), make_samples(4)
+
+    async def trained() -> StepStats:
+        """Four groups are generated and trained; with the published weights one group more is generated."""
+        broker = BrokerSettings(url=redis_url, max_records=2)
+        async with workers(model_path, tmp_path / "there", broker=broker) as opened:
+            engine = opened.engines[0]
+            await asyncio.gather(*(engine.generate(sample) for sample in samples))
+            for sample in samples:
+                sample.reward, sample.advantage = 1.0, float(sample.completion_ids.count(9)) - 1.0
+            await asyncio.gather(
+                *(opened.trainer.accumulate([samples[i : i + 2]], version=0) for i in (0, 2, 4, 6))
+            )
+            stats: StepStats = await opened.trainer.step()
+            await engine.load(await opened.trainer.publish(1), kv="recompute")
+            await asyncio.gather(*(engine.generate(sample) for sample in after))
+            return stats
+
     with joined(redis_url, "there"):
-        there, stats_there = execute(trained(model_path, tmp_path / "there", redis_url))
-    assert [sample.behavior_logprobs for sample in there] == [sample.behavior_logprobs for sample in here]
-    assert (stats_there.loss, stats_there.grad_norm) == (stats_here.loss, stats_here.grad_norm)
-    assert {span.version for sample in there for span in sample.spans} == {1}
+        there = execute(trained())
+    here = TorchTrainer.load(
+        model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40
+    )
+    here.accumulate([[TrainingSample.of(sample) for sample in samples]])
+    stats = here.step()
+    assert (there.loss, there.grad_norm) == pytest.approx((stats.loss, stats.grad_norm), rel=1e-5)
+    assert {span.version for sample in after for span in sample.spans} == {1}
+    for sample in after:
+        assert sample.behavior_logprobs == pytest.approx(here.logprobs(TrainingSample.of(sample)), abs=1e-4)
 
 
 def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(

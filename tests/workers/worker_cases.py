@@ -21,6 +21,7 @@ from tailrace.workers.local import Workers, open_local
 from tailrace.workers.process import WorkerProcess
 
 VOCABULARY = 32
+TRAINER = TrainerSettings(learning_rate=1e-2)
 DEADLINE_S = 90.0
 
 
@@ -85,7 +86,7 @@ async def workers(
         engine=NativeEngineSettings(),
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
-        trainer=trainer or TrainerSettings(learning_rate=1e-2),
+        trainer=trainer or TRAINER,
         weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams
 from tailrace.engine.native.engine import NativeEngine
 
 TOKEN, MODEL_NAME = "a-token-of-the-tests", "tiny"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-ONE_WORKER = pytest.mark.xdist_group("serve")
-"""With pytest-xdist the tests of this folder share one server, in one worker."""
 CONTEXT = 512
 """Tokens of the model's context."""
 

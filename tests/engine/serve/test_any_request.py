@@ -7,9 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
-from serve_cases import ONE_WORKER, restore
-
-pytestmark = ONE_WORKER
+from serve_cases import restore
 
 
 def shortened(body):

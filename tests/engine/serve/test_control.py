@@ -8,13 +8,12 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve_cases import ONE_WORKER, generated, restore, update
+from serve_cases import generated, restore, update
 
 from tailrace.engine.base import GenerationRequest, SamplingParams
 from tailrace.weights.base import Link, ProcessGroupSettings
 from tailrace.weights.process_group import ProcessGroupSender
 
-pytestmark = ONE_WORKER
 PROMPT = [3, 4, 5, 6]
 LINK = ("served", 1, 1)
 

@@ -9,11 +9,10 @@ import openai
 import pytest
 import renderers.client
 from renderers.default import DefaultRenderer
-from serve_cases import CHAT_TEMPLATE, CONTEXT, MODEL_NAME, ONE_WORKER, generated
+from serve_cases import CHAT_TEMPLATE, CONTEXT, MODEL_NAME, generated
 
 from helpers.tiny_models import LETTERS, letter_tokenizer
 
-pytestmark = ONE_WORKER
 PROMPT = [3, 4, 5, 6]
 NUM_STREAMS, NUM_TOKENS = 256, 32
 

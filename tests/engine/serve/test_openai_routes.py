@@ -2,11 +2,10 @@
 
 import openai
 import pytest
-from serve_cases import CONTEXT, MODEL_NAME, ONE_WORKER, generated
+from serve_cases import CONTEXT, MODEL_NAME, generated
 
 from helpers.tiny_models import LETTERS
 
-pytestmark = ONE_WORKER
 PROMPT = [3, 4, 5, 6]
 TEXT = "".join(LETTERS[id] for id in PROMPT)
 

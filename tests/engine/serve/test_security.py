@@ -6,7 +6,7 @@ import stat
 
 import httpx
 import pytest
-from serve_cases import ONE_WORKER, TOKEN
+from serve_cases import TOKEN
 
 from tailrace.cli import main
 from tailrace.commands.serve import bearer_token
@@ -16,7 +16,6 @@ from tailrace.engine.serve.settings import ServeSettings
 from tailrace.errors import WeightsRefused
 from tailrace.weights.base import expected_tensors
 
-pytestmark = ONE_WORKER
 OPEN_POSTS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
 
 

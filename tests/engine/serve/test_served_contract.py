@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_cases import CONTEXT, MODEL_NAME, ONE_WORKER, TOKEN, Served, served
+from serve_cases import CONTEXT, MODEL_NAME, TOKEN, Served, served
 
 from helpers.engine_contract import EngineContract, Main
 from helpers.tiny_models import VOCABULARY, tiny_model
@@ -27,7 +27,6 @@ from tailrace.types import Sample
 from tailrace.weights.base import Link, Weights, expected_tensors
 from tailrace.workers.server import JoinedServer
 
-pytestmark = ONE_WORKER
 DEADLINE_S = 120.0
 NUM_TOKENS = 480
 """So many that requests are still under way when a busy machine looks at them."""

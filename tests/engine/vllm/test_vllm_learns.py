@@ -1,4 +1,4 @@
-"""Every schedule learns on vLLM what it learns on the embedded engine: the quickstart's task, 32 steps."""
+"""Every schedule learns on vLLM what it learns on the embedded engine: the quickstart's task, 64 steps."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,14 +18,15 @@ from tailrace.workers.spawner import LocalSpawner
 pytestmark = pytest.mark.vllm
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm.toml"
 SCHEDULES = {
-    "serial": (16, "groups_per_round = 32, groups_per_step = 16"),
-    "rolloutpipe": (16, "groups_per_round = 32, groups_per_step = 16"),
-    "april": (32, "groups_per_round = 16, groups_launched = 24"),
-    "tailbatch": (32, "groups_per_round = 16"),
-    "pipelinerl": (32, "groups_per_step = 16, in_flight_per_engine = 128, ring_groups = 32"),
-    "tailrace": (32, "groups_per_step = 16, groups_in_flight = 32, staleness = 2"),
+    "serial": (32, "groups_per_round = 32, groups_per_step = 16"),
+    "rolloutpipe": (32, "groups_per_round = 32, groups_per_step = 16"),
+    "april": (64, "groups_per_round = 16, groups_launched = 24"),
+    "tailbatch": (64, "groups_per_round = 16"),
+    "pipelinerl": (64, "groups_per_step = 16, in_flight_per_engine = 128, ring_groups = 32"),
+    "tailrace": (64, "groups_per_step = 16, groups_in_flight = 32, staleness = 2"),
 }
-"""Rounds and parameters: 32 steps of 16 groups each, and a publication in every round."""
+"""Rounds and parameters: 64 steps of 16 groups each, and a publication in every round. After 32 steps the
+accuracies of five seeds of tailbatch on the embedded engine lie 0.33 apart, after 64 steps 0.08."""
 SEED_NOISE = 0.1
 """By which the accuracies of two runs differ whose samples differ: three standard deviations of an evaluation
 of 256 prompts at 0.9, and the noise of training."""
