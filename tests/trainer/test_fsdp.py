@@ -208,3 +208,13 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
         got = [outcomes["resumed"] for outcomes in together[num_ranks, 1]]
     for outcome in got:
         assert_equal(outcome, wanted, 1e-5)
+
+
+def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
+    together: dict[tuple[int, int], list[dict[str, Outcome]]], models: dict[str, Path], folder: Path
+) -> None:
+    assert together[2, 1]
+    got, wanted = (
+        resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in ("2x1", "alone")
+    )
+    assert_equal(got, wanted, 1e-5)
