@@ -124,7 +124,7 @@ def test_rewards_of_a_file_travel_to_the_nodes_and_a_call_that_hangs_is_killed_t
 def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_the_trainer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    folder, rounds = tmp_path / "out", 20
+    folder, rounds = tmp_path / "out", 16
     words = [
         *("--engine.replicas", "2", "--host.restarts", "1", "--run.rounds", str(rounds)),
         *("--run.checkpoint_every", "1", "--run.eval_every", str(rounds), "--run.eval_prompts", "128"),
