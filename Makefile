@@ -34,7 +34,7 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
 
-# The second column of checks needs $VLLM_PYTHON.
+# The checks of vLLM need $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/gpu_check.py
 

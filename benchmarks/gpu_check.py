@@ -22,6 +22,7 @@ from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.errors import TailraceError
 from tailrace.record.metrics import read_rows
+from tailrace.record.rows import StepRow
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "quickstart.toml"
 ROUNDS = 3
@@ -114,12 +115,12 @@ def run_check(check: Check, folder: Path) -> str | None:
         train(load_config(EXAMPLE, check.overrides), folder)
     except TailraceError as error:
         return str(error)
-    steps = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    steps = [row for row in read_rows(folder / "metrics.jsonl") if isinstance(row, StepRow)]
     if not steps:
         return "no optimizer step"
-    if any(row.get("skipped") for row in steps):
+    if any(row.skipped for row in steps):
         return "a gradient was not finite"
-    mismatch = max((row.get("engine_mismatch_kl") or 0.0 for row in steps), default=0.0)
+    mismatch = max((row.engine_mismatch_kl or 0.0 for row in steps), default=0.0)
     if mismatch > MAX_MISMATCH_KL:
         return f"the log-probs of engine and trainer differ: KL {mismatch:.4f} > {MAX_MISMATCH_KL}"
     return None
