@@ -150,6 +150,8 @@ class SampleRow(Row, frozen=True, array_like=True):
     """Its tokens, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
     """Log-probs of its tokens under the reference model, float32."""
+    reward_report: str = "[{},{}]"
+    """What its reward functions report, as JSON: metrics, and columns of its record."""
 
     @property
     def id(self) -> SampleId:

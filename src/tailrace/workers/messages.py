@@ -14,7 +14,7 @@ from tailrace.data.base import DataSettings
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, TailraceError
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import Call, RewardSettings, Scores
 from tailrace.settings import Settings
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
@@ -258,7 +258,7 @@ class Serving(msgspec.Struct, tag=True):
     """How the process before it ended; empty for the first one."""
 
 
-class Failed(msgspec.Struct, array_like=True):
+class Failed(msgspec.Struct, array_like=True, tag=True):
     """A RewardFailed, as data."""
 
     reason: str
@@ -270,7 +270,7 @@ class Scored(msgspec.Struct, tag=True):
     """The outcome of a call."""
 
     number: int
-    outcome: float | Failed
+    outcome: Scores | Failed
 
 
 FromScorer = Ready | Refused | Serving | Scored
