@@ -1,6 +1,7 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
+# make test-peers  the reward functions of TRL and verl run unchanged
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test test-vllm check install-check docs bench clean
+.PHONY: quickstart test test-vllm test-peers check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -28,6 +29,9 @@ test: $(VENV)/dev.stamp
 # Servers that the tests start find tailrace's plug-in without an installation.
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
+
+test-peers: $(VENV)/dev.stamp .peers/stamp
+	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -71,5 +75,10 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
 	touch $@
 
+.peers/stamp: requirements-peers.txt
+	rm -rf .peers
+	$(PIP) install --no-deps --target .peers -r requirements-peers.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs
+	rm -rf .peers $(VENV) $(VLLM_VENV) runs

@@ -147,8 +147,8 @@ class Scorer:
         return cls(tasks)
 
     def describe(self) -> str:
-        """Return how each function is understood, a line each."""
-        return "\n".join(each.describe() for each in self.functions)
+        """Return how the functions are understood, for messages."""
+        return "; ".join(each.describe() for each in self.functions)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """As RewardFunction.check_columns, of each function."""

@@ -141,8 +141,8 @@ class RewardPool:
         outcome = await self._call(Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source))
         if not isinstance(outcome, Failed):
             return None
-        where = f"for the first row and an empty completion it failed: {outcome.reason}: {outcome.detail}"
-        where += f"\nFunctions: {understood}\n"
+        why = f"{outcome.reason}: {outcome.detail}"
+        where = f"for the first row and an empty completion it failed ({understood}): {why}"
         if outcome.is_defect or outcome.reason in ("timeout", "died", "row"):
             key = "reward.timeout_s" if outcome.reason == "timeout" else "reward.function"
             value = self._settings.timeout_s if outcome.reason == "timeout" else self._settings.named()
