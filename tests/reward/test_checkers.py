@@ -91,7 +91,7 @@ def test_json_is_checked_against_the_schema_of_its_row(schema, completion, rewar
 
 def test_a_schema_fetches_nothing():
     remote = {"$ref": "http://127.0.0.1:1/schema.json"}
-    with pytest.raises(RewardFailed, match="Unresolvable: http://127.0.0.1:1/schema.json"):
+    with pytest.raises(RewardFailed, match=r"Unresolvable: http://127\.0\.0\.1:1/schema\.json"):
         checked("json_schema", "{}", {"schema": remote})
 
 

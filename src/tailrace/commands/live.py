@@ -54,6 +54,8 @@ def check_live(config: RunConfig) -> None:
     scorer = Scorer.load(config.reward, config.data)
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
     scorer.check_columns(columns)
+    if config.reward.named():
+        print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
     import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.num_engines)
 

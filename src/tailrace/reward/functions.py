@@ -139,6 +139,9 @@ class Scorer:
                 if number > 1:
                     problem = f"{number} functions have this name"
                     raise ConfigError("reward.functions.name", name, problem, "give each a name of its own")
+            _check_sources(
+                loaded, [each.name for each in sources_of(data) if isinstance(each, MixedSettings)]
+            )
             return cls(loaded)
         sources = sources_of(data)
         tasks = [_task_scorer(source) for source in sources if isinstance(source, ProceduralSettings)]
@@ -204,6 +207,17 @@ def _load(settings: FunctionSettings, key: str) -> RewardFunction:
     except (TypeError, ValueError) as why:
         problem = f"its parameters cannot be known ({why})"
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
+
+
+def _check_sources(functions: Sequence[RewardFunction], sources: Sequence[str]) -> None:
+    """Check the names of the sources of a mixture; those of rows are known only when they are read."""
+    key = "reward.functions.sources"
+    for named in [name for each in functions for name in each.settings.sources or () if sources]:
+        if named not in sources:
+            raise ConfigError(key, named, "the data have no such source", f"choose from {_listed(sources)}")
+    for source in sources:
+        if not any(function.applies_to(source) for function in functions):
+            raise ConfigError(key, source, "no function scores this source", "add a function for it")
 
 
 def _task_scorer(data: ProceduralSettings) -> RewardFunction:
