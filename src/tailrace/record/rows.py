@@ -204,6 +204,8 @@ class EvaluationRow(_RowInTime, frozen=True, kw_only=True):
     """Mean reward."""
     mean_tokens: float = field(name="eval/mean_tokens")
     num_samples: int = field(name="eval/num_samples")
+    sets: dict[str, float] = field(name="eval", default_factory=dict)
+    """avg@n and pass@k of each named data source; of `all` where a prompt has several samples."""
 
 
 class ClosingRow(_RowInTime, frozen=True, kw_only=True):

@@ -197,6 +197,7 @@ class StepMeter:
                     accuracy=event.accuracy,
                     mean_tokens=event.mean_tokens,
                     num_samples=event.num_samples,
+                    sets=event.sets,
                 )
             case EssTaken():
                 self._guards.append(event.ess)
