@@ -3,6 +3,7 @@
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
+# make test-peers   the reward functions of TRL and verl run unchanged
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test test-vllm test-ray gpu-check check install-check docs bench clean
+.PHONY: quickstart test test-peers test-vllm test-ray gpu-check check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -30,6 +31,9 @@ test: $(VENV)/dev.stamp
 # Servers that the tests start find tailrace's plug-in without an installation.
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
+
+test-peers: $(VENV)/dev.stamp .peers/stamp
+	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
@@ -81,5 +85,10 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
 	touch $@
 
+.peers/stamp: requirements-peers.txt
+	rm -rf .peers
+	$(PIP) install --no-deps --target .peers -r requirements-peers.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs
+	rm -rf .peers $(VENV) $(VLLM_VENV) runs

@@ -32,8 +32,8 @@ from tailrace.weights.base import SharedMemorySettings, WeightsSettings
 from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSettings
 
 _KINDS = (
-    *("reasoning_gym", "rows", "native", "vllm", "sglang", "at_most", "frontier", "frontier_first"),
-    *("shared_memory", "filesystem", "process_group", "local", "ray"),
+    *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
+    *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
@@ -247,8 +247,16 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
     functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
     for section, key in (*paths, *functions):
         table = tree.get(section)
-        if isinstance(table, dict) and key in table:
-            table[key] = _absolute(table[key], base, is_path=(section, key) in paths)
+        if isinstance(table, dict):
+            for each in (table, *_tables_in(table)):
+                if key in each:
+                    each[key] = _absolute(each[key], base, is_path=(section, key) in paths)
+
+
+def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of the arrays of tables of a section, such as [[data.sources]]."""
+    arrays = [value for value in table.values() if isinstance(value, list)]
+    return [entry for array in arrays for entry in array if isinstance(entry, dict)]
 
 
 def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:

@@ -62,6 +62,10 @@ class Prompt:
     """The row's own columns, for the reward function."""
     row_number: int | None = None
     """The row's number in the data set, the same in every epoch. None if the data has no epochs."""
+    given: object = None
+    """The prompt as the data give it: a string or chat messages. None: as `text`."""
+    source: str = ""
+    """Name of the data source; empty where the data name none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +96,10 @@ class Sample:
     text: str = ""
     """The completion as text, set when the sample is scored."""
     reward: float | None = None
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    """The value of each of several reward functions, and the numbers that functions report, by name."""
+    reward_columns: dict[str, str | float | int | None] = field(default_factory=dict)
+    """What reward functions report for the record of the sample, by name."""
     failure: str | None = None
     """Reason why the sample has no reward; None if it has one or may still get one."""
     timed_out: bool = False

@@ -34,3 +34,60 @@ def test_a_reward_function_whose_parameter_is_no_column_is_refused(tmp_path: Pat
 def test_a_reward_function_that_takes_columns_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completion, answer, finish_reason):\n    return 0.0\n")
     check_live(load_config(QUICKSTART, {"reward.function": f"{tmp_path}/mine.py:f"}))
+
+
+MIXTURE = """[data]
+kind = "mixture"
+sources = [
+    {{ name = "file", kind = "rows", path = "rows.jsonl", weight = 3.0 }},
+    {{ name = "sums", kind = "reasoning_gym", task = "chain_sum" }},
+]
+
+[reward]
+{reward}
+
+"""
+FUNCTIONS = """functions = [
+    { function = "rewards.py:digits" },
+    { function = "math", weight = 2.0, sources = ["sums"] },
+]"""
+
+
+def write_mixture(config_path: Path, reward: str) -> None:
+    text = config_path.read_text()
+    begin, end = text.index("[data]"), text.index("[sampling]")
+    config_path.write_text(text[:begin] + MIXTURE.format(reward=reward) + text[end:])
+
+
+def test_files_named_in_arrays_are_found_beside_the_config_and_functions_are_told(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixture(config_path, FUNCTIONS)
+    check_live(load_config(config_path))
+    assert capsys.readouterr().err == (
+        "tailrace: reward: digits (weight 1): tailrace's signature, given completion; "
+        "math (weight 2): tailrace's signature, given completion, column, all columns\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("", "rows bring no scorer of their own"),
+        (
+            FUNCTIONS.replace('["sums"]', '["sum"]'),
+            "'sum': the data have no such source; choose from file, sums",
+        ),
+        (
+            'functions = [{ function = "math", sources = ["sums"] }]',
+            "reward.functions.sources = 'file': no function scores this source; add a function for it",
+        ),
+    ],
+)
+def test_sources_without_a_reward_function_and_unknown_ones_are_refused(
+    config_path: Path, reward: str, said: str
+) -> None:
+    write_mixture(config_path, reward)
+    with pytest.raises(ConfigError) as refused:
+        check_live(load_config(config_path))
+    assert said in str(refused.value)

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.conftest import character_tokenizer
 
 from tailrace.data.base import RowsSettings
 from tailrace.data.open import open_prompts
@@ -180,3 +181,48 @@ def test_without_datasets_a_parquet_file_is_a_config_error(tmp_path, tokenizer, 
     (tmp_path / "r.parquet").touch()
     with pytest.raises(ConfigError, match=r"pip install 'tailrace\[datasets\]', or give a \.jsonl file"):
         open_prompts(RowsSettings(path=tmp_path / "r.parquet"), tokenizer, seed=0, split="train")
+
+
+def test_a_row_of_verls_columns_is_a_prompt_with_its_source(tmp_path, tokenizer):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    other = {**row, "prompt": [{"role": "user", "content": "2+2"}]}
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list([row, other]).to_parquet(str(path))
+    prompt = open_prompts(RowsSettings(path=path, eval_path=path), tokenizer, seed=0, split="train")[0]
+    assert prompt.source == "openai/gsm8k"
+    assert prompt.given == prompt.row["prompt"]
+    assert prompt.row["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert prompt.text in ("<b>u:1+1;a:", "<b>u:2+2;a:")
+
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_the_tools_of_a_row_are_in_its_prompt(tmp_path, tools):
+    template = "{% if tools %}{{ tools[0]['function']['name'] }}|{% endif %}{{ messages[0]['content'] }}"
+    row = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
+    settings = write(tmp_path / "r.jsonl", [row])
+    settings = settings.model_copy(update={"prompt_column": "messages", "eval_path": settings.path})
+    prompts = open_prompts(settings, character_tokenizer(template), seed=0, split="train")
+    assert prompts[0].text == "add|1+1"
+
+
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [("add", "tools that are not JSON"), (["add"], "tools that are not a list of objects"), ([TOOL], "")],
+)
+def test_tools_that_cannot_be_used_cost_their_row(tmp_path, plain_tokenizer, tools, reason):
+    settings = write(tmp_path / "r.jsonl", [{"prompt": "1", "tools": tools}])
+    settings = settings.model_copy(update={"eval_path": settings.path})
+    prompts = open_prompts(settings, plain_tokenizer, seed=0, split="train")
+    with pytest.raises(BadRow) as bad:
+        prompts[0]
+    assert bad.value.reason == (reason or "tools without a chat template")

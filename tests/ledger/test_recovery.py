@@ -44,6 +44,8 @@ def groups(draw: st.DrawFn, index: int) -> Group:
             sample.reward = draw(st.none() | st.floats(-1, 1))
             sample.failure = draw(st.none() | st.just("reward timeout"))
             sample.reference_logprobs = [-0.25] * sample.num_tokens
+            sample.reward_metrics = draw(st.just({}) | st.just({"format": 0.5, "math/length": 3.0}))
+            sample.reward_columns = {"math/gold": "12"} if sample.reward_metrics else {}
             sample.text = draw(st.sampled_from(["", "12", "\u00e4\n"]))
         group.samples.append(sample)
     group.kept = draw(st.permutations([sample for sample in group.samples if sample.finish_reason]))[:need]
@@ -62,7 +64,7 @@ def looks(group: Group) -> list[object]:
         "finish_reason",
         "text",
     )
-    judged = ("reference_logprobs", "reward", "failure", "fate", "scored")
+    judged = ("reference_logprobs", "reward", "reward_metrics", "reward_columns", "failure", "fate", "scored")
     return [
         (
             group.prompt.index,

@@ -232,6 +232,32 @@ def test_what_is_parked_at_the_end_is_in_the_last_row(tmp_path: Path) -> None:
     assert (after["groups/parked"], after["tokens/parked"]) == (3, 70)
 
 
+def test_the_means_of_functions_and_of_sources_are_in_a_steps_row(tmp_path: Path) -> None:
+    story = pipelined_round()
+    stepped = [event for event in story.events if isinstance(event, Stepped)]
+    first, second = stepped[0].samples
+    first.reward_metrics, second.reward_metrics = {"math": 1.0, "format": 0.5}, {"format": 0.25}
+    object.__setattr__(first.prompt, "source", "gsm8k")
+    path = tmp_path / "metrics.jsonl"
+    lines = write(story, path)
+    kept = {key: value for key, value in lines[0].items() if key.startswith(("rewards/", "reward/"))}
+    assert kept == {"rewards/format": 0.375, "rewards/math": 1.0, "reward/source/gsm8k": lines[0]["reward"]}
+    assert not [key for key in lines[1] if key.startswith(("rewards/", "reward/"))]
+    row = read_rows(path)[0]
+    assert isinstance(row, StepRow) and row.rewards == {"format": 0.375, "math": 1.0}
+
+
+def test_figures_of_evaluation_sets_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sets = {"gsm8k/avg@2": 0.5, "gsm8k/pass@2": 0.75}
+    story = Story()
+    story.tell(Evaluated(9.0, 0, 4, accuracy=0.5, mean_tokens=12.0, sets=sets))
+    (line,) = write(story, path)
+    assert (line["eval/gsm8k/avg@2"], line["eval/gsm8k/pass@2"]) == (0.5, 0.75)
+    (row,) = read_rows(path)
+    assert isinstance(row, EvaluationRow) and row.sets == sets
+
+
 def test_an_evaluation_is_a_row_of_its_own(tmp_path: Path) -> None:
     story = Story()
     story.tell(Evaluated(9.0, 0, 128, accuracy=0.5, mean_tokens=12.0))

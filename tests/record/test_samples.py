@@ -26,6 +26,9 @@ def test_every_trained_sample_stands_in_its_rounds_file(tmp_path: Path) -> None:
         "prompt": "question 7",
         "text": "answer 1",
         "reward": 1.0,
+        "rewards": {},
+        "reward_columns": {},
+        "source": "",
         "advantage": 0.5,
         "finish_reason": "length",
         "num_tokens": 20,
@@ -57,6 +60,7 @@ def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -
             "failure": failure,
             "finish_reason": "stop",
             "num_tokens": 9,
+            "source": "",
         }
         for reward, failure in ((1.0, None), (0.0, "reward timeout"))
     ]

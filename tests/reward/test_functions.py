@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,12 +15,17 @@ from hypothesis import strategies as st
 
 from tailrace.data.base import ProceduralSettings, RowsSettings
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.reward.base import Call, RewardSettings
-from tailrace.reward.functions import MAX_DETAIL, Scorer
+from tailrace.reward.base import Call, FunctionSettings, RewardSettings
+from tailrace.reward.functions import MAX_DETAIL, RewardFunction, Scorer
+
+
+def one(function, **settings):
+    return RewardFunction(function, FunctionSettings(function="mine.py:f", **settings), "reward.function")
 
 
 def scored(function, completion="", row=None, *, prompt="q", ids=(), finish_reason="stop"):
-    return Scorer(function)(Call(prompt, completion, list(ids), finish_reason, row or {}))
+    with closing(Scorer([one(function)])) as scorer:
+        return scorer(Call(prompt, completion, list(ids), finish_reason, row or {})).reward
 
 
 ROWS = RowsSettings(path=Path("rows.jsonl"))
@@ -69,8 +75,8 @@ def test_async_functions_share_one_loop():
         loops.append(asyncio.get_running_loop())
         return len(completion)
 
-    scorer = Scorer(reward)
-    assert [scorer(Call("", word, [], "stop", {})) for word in ("ab", "abc")] == [2.0, 3.0]
+    scorer = Scorer([one(reward)])
+    assert [scorer(Call("", word, [], "stop", {})).reward for word in ("ab", "abc")] == [2.0, 3.0]
     assert loops[0] is loops[1]
     scorer.close()
 
@@ -80,8 +86,8 @@ def test_a_callable_object_is_a_function():
         async def __call__(self, completion):
             return 1
 
-    scorer = Scorer(Judge())
-    assert scorer(Call("", "", [], "stop", {})) == 1.0
+    scorer = Scorer([one(Judge())])
+    assert scorer(Call("", "", [], "stop", {})).reward == 1.0
     scorer.close()
 
 
@@ -192,22 +198,21 @@ def test_exceptions_that_do_not_depend_on_the_completion_show_a_defect(function,
 )
 def test_parameters_that_nothing_gives_are_refused(function, message):
     with pytest.raises(ConfigError, match=re.escape(f"reward.function = 'mine.py:f': {message}")):
-        Scorer(function).check_columns(["question", "answer"], "mine.py:f")
+        one(function).check_columns(["question", "answer"])
 
 
 def test_parameters_with_a_column_or_a_default_are_accepted():
     def reward(prompt, completion, completion_ids, finish_reason, answer, bonus=1.0, *rest, **columns):
         return 0.0
 
-    Scorer(reward).check_columns(["answer"], "mine.py:f")
+    one(reward).check_columns(["answer"])
 
 
 def test_a_function_is_loaded_from_a_file_or_a_module(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def reward(completion): return len(completion)")
-    assert (
-        Scorer.load(RewardSettings(function=f"{file}:reward"), ROWS)(Call("", "abc", [], "stop", {})) == 3.0
-    )
+    scorer = Scorer.load(RewardSettings(function=f"{file}:reward"), ROWS)
+    assert scorer(Call("", "abc", [], "stop", {})).reward == 3.0
     assert Scorer.load(RewardSettings(function="json:dumps"), ROWS)
 
 
@@ -215,7 +220,7 @@ def test_without_a_function_the_task_scores():
     scorer = Scorer.load(RewardSettings(), CHAIN)
     row = {"question": "", "answer": "3", "metadata": {}}
     answers = ("1 + 2 = 3", "1 + 2 = 4")
-    assert [scorer(Call("1 + 2 =", answer, [], "stop", row)) for answer in answers] == [1.0, 0.0]
+    assert [scorer(Call("1 + 2 =", answer, [], "stop", row)).reward for answer in answers] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_without_a_function_the_task_scores():
         ("no.such.module:reward", "reward.function = 'no.such.module:reward': it cannot be imported"),
         ("builtins:dict", "reward.function = 'builtins:dict': its parameters cannot be known"),
         ("math:pi", "reward.function = 'math:pi'"),
-        ("math", "reward.function = 'math'"),
+        ("maths", "reward.function = 'maths': this names no function; write 'package.module:name', "),
         ("none.py:reward", "reward.function = 'none.py:reward'"),
         (None, "reward.function = None: rows bring no scorer of their own"),
     ],

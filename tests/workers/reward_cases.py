@@ -33,6 +33,13 @@ def score(prompt: str, completion: str, answer: str = "") -> object:
     return len(completion) + len(prompt) / 8 + (completion == answer)
 
 
+async def letters(completions: list[str], log_metric, log_extra, trainer_state) -> list[float]:  # type: ignore[no-untyped-def]
+    """A function of TRL's signature; the reward is 3 more than the version of the policy."""
+    log_metric("different", len(set(completions[0])))
+    log_extra("first", [each[:1] for each in completions])
+    return [3.0 + trainer_state.global_step for _ in completions]
+
+
 async def score_later(completion: str) -> float:
     await asyncio.sleep(0.01)
     if completion == "hang":

@@ -14,7 +14,7 @@ from worker_cases import Letters, is_running, make_samples, until_gone
 
 from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import Call, FunctionSettings, RewardSettings, Scores
 from tailrace.types import Sample
 from tailrace.workers.messages import ScorerJob
 from tailrace.workers.reward import Outcome, RemoteScorer, RewardPool
@@ -66,9 +66,13 @@ def made(one: RemoteScorer, word: str) -> Outcome:
 
 async def server_of(one: RemoteScorer) -> int:
     """The process that makes its calls."""
-    pid = await made(one, "pid")
-    assert isinstance(pid, float)
-    return int(pid)
+    return await reward_of(one, "pid")
+
+
+async def reward_of(one: RemoteScorer, word: str) -> int:
+    scores = await made(one, word)
+    assert isinstance(scores, Scores)
+    return int(scores.reward)
 
 
 def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
@@ -156,9 +160,9 @@ def test_a_process_that_a_hung_call_started_ends_with_the_call(
 def test_a_process_that_a_call_left_ends_with_the_worker(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         async with scorer(job("leave_process"), tmp_path) as one:
-            left = await made(one, "fine")
-            assert isinstance(left, float) and is_running(int(left))
-        assert not is_running(int(left))
+            left = await reward_of(one, "fine")
+            assert is_running(left)
+        assert not is_running(left)
 
     execute(main())
 
@@ -215,17 +219,37 @@ def test_one_row_is_scored_with_an_empty_completion_and_defects_are_refused(
             pool = pool_of(one, settings=one_job.reward)
 
             async def checked(answer: str) -> str | None:
-                return await pool.check_one_row(make_samples(1, row={"answer": answer})[0].prompt)
+                prompt = make_samples(1, row={"answer": answer})[0].prompt
+                return await pool.check_one_row(prompt, "tailrace's signature, given answer")
 
             assert await checked("fine") is None
             warning = await checked("first word")
             assert warning is not None and warning.endswith("IndexError: list index out of range")
-            with pytest.raises(ConfigError, match="in first_row") as wrong:
+            with pytest.raises(ConfigError, match=r"it failed \(tailrace's signature, given") as wrong:
                 await checked("table")
             assert (wrong.value.key, wrong.value.value) == ("reward.function", one_job.reward.function)
             assert "KeyError: 'table'; mend the function; note that a completion" in str(wrong.value)
             with pytest.raises(ConfigError, match=r"reward\.timeout_s = 1\.0: .* no reward within 1 s"):
                 await checked("hang")
+
+    execute(main())
+
+
+def test_values_of_several_functions_and_what_they_report_come_with_the_reward(
+    tmp_path: Path, execute: Execute
+) -> None:
+    functions = (
+        FunctionSettings(function="reward_cases:score", weight=2.0),
+        FunctionSettings(function="reward_cases:letters"),
+    )
+    settings = RewardSettings(functions=functions)
+
+    async def main() -> None:
+        async with scorer(ScorerJob(reward=settings, data=ROWS), tmp_path) as one:
+            (sample,) = saying("four")
+            assert await pool_of(one).score(sample) == 2 * 4.625 + 3.0
+            assert sample.reward_metrics == {"score": 4.625, "letters": 3.0, "letters/different": 4.0}
+            assert sample.reward_columns == {"letters/first": "f"}
 
     execute(main())
 
@@ -321,13 +345,13 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, execut
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from test_reward import job, made, scorer, server_of
+from test_reward import job, made, reward_of, scorer, server_of
 
 async def main():
     leaving = job("leave_process")
     async with scorer(job(), Path(sys.argv[1])) as one, scorer(leaving, Path(sys.argv[2])) as two:
-        left = await made(two, "fine")
-        print(one.process.pid, await server_of(one), two.process.pid, int(left), flush=True)
+        left = await reward_of(two, "fine")
+        print(one.process.pid, await server_of(one), two.process.pid, left, flush=True)
         await made(one, "lock")
 
 asyncio.run(main())

@@ -14,7 +14,7 @@ from tailrace.commands.live import check_live, open_parts
 from tailrace.config import ModelSettings, RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
-from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples
+from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
 from tailrace.schedules.resolve import check_parameter_names
 
@@ -54,9 +54,15 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     console.print(f"weights   {config.model.path}")
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)
-    n, how = config.run.eval_prompts, "greedy" if config.run.eval_greedy else "sampled"
+    prompts, how = config.run.eval_prompts, "greedy" if config.run.eval_greedy else "sampled"
+    n = prompts * config.run.eval_samples
     mean = result.num_tokens / n
-    console.print(f"accuracy  {result.accuracy:.4f} over {n} held-out prompts, {how}, {mean:.1f} tokens each")
+    console.print(
+        f"accuracy  {result.accuracy:.4f} over {prompts} held-out prompts, {how}, {mean:.1f} tokens each"
+    )
+    sets = metrics_of_sets(result.samples, config.run.eval_solved_at)
+    for name, value in sets.items():
+        console.print(f"{name}  {value:.4f}")
     if json_path:
         numbers = {
             "accuracy": result.accuracy,
@@ -64,6 +70,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
             "num_tokens": result.num_tokens,
             "model": str(config.model.path),
             "greedy": config.run.eval_greedy,
+            "sets": sets,
         }
         json_path.write_text(json.dumps(numbers) + "\n")
 
@@ -72,6 +79,11 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
     without_learning = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
     async with open_parts(without_learning, scratch) as parts:
         samples = held_out_samples(
-            parts.held_out, config.run.eval_prompts, config.run.seed, 0, greedy=config.run.eval_greedy
+            parts.held_out,
+            config.run.eval_prompts,
+            config.run.seed,
+            0,
+            greedy=config.run.eval_greedy,
+            per_prompt=config.run.eval_samples,
         )
         return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)

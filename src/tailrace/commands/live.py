@@ -12,7 +12,7 @@ from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
-from tailrace.data.base import Prompts, Split
+from tailrace.data.base import Prompts, Split, sources_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
@@ -47,17 +47,20 @@ def check_live(config: RunConfig) -> None:
     assert config.model and config.data and config.sampling
     _check_engine(config)
     _check_trainer(config)
-    check_lengths(
-        max_context_tokens=context_length(config.model.path),
-        max_completion_tokens=config.sampling.max_completion_tokens,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
+    for source in sources_of(config.data):
+        check_lengths(
+            max_context_tokens=context_length(config.model.path),
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            max_prompt_tokens=source.max_prompt_tokens,
+        )
     tokenizer = load_tokenizer(config.model.path)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
     scorer = Scorer.load(config.reward, config.data)
     columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
-    scorer.check_columns(columns, config.reward.function)
+    scorer.check_columns(columns)
+    if config.reward.named():
+        print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
     import_sinks(config.record.sinks)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
@@ -109,6 +112,14 @@ def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
         if len(found) == num:
             break
     return found
+
+
+def first_of_each_source(prompts: Prompts) -> list[Prompt]:
+    """Return the first usable prompt of each data source among the first prompts of the run's order."""
+    by_source: dict[str, Prompt] = {}
+    for prompt in usable_prompts(prompts, CHECKED_ROWS):
+        by_source.setdefault(prompt.source, prompt)
+    return list(by_source.values())
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:
@@ -192,8 +203,9 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-            for prompt in usable_prompts(prompts, 1):
-                if warning := await opened.rewards.check_one_row(prompt):
+            understood = Scorer.load(config.reward, config.data).describe()
+            for prompt in first_of_each_source(prompts):
+                if warning := await opened.rewards.check_one_row(prompt, understood):
                     print(f"tailrace: warning: {warning}", file=sys.stderr)
             yield Parts(
                 engines=opened.engines,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tailrace.config import RunConfig
+from tailrace.data.base import sources_of
 from tailrace.engine.memory import engine_memory
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
@@ -49,7 +50,8 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
                 yield process
     if isinstance(engine, NativeEngineSettings) or not engine.urls:
         completion = config.sampling.max_completion_tokens
-        longest = (config.data.max_prompt_tokens or context_length(path)) + completion
+        limits = [source.max_prompt_tokens or context_length(path) for source in sources_of(config.data)]
+        longest = max(limits) + completion
         kept = sum(outputs * inputs for outputs, inputs in modules.values()) if trainer.adapter else 0
         context = min(context_length(path), longest)
         yield engine_memory(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
@@ -25,7 +25,11 @@ class RunSettings(Settings):
     eval_every: int = Field(default=0, ge=0)
     """Rounds between evaluations; there is also one at the start and one at the end. 0: none."""
     eval_prompts: int = Field(default=128, ge=1)
-    """Held-out prompts of an evaluation, one sample each."""
+    """Held-out prompts of an evaluation."""
+    eval_samples: int = Field(default=1, ge=1, le=10_000)
+    """Samples of each held-out prompt (n of avg@n and pass@k). More than one needs `eval_greedy = false`."""
+    eval_solved_at: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward from which a sample counts as solved, in pass@k."""
     eval_greedy: bool = True
     """Whether evaluations take the most likely token; false: they sample as training does."""
     checkpoint_every: int = Field(default=0, ge=0)
@@ -37,6 +41,14 @@ class RunSettings(Settings):
     """Seconds without an optimizer step after which the run says which task waits for what."""
     give_up_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error."""
+
+    @model_validator(mode="after")
+    def _check_that_samples_differ(self) -> "RunSettings":
+        if self.eval_samples > 1 and self.eval_greedy:
+            raise ValueError(
+                "eval_samples above 1 needs eval_greedy = false: greedy samples are all the same"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
-from tailrace.rollout.evaluation import evaluate, held_out_samples
+from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
 from tailrace.types import Group
 
@@ -122,13 +122,19 @@ class Evaluations:
         if every == 0 or not (last or round % every == 0):
             return
         samples = held_out_samples(
-            parts.held_out, settings.eval_prompts, settings.seed, round, greedy=settings.eval_greedy
+            parts.held_out,
+            settings.eval_prompts,
+            settings.seed,
+            round,
+            greedy=settings.eval_greedy,
+            per_prompt=settings.eval_samples,
         )
         try:
             result = await evaluate(samples, self.router, parts.rewards)
         finally:  # also when it is interrupted
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         mean_tokens = result.num_tokens / len(samples)
+        sets = metrics_of_sets(result.samples, settings.eval_solved_at)
         self.recorder.emit(
-            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples)
+            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples, sets)
         )

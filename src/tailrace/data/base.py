@@ -1,5 +1,6 @@
 """The contract of the data room: prompts by index, in an order that the seed fixes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -9,7 +10,7 @@ from tailrace.settings import Settings
 from tailrace.types import Prompt
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
-    {"conversation", "messages", "add_generation_prompt", "continue_final_message"}
+    {"conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"}
     | {"tokenize", "return_dict", "return_tensors", "chat_template"}
 )
 """Arguments of `apply_chat_template` that the data room sets itself."""
@@ -92,6 +93,9 @@ class RowsSettings(PromptSettings):
     """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
+    tools_column: str = "tools"
+    """Column of the tools that the model may call: a list of JSON schemas, or its JSON text. Rows without it
+    have none."""
     split: str = "train"
     """Training split of a dataset folder that has several splits."""
     eval_path: Path | None = None
@@ -102,10 +106,52 @@ class RowsSettings(PromptSettings):
     `validation`."""
 
 
+class MixedSettings(Settings):
+    """What a source of a mixture has beside the settings of its kind."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Name of the source, in metrics (`reward/source/NAME`) and in `reward.functions.sources`."""
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """Its share of the prompts, relative to those of the other sources."""
+
+
+class MixedProceduralSettings(MixedSettings, ProceduralSettings):
+    """A procedural task as a source of a mixture."""
+
+
+class MixedRowsSettings(MixedSettings, RowsSettings):
+    """Rows as a source of a mixture."""
+
+
+SourceSettings = Annotated[MixedProceduralSettings | MixedRowsSettings, Field(discriminator="kind")]
+
+
+class MixtureSettings(Settings):
+    """Several sources of prompts, mixed with weights."""
+
+    kind: Literal["mixture"] = "mixture"
+    """Selects this kind of data."""
+    sources: tuple[SourceSettings, ...] = Field(min_length=1, max_length=100)
+    """The sources, each with the keys of its own kind."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "MixtureSettings":
+        names = [source.name for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two sources have the name {name!r}")
+        return self
+
+
 Split = Literal["train", "eval"]
 """Which of the two disjoint sets of prompts."""
 
-DataSettings = Annotated[ProceduralSettings | RowsSettings, Field(discriminator="kind")]
+DataSettings = Annotated[ProceduralSettings | RowsSettings | MixtureSettings, Field(discriminator="kind")]
+
+
+def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSettings]:
+    """Return the sources of the data: those of a mixture, or the data themselves."""
+    return settings.sources if isinstance(settings, MixtureSettings) else (settings,)
 
 
 class Prompts(Protocol):

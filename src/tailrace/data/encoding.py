@@ -11,6 +11,8 @@ TOO_LONG = "prompt too long"
 """Reason under which dropped prompts are counted."""
 
 Messages = Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]]
+"""Descriptions of tools as JSON schemas, as the chat template takes them."""
 
 
 class PromptEncoder:
@@ -37,11 +39,12 @@ class PromptEncoder:
                 remedy = "remove it, or add a template to the model folder"
                 raise ConfigError(f"data.{name}", value, problem, remedy)
 
-    def encode(self, prompt: object) -> tuple[str, list[int]]:
+    def encode(self, prompt: object, tools: Tools | None = None) -> tuple[str, list[int]]:
         """Return the text that the model reads, and its token ids.
 
         Args:
             prompt: a string, or a list of chat messages.
+            tools: tools that the model may call; they need the chat template.
 
         Raises:
             BadRow: it is neither, it is empty, the template refuses it, or it is too long.
@@ -50,10 +53,12 @@ class PromptEncoder:
             raise BadRow("no prompt", f"found {prompt!r:.80}")
         templated = self.has_template and self._settings.chat_template != "never"
         if isinstance(prompt, str) and not templated:
+            if tools:
+                raise BadRow("tools without a chat template")
             text, ids = prompt, self._tokenizer.encode(prompt)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._apply_template(messages)
+            text = self._apply_template(messages, tools)
             # The template has written the special tokens.
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         if self._max_tokens is not None and len(ids) > self._max_tokens:
@@ -83,13 +88,17 @@ class PromptEncoder:
             )
             raise ConfigError(key, value, problem, remedy)
 
-    def _apply_template(self, messages: Messages) -> str:
+    def _apply_template(self, messages: Messages, tools: Tools | None) -> str:
         system = self._settings.system_prompt
         if system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
         try:
             return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._settings.chat_template_kwargs
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._settings.chat_template_kwargs,
             )
         except Exception as why:
             # Templates are programs: they raise errors of their own on messages they do not know.

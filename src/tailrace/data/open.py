@@ -1,7 +1,8 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
-from tailrace.data.base import DataSettings, ProceduralSettings, Prompts, Split
+from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split
 from tailrace.data.encoding import PromptEncoder
+from tailrace.data.mixture import MixedPrompts
 from tailrace.data.procedural import ProceduralPrompts, Task
 from tailrace.data.rows import RowPrompts
 from tailrace.data.tokenizer import Tokenizer
@@ -25,6 +26,13 @@ def open_prompts(
     Raises:
         ConfigError: the settings name no data that can be read, or no prompt of it fits.
     """
+    if isinstance(settings, MixtureSettings):
+        names, weights = zip(*((source.name, source.weight) for source in settings.sources), strict=True)
+        opened = [
+            open_prompts(source, tokenizer, seed=seed, split=split, max_context_tokens=max_context_tokens)
+            for source in settings.sources
+        ]
+        return MixedPrompts(names, opened, weights, seed)
     encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
     if isinstance(settings, ProceduralSettings):
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)

@@ -10,7 +10,7 @@ from zlib import crc32
 import msgspec
 
 from tailrace.data.base import HELD_OUT_ONE_IN, RowsSettings, Split
-from tailrace.data.encoding import PromptEncoder, is_prompt
+from tailrace.data.encoding import PromptEncoder, Tools, is_prompt
 from tailrace.data.epochs import Epochs
 from tailrace.data.tables import Table, open_table
 from tailrace.errors import BadRow, ConfigError
@@ -27,7 +27,8 @@ class RowPrompts:
                 to hold any out.
         """
         self._table, shared = open_table(settings, split)
-        self._column, self._encoder = settings.prompt_column, encoder
+        self._column, self._tools_column = settings.prompt_column, settings.tools_column
+        self._encoder = encoder
         own_path = split == "eval" and settings.eval_path is not None
         key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
         digests = [_digest(self._table, place, self._column) for place in range(len(self._table))]
@@ -43,12 +44,14 @@ class RowPrompts:
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index)
         row = self._table[self._places[row_number]]
-        text, ids = self._encoder.encode(row.get(self._column))
+        text, ids = self._encoder.encode(row.get(self._column), _tools(row.get(self._tools_column)))
         try:
             carried: dict[str, object] = msgspec.to_builtins(dict(row))
         except TypeError as why:
             raise BadRow("a column cannot be sent to another process", str(why)) from why
-        return Prompt(index, ids, text, carried, row_number=row_number)
+        source = row.get("data_source")
+        named = source if isinstance(source, str) else ""
+        return Prompt(index, ids, text, carried, row_number, carried[self._column], named)
 
     def _check_prompts(self, path: str, digests: list[int | None]) -> None:
         """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
@@ -62,6 +65,23 @@ class RowPrompts:
             remedy = "give prompts as strings, or add a template"
         if problem:
             raise ConfigError("data.prompt_column", self._column, problem, remedy)
+
+
+def _tools(column: object) -> Tools | None:
+    """Return the tools of a row, which may be JSON text, as in tables whose tools differ in their parameters.
+
+    Raises:
+        BadRow: they are not a list of objects.
+    """
+    try:
+        tools = msgspec.json.decode(column) if isinstance(column, str) and column else column
+    except msgspec.DecodeError as why:
+        raise BadRow("tools that are not JSON", str(why)) from why
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools that are not a list of objects", f"found {tools!r:.80}")
+    return tools
 
 
 def _digest(table: Table, place: int, column: str) -> int | None:

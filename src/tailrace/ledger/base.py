@@ -25,7 +25,7 @@ from tailrace.errors import LedgerError
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId
 
-FORMAT = 2
+FORMAT = 3
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -150,6 +150,8 @@ class SampleRow(Row, frozen=True, array_like=True):
     """Its tokens, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
     """Log-probs of its tokens under the reference model, float32."""
+    reward_report: str = "[{},{}]"
+    """What its reward functions report, as JSON: metrics, and columns of its record."""
 
     @property
     def id(self) -> SampleId:

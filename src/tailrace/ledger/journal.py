@@ -234,6 +234,7 @@ class Journal:
             failure=sample.failure,
             fate=sample.fate,
             reference_logprobs=array("f", sample.reference_logprobs).tobytes(),
+            reward_report=_json([sample.reward_metrics, sample.reward_columns]),
         )
 
     def _spans(self, sample: Sample) -> list[Origin]:

@@ -264,6 +264,7 @@ class _Restoration:
 
     def _sample(self, row: SampleRow, group: Group) -> Sample:
         start = self.starting_point
+        metrics, columns = msgspec.json.decode(row.reward_report)
         sample = Sample(
             row.id,
             group,
@@ -272,6 +273,8 @@ class _Restoration:
             reference_logprobs=list(array("f", row.reference_logprobs)),
             text=row.text,
             reward=row.reward,
+            reward_metrics=metrics,
+            reward_columns=columns,
             failure=row.failure,
             fate=row.fate,
         )

@@ -155,6 +155,7 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
     failure: str | None
     finish_reason: FinishReason | None
     num_tokens: int
+    source: str = ""
 
     @classmethod
     def of(cls, sample: Sample, reward: float, failure: str | None = None) -> "EvaluatedSample":
@@ -166,6 +167,7 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
             failure=failure or ("reward timeout" if sample.timed_out else None),
             finish_reason=sample.finish_reason,
             num_tokens=sample.num_tokens,
+            source=sample.prompt.source,
         )
 
 
@@ -179,6 +181,9 @@ class Evaluated(Moment, frozen=True):
     """Mean reward."""
     mean_tokens: float
     samples: tuple[EvaluatedSample, ...] = ()
+    sets: dict[str, float] = {}
+    """avg@n and pass@k of each named data source, for instance `gsm8k/pass@4`; of `all` where a prompt has
+    several samples."""
 
 
 class Saved(Moment, frozen=True):

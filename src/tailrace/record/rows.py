@@ -78,6 +78,11 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
 
     reward: float
     """Mean over samples."""
+    rewards: dict[str, float] = {}
+    """The mean value of each of several reward functions by its name, and of each number that functions
+    report, over the samples that have it."""
+    reward_by_source: dict[str, float] = field(name="reward/source", default_factory=dict)
+    """Mean reward of each data source that has a name."""
     reward_std: float
     """Mean over groups of the standard deviation within the group."""
     frac_reward_zero_std: float
@@ -201,6 +206,8 @@ class EvaluationRow(_RowInTime, frozen=True, kw_only=True):
     """Mean reward."""
     mean_tokens: float = field(name="eval/mean_tokens")
     num_samples: int = field(name="eval/num_samples")
+    sets: dict[str, float] = field(name="eval", default_factory=dict)
+    """avg@n and pass@k of each named data source; of `all` where a prompt has several samples."""
 
 
 class ClosingRow(_RowInTime, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@ what each figure is."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from statistics import fmean
 
@@ -197,6 +198,7 @@ class StepMeter:
                     accuracy=event.accuracy,
                     mean_tokens=event.mean_tokens,
                     num_samples=event.num_samples,
+                    sets=event.sets,
                 )
             case EssTaken():
                 self._guards.append(event.ess)
@@ -227,6 +229,8 @@ class StepMeter:
             num_tokens=self._num_tokens,
             trained_tokens=stats.num_tokens,
             reward=mean(_known_rewards(samples)),
+            rewards=_means(sample.reward_metrics.items() for sample in samples),
+            reward_by_source=_means(_reward_by_source(samples)),
             reward_std=mean(stds),
             frac_reward_zero_std=stds.count(0.0) / len(stds),
             lengths=LengthStats.of([sample.num_tokens for sample in samples]),
@@ -296,6 +300,20 @@ def _count(counts: Counts, event: Event) -> None:
 
 def _slug(reason: str) -> str:
     return reason.replace(" ", "_")
+
+
+def _means(items: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:
+    """The mean of the values of each name, in the order of the names."""
+    values: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(items):
+        values.setdefault(name, []).append(value)
+    return {name: fmean(values[name]) for name in sorted(values)}
+
+
+def _reward_by_source(samples: Iterable[Sample]) -> Iterator[list[tuple[str, float]]]:
+    for sample in samples:
+        if sample.prompt.source and sample.reward is not None:
+            yield [(sample.prompt.source, sample.reward)]
 
 
 def _known_rewards(samples: Iterable[Sample]) -> list[float]:

@@ -4,17 +4,37 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, Sample
+
+
+class FunctionSettings(Settings):
+    """One of several reward functions."""
+
+    function: str
+    """As `reward.function`."""
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """Name of its metric, `rewards/NAME`. None: the name of the function."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Factor of its value in the reward, which is the weighted sum."""
+    signature: Literal["auto", "tailrace", "trl", "verl"] = "auto"
+    """How it is called. "auto": recognised from its parameters."""
+    arguments: dict[str, str | bool | int | float | list[str]] = {}
+    """Arguments given by name in each call, for instance `{ column = "gold" }`."""
+    sources: tuple[str, ...] | None = None
+    """Data sources whose samples it applies to. None: all."""
 
 
 class RewardSettings(Settings):
     """How finished samples are scored."""
 
     function: str | None = None
-    """'package.module:name' or 'path/to/file.py:name'; None: the scorer of the data, where they bring one."""
+    """'package.module:name', 'path/to/file.py:name', or the name of a checker: 'math', 'exact_match',
+    'json_schema'. None: the scorer of the data, where they bring one."""
+    functions: tuple[FunctionSettings, ...] = ()
+    """Several functions, in place of `function`. The reward is the weighted sum of their values."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is stopped together with the processes that it started; above 0, at most a
     day."""
@@ -25,6 +45,16 @@ class RewardSettings(Settings):
     """Consecutive failures or timeouts that end the run; at least 1. None: as many as a round has samples."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Processes that score, one call at a time each; 1 to 1024."""
+
+    def named(self) -> str | None:
+        """Return what the config names as reward functions, for messages."""
+        return ", ".join(each.function for each in self.functions) or self.function
+
+    @model_validator(mode="after")
+    def _check_that_there_is_one_way(self) -> "RewardSettings":
+        if self.function is not None and self.functions:
+            raise ValueError("function and functions are both set; keep one of them")
+        return self
 
 
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason")
@@ -40,17 +70,49 @@ class Call(msgspec.Struct, array_like=True):
     finish_reason: FinishReason
     row: Mapping[str, object]
     """The columns of the data."""
+    given: object = None
+    """The prompt as the data give it: a string or chat messages. None: as `prompt`."""
+    source: str = ""
+    """Name of the data source; empty where the data name none."""
+    version: int = 0
+    """Version of the policy that generated the last token."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> "Call":
+        """Return the call that scores a finished sample, whose text is set."""
+        prompt = sample.prompt
+        return cls(
+            prompt.text,
+            sample.text,
+            sample.completion_ids,
+            sample.finish_reason or "stop",
+            prompt.row,
+            prompt.given,
+            prompt.source,
+            sample.spans[-1].version if sample.spans else 0,
+        )
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments by name. The sample's own win over columns of the same names."""
         return {**self.row, **{name: getattr(self, name) for name in OWN_ARGUMENTS}}
 
 
+class Scores(msgspec.Struct, array_like=True, tag=True):
+    """What the reward functions said of one completion."""
+
+    reward: float
+    """Weighted sum of the values."""
+    metrics: dict[str, float] = {}
+    """The value of each of several functions by its name, and the numbers that functions report."""
+    columns: dict[str, str | float | int | None] = {}
+    """What functions report for the record of the sample."""
+
+
 class Rewards(Protocol):
     """Scores samples outside the controller's event loop."""
 
     async def score(self, sample: Sample) -> float:
-        """Return the reward of a finished sample and set `sample.text`.
+        """Return the reward of a finished sample. Set `sample.text`, `reward_metrics` and `reward_columns`.
 
         A call that exceeds the time limit gives 0.0 and sets `sample.timed_out`, or fails with the reason
         'timeout', as `RewardSettings.on_timeout` says. The call may be cancelled.

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
+from statistics import fmean
 
 from tailrace.clock import waiting
 from tailrace.data.base import Prompts
@@ -24,26 +26,27 @@ class Evaluation:
 
 
 def held_out_samples(
-    prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False
+    prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False, per_prompt: int = 1
 ) -> list[Sample]:
-    """One sample of each of the first n usable prompts. Prompt indices are below zero: training uses the
+    """Samples of each of the first n usable prompts. Prompt indices are below zero: training uses the
     others.
 
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
         greedy: the engine takes the most likely token at each position.
+        per_prompt: samples of each prompt.
     """
     samples: list[Sample] = []
     index = 0
-    while len(samples) < n:
+    while len(samples) < n * per_prompt:
         try:
-            group = Group(prompts[index], 1, [], num_launched=1)
+            group = Group(prompts[index], per_prompt, [], num_launched=per_prompt)
         except BadRow:
             continue
         finally:
             index += 1
-        id = SampleId(-index, attempt, 0)
-        group.samples = [Sample(id, group, seed=noise_seed(seed, id), greedy=greedy)]
+        ids = [SampleId(-index, attempt, number) for number in range(per_prompt)]
+        group.samples = [Sample(id, group, seed=noise_seed(seed, id), greedy=greedy) for id in ids]
         samples += group.samples
     return samples
 
@@ -65,3 +68,33 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
         scored = await asyncio.gather(*(score(sample) for sample in samples))
     accuracy = sum(sample.reward for sample in scored) / len(scored)
     return Evaluation(accuracy, sum(sample.num_tokens for sample in samples), tuple(scored))
+
+
+def metrics_of_sets(samples: Sequence[EvaluatedSample], solved_at: float) -> dict[str, float]:
+    """Return avg@n and pass@k of each named data source, and of "all" where a prompt has several samples.
+
+    pass@k is estimated without bias from the n samples of each prompt, for each power of two up to n, and n.
+
+    Args:
+        solved_at: reward from which a sample counts as solved.
+    """
+    sets: dict[str, dict[int, list[float]]] = {}
+    for sample in samples:
+        for name in {"all", sample.source or "all"}:
+            sets.setdefault(name, {}).setdefault(sample.id.prompt, []).append(sample.reward)
+    n = max((len(rewards) for rewards in sets.get("all", {}).values()), default=1)
+    if n == 1:
+        sets.pop("all", None)
+    found: dict[str, float] = {}
+    for name in sorted(sets):
+        prompts = sets[name].values()
+        found[f"{name}/avg@{n}"] = fmean(fmean(rewards) for rewards in prompts)
+        for k in sorted({1 << power for power in range(n.bit_length())} | {n}):
+            solved = (sum(reward >= solved_at for reward in rewards) for rewards in prompts)
+            found[f"{name}/pass@{k}"] = fmean(pass_at(k, n, num_solved) for num_solved in solved)
+    return found
+
+
+def pass_at(k: int, n: int, num_solved: int) -> float:
+    """Estimate the probability that one of k samples is solved from n samples (Chen et al., 2021)."""
+    return 1.0 - comb(n - num_solved, k) / comb(n, k)

@@ -68,23 +68,28 @@ async def open_spawner(
     bundles = plan_bundles(
         host, engine=engine, trainer=trainer, reward=reward, needs_reference=needs_reference
     )
-    file = _file_of(reward)
-    async with open_ray(
-        host, bundles, run=folder, checkpoints=checkpoints, files=[file] if file else []
-    ) as spawner:
+    functions = [reward.function or "", *(each.function for each in reward.functions)]
+    files = [file for function in functions if (file := _file_of(function))]
+    async with open_ray(host, bundles, run=folder, checkpoints=checkpoints, files=files) as spawner:
         yield spawner
 
 
 def where_workers_run(host: HostSettings, reward: RewardSettings) -> RewardSettings:
     """Return the settings for reward workers: a file is in their working directory on another host."""
-    file = _file_of(reward)
-    if not isinstance(host, RayHostSettings) or file is None:
+    if not isinstance(host, RayHostSettings):
         return reward
-    name = str(reward.function).rpartition(":")[2]
-    return reward.model_copy(update={"function": f"{file.name}:{name}"})
+    functions = [each.model_copy(update={"function": _there(each.function)}) for each in reward.functions]
+    function = reward.function and _there(reward.function)
+    return reward.model_copy(update={"function": function, "functions": tuple(functions)})
 
 
-def _file_of(reward: RewardSettings) -> Path | None:
-    """Return the file that reward.function names, if it names one."""
-    place = (reward.function or "").rpartition(":")[0]
+def _there(function: str) -> str:
+    """Return how another host names a function."""
+    file = _file_of(function)
+    return f"{file.name}:{function.rpartition(':')[2]}" if file else function
+
+
+def _file_of(function: str) -> Path | None:
+    """Return the file in which a function is, if its name names one."""
+    place = function.rpartition(":")[0]
     return Path(place) if place.endswith(".py") else None

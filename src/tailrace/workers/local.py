@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.data.base import DataSettings
+from tailrace.data.base import DataSettings, sources_of
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
@@ -131,7 +131,9 @@ async def open_local(
         processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
-            longest = sampling.max_completion_tokens + (data.max_prompt_tokens or 1)
+            longest = sampling.max_completion_tokens + max(
+                source.max_prompt_tokens or 1 for source in sources_of(data)
+            )
             http_engines = HttpEngines(
                 model,
                 engine,

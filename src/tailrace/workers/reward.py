@@ -8,14 +8,14 @@ import msgspec
 
 from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import Call, RewardSettings, Scores
 from tailrace.types import Prompt, Sample
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import ScorerJob
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward_messages import Failed, FromScorer, Score, Scored, Serving
 
-Outcome: TypeAlias = asyncio.Future[float | Failed]
+Outcome: TypeAlias = asyncio.Future[Scores | Failed]
 
 
 class RemoteScorer(RemoteWorker[ScorerJob]):
@@ -79,7 +79,7 @@ class RemoteScorer(RemoteWorker[ScorerJob]):
             case _:
                 self.process.answer(message)
 
-    def _finish(self, outcome: float | Failed) -> None:
+    def _finish(self, outcome: Scores | Failed) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
         self._outcome = None
@@ -115,22 +115,22 @@ class RewardPool:
             WorkerDied: a reward worker as a whole ended.
         """
         sample.text = self._text_of(sample.completion_ids)
-        reason = sample.finish_reason or "stop"
-        call = Call(sample.prompt.text, sample.text, sample.completion_ids, reason, sample.prompt.row)
-        match await self._call(call):
+        match await self._call(Call.of(sample)):
             case Failed(reason="timeout") if self._settings.on_timeout == "zero":
                 sample.timed_out = True
                 return 0.0
             case Failed() as failed:
                 raise RewardFailed(failed.reason, failed.detail, is_defect=failed.is_defect)
-            case reward:
+            case Scores(reward, metrics, columns):
+                sample.reward_metrics, sample.reward_columns = metrics, columns
                 return reward
 
-    async def check_one_row(self, prompt: Prompt) -> str | None:
-        """Call the reward function once with an empty completion, before generation begins.
+    async def check_one_row(self, prompt: Prompt, understood: str) -> str | None:
+        """Call the reward functions once with an empty completion, before generation begins.
 
         Args:
             prompt: a row of the data.
+            understood: how the functions are called, for messages.
 
         Returns:
             A warning if the call failed in a way that other completions need not share, else None.
@@ -139,17 +139,18 @@ class RewardPool:
             ConfigError: the call took too long, ended its process, or raised an exception that shows a defect
                 of the function.
         """
-        outcome = await self._call(Call(prompt.text, "", [], "stop", prompt.row))
+        outcome = await self._call(Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source))
         if not isinstance(outcome, Failed):
             return None
-        where = f"for the first row and an empty completion it failed: {outcome.reason}: {outcome.detail}"
+        why = f"{outcome.reason}: {outcome.detail}"
+        where = f"for the first row and an empty completion it failed ({understood}): {why}"
         if outcome.is_defect or outcome.reason in ("timeout", "died", "row"):
             key = "reward.timeout_s" if outcome.reason == "timeout" else "reward.function"
-            value = self._settings.timeout_s if outcome.reason == "timeout" else self._settings.function
+            value = self._settings.timeout_s if outcome.reason == "timeout" else self._settings.named()
             raise ConfigError(key, value, where, "mend the function; note that a completion can be empty")
-        return f"reward.function = {self._settings.function!r}: {where}"
+        return f"reward.function = {self._settings.named()!r}: {where}"
 
-    async def _call(self, call: Call) -> float | Failed:
+    async def _call(self, call: Call) -> Scores | Failed:
         scorer = await self._free.get()
         outcome = scorer.call(call)
         outcome.add_done_callback(lambda _: self._free.put_nowait(scorer))

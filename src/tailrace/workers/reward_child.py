@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from tailrace.errors import RewardFailed
-from tailrace.reward.base import Call
+from tailrace.reward.base import Call, Scores
 from tailrace.reward.functions import Scorer
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.child import begin, config_errors_sent, end_with_controller
@@ -130,7 +130,7 @@ def _serve(scorer: Scorer, channel: WorkerChannel[Score], ended: str, loader: in
         os._exit(1)
 
 
-def _outcome(scorer: Scorer, call: Call) -> float | Failed:
+def _outcome(scorer: Scorer, call: Call) -> Scores | Failed:
     try:
         return scorer(call)
     except RewardFailed as failed:

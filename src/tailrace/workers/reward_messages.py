@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tailrace.reward.base import Call
+from tailrace.reward.base import Call, Scores
 from tailrace.workers.messages import Ready, Refused
 
 
@@ -23,7 +23,7 @@ class Serving(msgspec.Struct, tag=True):
     """How the process before it ended; empty for the first one."""
 
 
-class Failed(msgspec.Struct, array_like=True):
+class Failed(msgspec.Struct, array_like=True, tag=True):
     """A RewardFailed, as data."""
 
     reason: str
@@ -35,7 +35,7 @@ class Scored(msgspec.Struct, tag=True):
     """The outcome of a call."""
 
     number: int
-    outcome: float | Failed
+    outcome: Scores | Failed
 
 
 FromScorer = Ready | Refused | Serving | Scored

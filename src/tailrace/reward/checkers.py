@@ -1,0 +1,111 @@
+"""Checkers that a config can name: `function = "math"`. Each compares a completion with the ground truth of
+its row.
+
+The ground truth is the first of: the column that the argument `column` names, `reward_model.ground_truth` (as
+in verl's data), and the columns `ground_truth`, `solution` and `answer`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from tailrace.errors import ConfigError
+from tailrace.importing import import_function
+
+TRUTH_COLUMNS = ("ground_truth", "solution", "answer")
+
+
+def ground_truth(row: Mapping[str, Any], column: str | None = None) -> Any:
+    """Return the ground truth of a row.
+
+    Raises:
+        KeyError: it has none.
+    """
+    if column is not None:
+        return row[column]
+    if isinstance(model := row.get("reward_model"), Mapping) and "ground_truth" in model:
+        return model["ground_truth"]
+    for name in TRUTH_COLUMNS:
+        if name in row:
+            return row[name]
+    names = ", ".join(("reward_model.ground_truth", *TRUTH_COLUMNS))
+    raise KeyError(f"the row has none of {names}; set the argument `column`")
+
+
+def exact_match(
+    completion: str, column: str | None = None, pattern: str | None = None, **row: object
+) -> float:
+    """Return 1 if the completion is the ground truth, or one of them where it is a list; surrounding white
+    space does not count.
+
+    Args:
+        pattern: regular expression that extracts the answer from the completion: the last group of the last
+            match.
+    """
+    truth = ground_truth(row, column)
+    answer: str | None = completion
+    if pattern is not None:
+        matches = list(re.finditer(pattern, completion))
+        answer = matches[-1][matches[-1].re.groups] if matches else None
+    truths = truth if isinstance(truth, list) else [truth]
+    return float(answer is not None and answer.strip() in {str(each).strip() for each in truths})
+
+
+def json_schema(completion: str, column: str = "schema", **row: object) -> float:
+    """Return 1 if the completion is JSON that its schema allows, alone or in a fenced code block.
+
+    Args:
+        column: column of the schema, an object or its JSON text. References to other documents are not
+            followed.
+    """
+    schema = row[column]
+    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    fenced = re.findall(r"```(?:json)?\s*\n(.*?)```", completion, re.DOTALL)
+    try:
+        return float(validator.is_valid(json.loads(fenced[-1] if fenced else completion)))
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    decoded = json.loads(schema)
+    kind = validator_for(decoded)
+    kind.check_schema(decoded)
+    return kind(decoded, registry=Registry())
+
+
+_CHECKERS: Mapping[str, tuple[str, str | None, str | None]] = {
+    "exact_match": ("tailrace.reward.checkers:exact_match", None, None),
+    "json_schema": ("tailrace.reward.checkers:json_schema", "jsonschema", "json"),
+    "math": ("tailrace.reward.mathematics:math", "math_verify", "math"),
+}
+"""Where each checker is, the module that it needs, and the extra that installs it."""
+
+
+def import_checker(name: str, key: str) -> Callable[..., Any] | None:
+    """Return the checker of a name, or None if it is a function of the user's.
+
+    Args:
+        key: the config key that holds the name, for the message.
+
+    Raises:
+        ConfigError: the package that the checker needs is not installed, or there is no checker of that name.
+    """
+    if ":" in name:
+        return None
+    if name not in _CHECKERS:
+        remedy = f"write 'package.module:name', 'path/to/file.py:name' or one of {', '.join(_CHECKERS)}"
+        raise ConfigError(key, name, "this names no function", remedy)
+    spec, module, extra = _CHECKERS[name]
+    if module is not None and find_spec(module) is None:
+        problem = f"this checker needs the package {module}"
+        raise ConfigError(key, name, problem, f"pip install 'tailrace[{extra}]'")
+    function: Callable[..., Any] = import_function(spec, key)
+    return function

@@ -1,0 +1,63 @@
+"""Evaluations: which samples are drawn, and avg@n and pass@k of each data source."""
+
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from tailrace.errors import BadRow
+from tailrace.record.events import EvaluatedSample
+from tailrace.rollout.evaluation import held_out_samples, metrics_of_sets, pass_at
+from tailrace.types import Prompt, SampleId
+
+
+class OddPrompts:
+    """Every even index has no usable prompt."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        if index % 2 == 0:
+            raise BadRow("no prompt")
+        return Prompt(index, [index], source="odd")
+
+
+def test_each_usable_prompt_has_as_many_samples_as_asked_with_noise_of_their_own() -> None:
+    samples = held_out_samples(OddPrompts(), 2, seed=0, attempt=3, per_prompt=3)
+    assert [str(sample.id) for sample in samples] == [
+        *("-2.3/0", "-2.3/1", "-2.3/2"),
+        *("-4.3/0", "-4.3/1", "-4.3/2"),
+    ]
+    assert len({sample.seed for sample in samples}) == 6
+    assert [sample.prompt.index for sample in samples] == [1, 1, 1, 3, 3, 3]
+
+
+def rewarded(prompt: int, number: int, reward: float, source: str = "") -> EvaluatedSample:
+    id = SampleId(-prompt, 0, number)
+    return EvaluatedSample(id, "", "", reward, None, "stop", 1, source)
+
+
+@pytest.mark.parametrize(("n", "solved"), [(4, 0), (4, 1), (4, 3), (4, 4), (6, 2)])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(n: int, solved: int) -> None:
+    outcomes = [index < solved for index in range(n)]
+    for k in range(1, n + 1):
+        assert pass_at(k, n, solved) == pytest.approx(fmean(map(any, combinations(outcomes, k))))
+
+
+def test_each_source_has_its_own_figures() -> None:
+    samples = [
+        *(rewarded(1, number, reward, "a") for number, reward in enumerate((1.0, 0.0, 0.0))),
+        *(rewarded(2, number, reward, "a") for number, reward in enumerate((0.5, 0.0, 0.0))),
+        *(rewarded(3, number, reward, "b") for number, reward in enumerate((1.0, 1.0, 2.0))),
+    ]
+    assert metrics_of_sets(samples, 1.0) == pytest.approx(
+        {
+            **{"a/avg@3": 0.25, "a/pass@1": 1 / 6, "a/pass@2": 1 / 3, "a/pass@3": 0.5},
+            **{"all/avg@3": 5.5 / 9, "all/pass@1": 4 / 9, "all/pass@2": 5 / 9, "all/pass@3": 2 / 3},
+            **{"b/avg@3": 4 / 3, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/pass@3": 1.0},
+        }
+    )
+
+
+def test_one_sample_of_each_prompt_has_figures_of_named_sources_alone() -> None:
+    assert metrics_of_sets([rewarded(1, 0, 1.0), rewarded(2, 0, 0.0)], 1.0) == {}
+    named = [rewarded(1, 0, 1.0, "a"), rewarded(2, 0, 0.0)]
+    assert metrics_of_sets(named, 1.0) == {"a/avg@1": 1.0, "a/pass@1": 1.0}
