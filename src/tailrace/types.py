@@ -92,6 +92,8 @@ class Sample:
     text: str = ""
     """The completion as text, set when the sample is scored."""
     reward: float | None = None
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    """The value of each of several reward functions, and the numbers that functions report, by name."""
     failure: str | None = None
     """Reason why the sample has no reward; None if it has one or may still get one."""
     timed_out: bool = False
