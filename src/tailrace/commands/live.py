@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split
 from tailrace.data.open import check_lengths, open_prompts
-from tailrace.data.tokenizer import Tokenizer, load_tokenizer
+from tailrace.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
@@ -21,10 +21,15 @@ from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
+from tailrace.reward.base import Rewards
+from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer
+from tailrace.reward.sandbox import Sandbox, check_installed
+from tailrace.reward.timeout import Anchors
 from tailrace.types import Prompt
 from tailrace.workers.base import plan_pins, trainer_cpu_reserved
 from tailrace.workers.local import open_local
+from tailrace.workers.reward import RewardPool
 
 CHECKED_ROWS = 16
 """Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
@@ -50,11 +55,21 @@ def check_live(config: RunConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
-    scorer = Scorer.load(config.reward, config.data)
-    columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
-    scorer.check_columns(columns, config.reward.function)
+    _check_rewards(config, [prompt.row for prompt in usable_prompts(prompts, CHECKED_ROWS)])
     import_sinks(config.record.sinks)
     plan_pins(config.host, config.engine.num_engines)
+
+
+def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+    assert config.data
+    reward = config.reward
+    if reward.calls_functions:
+        scorer = Scorer.load(reward, config.data)
+        scorer.check_columns({column: None for row in rows for column in row}, reward.function)
+    if reward.code:
+        check_cases(rows, reward.code, others=reward.calls_functions)
+        if reward.sandbox == "bubblewrap":
+            check_installed()
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -159,14 +174,37 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     with trainer_cpu_reserved(pins):
         async with workers as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-            for prompt in usable_prompts(prompts, 1):
-                if warning := await opened.rewards.check_one_row(prompt):
-                    print(f"tailrace: warning: {warning}", file=sys.stderr)
+            anchors = Anchors()
             yield Parts(
                 engines=opened.engines,
                 trainer=opened.trainer,
-                rewards=opened.rewards,
+                rewards=await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer),
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
+                anchors=anchors,
+                synchronous_rewards=config.reward.synchronous,
             )
+
+
+async def _checked_rewards(
+    config: RunConfig, functions: RewardPool | None, prompts: Prompts, anchors: Anchors, tokenizer: Tokenizer
+) -> Rewards:
+    """Score a row with the reward functions, and run an empty program in the sandbox.
+
+    Args:
+        functions: None where no function is called.
+    """
+    code = config.reward.code
+    if functions:
+        found = usable_prompts(prompts, CHECKED_ROWS)
+        for prompt in [each for each in found if not (code and has_cases(each.row, code))][:1]:
+            if warning := await functions.check_one_row(prompt):
+                print(f"tailrace: warning: {warning}", file=sys.stderr)
+    if code is None:
+        assert functions
+        return functions
+    sandbox = Sandbox(config.reward.sandbox, code)
+    await sandbox.check()
+    workers = config.reward.workers
+    return CodeRewards(code, sandbox, anchors, text_of(tokenizer), workers=workers, others=functions)

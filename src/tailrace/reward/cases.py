@@ -79,7 +79,8 @@ def _parse(value: object) -> list[Case]:
             return [_parse_one(case, {}) for case in cases]
         case {"inputs": list(inputs), "outputs": list(outputs), **shared}:
             pairs = zip(inputs, outputs, strict=True)
-            return [_parse_one({"input": given, "output": expected}, shared) for given, expected in pairs]
+            name = {"fn_name": shared.get("fn_name")}
+            return [_parse_one({"input": given, "output": expected}, name) for given, expected in pairs]
         case list():
             return [AssertCase(case) if isinstance(case, str) else _parse_one(case, {}) for case in value]
     raise ValueError("neither an object, a list nor a text")
@@ -103,7 +104,8 @@ def _text(value: Any) -> str:
 def same_output(printed: str, expected: str) -> bool:
     """Return whether two outputs have equal words line by line.
 
-    Spaces, and empty lines at the end, do not count. A word with a decimal point may differ by 1e-6, relative or absolute.
+    Spaces, and empty lines at the end, do not count. A word with a decimal point may differ by 1e-6, relative
+    or absolute.
     """
     left, right = printed.rstrip().splitlines(), expected.rstrip().splitlines()
     return len(left) == len(right) and all(map(_same_line, left, right))

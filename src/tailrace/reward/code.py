@@ -157,6 +157,11 @@ def _passes(execution: Execution, case: Case, secret: str) -> bool:
             return execution.answer == secret.encode()
 
 
+def has_cases(row: Mapping[str, object], settings: CodeSettings) -> bool:
+    """Return whether a row has test cases."""
+    return column_of(row, settings.column) is not None
+
+
 def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
     """Check the test cases of the first rows before anything starts.
 

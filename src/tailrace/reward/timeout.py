@@ -1,5 +1,7 @@
 """The adaptive time limit of test cases (RollPacker 4.3), live and in virtual time."""
 
+from collections.abc import Mapping
+
 from tailrace.reward.base import TimeoutSettings
 from tailrace.types import Sample
 
@@ -12,6 +14,10 @@ class Anchors:
 
     def __init__(self) -> None:
         self.longest_s: dict[int, float] = {}
+
+    def restore(self, longest_s: Mapping[int, float]) -> None:
+        """Return to an earlier state."""
+        self.longest_s = dict(longest_s)
 
     def limit_s(self, sample: Sample, settings: TimeoutSettings) -> float:
         """Return the time limit of the test cases of a response."""

@@ -24,7 +24,7 @@ from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
-from tailrace.sim.settings import SimLengthSettings, SimSettings
+from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimSettings
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
@@ -55,17 +55,24 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    return bind(_find(name), parameters, config.run)
+    synchronous = config.reward.synchronous or config.sim.rewards.synchronous
+    return bind(_find(name), parameters, config.run, synchronous_rewards=synchronous)
 
 
-def bind(schedule: Schedule, parameters: Mapping[str, Any], settings: RunSettings) -> BoundSchedule:
+def bind(
+    schedule: Schedule,
+    parameters: Mapping[str, Any],
+    settings: RunSettings,
+    *,
+    synchronous_rewards: bool = False,
+) -> BoundSchedule:
     """A schedule with its parameters, rehearsed.
 
     Raises:
         ConfigError: the parameters do not fit the schedule or one another.
     """
     bound = partial(schedule, **_checked(schedule, parameters))
-    _rehearse(bound, settings)
+    _rehearse(bound, settings, SimRewardSettings(synchronous=synchronous_rewards))
     return bound
 
 
@@ -140,9 +147,9 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _rehearse(schedule: BoundSchedule, settings: RunSettings) -> None:
+def _rehearse(schedule: BoundSchedule, settings: RunSettings, rewards: SimRewardSettings) -> None:
     """Raises a ConfigError if the schedule cannot run with these parameters."""
-    short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100))
+    short = SimSettings(lengths=SimLengthSettings(median_tokens=20, max_tokens=100), rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 

@@ -35,7 +35,8 @@ class Workers:
 
     engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
-    rewards: RewardPool
+    rewards: RewardPool | None
+    """None where no reward function is called."""
     reference: RemoteReference | None
     """None where the algorithm needs no reference model."""
 
@@ -125,14 +126,15 @@ async def open_local(
             http_engines = HttpEngines(
                 model, engine, sampling, logs=folder / "logs", min_context=longest, trainer=remote_trainer
             )
-        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
+        num_scorers = reward.workers if reward.calls_functions else 0
+        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         reference = None
         if algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)
         async with ended_by_death([worker.process for worker in started], watched):
-            rewards = RewardPool(scorers, tokenizer, reward)
+            rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
