@@ -31,8 +31,8 @@ from tailrace.reward.seccomp import seccomp_filter
 
 START_S = 30.0
 """Seconds within which the sandbox itself must be ready."""
-CLOSE_S = 1.0
-"""Seconds within which the output of a program that has ended is read to its end."""
+CLOSE_S = 2.0
+"""Seconds within which a sandbox that was killed has ended."""
 NOBODY = 65534
 """User and group of programs where this process is root."""
 MAX_WORDS = 2000
@@ -195,7 +195,8 @@ class _Supervision:
             self._kill()
             await asyncio.shield(self._ended())
             reading.close()
-        exit_code = self._process.returncode or 0
+        code = self._process.returncode
+        exit_code = -signal.SIGKILL if code is None else code
         return Execution(end, exit_code, output[: self._max_output], answer, seconds)
 
     async def _wait_for_start(self, answers: asyncio.StreamReader) -> None:
@@ -236,12 +237,14 @@ class _Supervision:
                 os.kill(self._first_process, signal.SIGKILL)
 
     async def _ended(self) -> None:
-        await self._process.wait()
-        # Pipes are closed when they are read to their end. Without isolation a daemon may hold them.
+        # asyncio learns of the end only after the pipes were read to theirs. Without isolation a daemon that
+        # the program left may hold them.
         assert self._process.stdout and self._process.stderr
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(_drain(self._process.stdout), _drain(self._process.stderr))
+                await asyncio.gather(
+                    _drain(self._process.stdout), _drain(self._process.stderr), self._process.wait()
+                )
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:
