@@ -1,6 +1,6 @@
 """Hostile programs in the sandbox of code rewards: none may escape, and none may wedge the run.
 
-    python benchmarks/sandbox.py [--programs 2000] [--at-a-time 6] [--seed 0] [--json FILE]
+    python benchmarks/sandbox.py [--programs 2000] [--at-a-time 4] [--seed 0] [--json FILE]
 
 A program has *escaped* if it prints the content of a secret file or an environment variable of the host,
 changes that file or its folder, or reaches a server of the host (TCP, UDP or an abstract Unix socket). It
@@ -182,7 +182,7 @@ def shared_mib() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--at-a-time", type=int, default=6)
+    parser.add_argument("--at-a-time", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

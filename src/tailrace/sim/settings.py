@@ -78,11 +78,11 @@ class SimCodeSettings(Settings):
 
     cases: int = Field(default=10, ge=1)
     """Test cases of a prompt."""
-    median_s: float = Field(default=0.5, gt=0)
+    median_s: float = Field(default=0.1, gt=0)
     """Median over prompts of the seconds of a test case."""
     sigma: float = Field(default=1.0, ge=0)
     """Standard deviation of the logarithm of these seconds over prompts."""
-    own_sigma: float = Field(default=0.15, ge=0)
+    own_sigma: float = Field(default=0.1, ge=0)
     """The same over the test cases and responses of one prompt."""
     endless: float = Field(default=0.05, ge=0, le=1)
     """Share of the responses that never end in one of their test cases. They are incorrect."""
