@@ -49,13 +49,13 @@ def test_arguments_of_a_function_may_be_lines_of_json() -> None:
     "value", [None, 7, {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, "{nope", [3]]
 )
 def test_an_unknown_format_is_a_failure_of_the_row(value: Any) -> None:
-    with pytest.raises(RewardFailed, match="^test cases: they have no known format"):
+    with pytest.raises(RewardFailed, match=r"^test cases: they have no known format"):
         parse_cases(value)
 
 
 @pytest.mark.parametrize("value", ["", [], {"inputs": [], "outputs": []}])
 def test_a_row_without_test_cases_is_a_failure(value: Any) -> None:
-    with pytest.raises(RewardFailed, match="^test cases: the row has none"):
+    with pytest.raises(RewardFailed, match=r"^test cases: the row has none"):
         parse_cases(value)
 
 
