@@ -45,6 +45,8 @@ INSIDES = {
     ("trainer", "algo"),
     # A procedural prompt brings its own scorer.
     ("reward", "data.procedural"),
+    # Simulated programs have the time limits of real ones.
+    ("sim", "reward.timeout"),
     # Simulated rows come in epochs like real ones.
     ("sim", "data.epochs"),
     # A served engine takes text.

@@ -18,6 +18,7 @@ TailraceError
 |-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- ServerRefused        an inference server answered with an error
+|-- SandboxFailed        a sandbox did not start its program; starting it again may succeed
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
@@ -120,6 +121,10 @@ class ServerRefused(TailraceError):
 
 class EnginesLost(TailraceError):
     """All engines are dead and none came back in time. The message says how each ended."""
+
+
+class SandboxFailed(TailraceError):
+    """A sandbox did not start its program. Starting it again may succeed."""
 
 
 class RewardBroken(TailraceError):

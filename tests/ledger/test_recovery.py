@@ -119,6 +119,7 @@ class Life:
             parked=parked or [],
             longest={7: round},
             steps_at={round: step},
+            anchors={7: 0.5 * round},
         )
 
     def next(self, folder: Path, num_generated: int) -> StartingPoint:
@@ -160,6 +161,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
             7,
         )
         assert (starting_point.longest, starting_point.steps_at) == ({7: 5}, {5: 7})
+        assert starting_point.anchors == {7: 2.5}
         assert starting_point.checkpoint == "round_000005" and starting_point.totals.num_drawn == len(alive)
 
     by_hand(main)

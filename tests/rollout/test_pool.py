@@ -26,7 +26,9 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier
+from tailrace.schedules import SCHEDULES
 from tailrace.schedules.rolloutpipe import rolloutpipe
+from tailrace.sim.settings import SimRewardSettings
 from tailrace.types import Group, Sample
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
@@ -374,3 +376,20 @@ def test_a_lie_about_staleness_is_an_error_on_the_first_stale_token() -> None:
 
     with pytest.raises(StalenessError, match="tokens 1 publications old and the schedule promised at most 0"):
         simulate(liar)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_synchronous_rewards_wait_until_no_request_is_served(synchronous: bool) -> None:
+    """The baseline of RollPacker 4.3. Four groups of 3 on five slots, so that requests wait."""
+    rewards = SimRewardSettings(workers=1000, median_s=1.0, sigma=0.0, synchronous=synchronous)
+    engines = change(EXACT.engines, slots=5)
+    settings = RunSettings(rounds=2, group_size=3)
+    schedule = partial(SCHEDULES["serial"], groups_per_round=4, groups_per_step=4)
+    outcome = simulate(schedule, settings, change(EXACT, engines=engines, rewards=rewards))
+    ends = [event.time_s for event in outcome.of(RequestEnded)]
+    scored = [event.time_s for event in outcome.of(SampleScored)]
+    assert len(scored) == 24
+    if synchronous:
+        assert scored == [max(ends[:12]) + 1.0] * 12 + [max(ends) + 1.0] * 12
+    else:
+        assert scored == [end + 1.0 for end in ends]

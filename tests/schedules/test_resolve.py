@@ -11,6 +11,7 @@ from tailrace.config import RunConfig
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
+from tailrace.reward.base import RewardSettings
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.resolve import (
@@ -266,6 +267,17 @@ def test_a_rehearsal_catches_what_a_schedule_from_outside_gets_wrong(
     with pytest.raises(ConfigError, match=said) as caught:
         resolve(config(f"{outside}:{name}", U=3))
     assert str(caught.value).startswith("schedule = 'these parameters': a rehearsal failed: ")
+
+
+def test_synchronous_rewards_need_a_schedule_that_pauses() -> None:
+    def resolved(name: str, **parameters: Any) -> None:
+        reward = RewardSettings(synchronous=True)
+        resolve(RunConfig(run=SETTINGS, schedule={"name": name, **parameters}, reward=reward))
+
+    resolved("serial", groups_per_round=4, groups_per_step=2)
+    resolved("tailbatch", groups_per_round=4)
+    with pytest.raises(ConfigError, match=r"without a pause, so reward.synchronous = true cannot work"):
+        resolved("pipelinerl", groups_per_step=4, in_flight_per_engine=8, ring_groups=16)
 
 
 def test_the_same_objects_run_live_and_simulated() -> None:

@@ -9,8 +9,15 @@ import pytest
 from helpers.virtual import EXACT, change
 from tailrace import clock
 from tailrace.errors import CheckpointError, RewardFailed
-from tailrace.sim.reward import SimRewards
-from tailrace.sim.settings import SimLengthSettings, SimRewardSettings, SimTrainerSettings
+from tailrace.reward.base import TimeoutSettings
+from tailrace.reward.timeout import Anchors
+from tailrace.sim.reward import SimRewards, rewards_of
+from tailrace.sim.settings import (
+    SimCodeSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimTrainerSettings,
+)
 from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
@@ -139,3 +146,27 @@ def test_the_correlation_is_that_of_two_responses_to_one_prompt() -> None:
     assert len({same(sample(0, number)) for number in range(8)}) == 1
     none = Lengths(SimLengthSettings(sigma=0.0, median_tokens=10), seed=0)
     assert {none(sample(prompt)) for prompt in range(8)} == {10}
+
+
+def test_simulated_programs_learn_the_time_of_correct_ones_and_are_stopped_by_it() -> None:
+    timeout = TimeoutSettings(min_s=2.0, factor=1.5, max_s=30.0)
+    code = SimCodeSettings(cases=2, median_s=4.0, sigma=0.0, own_sigma=0.0, endless=0.0, timeout=timeout)
+    anchors = Anchors()
+
+    async def score(solvable: tuple[float, float], endless: float, prompt: int) -> tuple[float, float, bool]:
+        cost = SimRewardSettings(solvable=solvable, code=code.model_copy(update={"endless": endless}))
+        one, start_s = sample(prompt), clock.now()
+        reward = await rewards_of(cost, 0, anchors).score(one)
+        return reward, clock.now() - start_s, one.timed_out
+
+    async def main() -> None:
+        always, never = (1e9, 1e-9), (1e-9, 1e9)
+        assert await score(always, endless=1.0, prompt=0) == (0.0, 30.0, True)
+        assert await score(never, endless=0.0, prompt=0) == (0.0, 4.0, False)
+        assert anchors.longest_s == {}
+        assert await score(always, endless=0.0, prompt=0) == (1.0, 4.0, False)
+        assert anchors.longest_s == {0: 4.0}
+        assert await score(always, endless=1.0, prompt=0) == (0.0, 6.0, True)
+        assert await score(always, endless=1.0, prompt=1) == (0.0, 30.0, True)
+
+    clock.run(main(), virtual=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split, sources_of
 from tailrace.data.open import check_lengths, open_prompts
-from tailrace.data.tokenizer import Tokenizer, load_tokenizer
+from tailrace.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from tailrace.devices import check_device
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
@@ -24,12 +24,17 @@ from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
+from tailrace.reward.base import Rewards
+from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer
+from tailrace.reward.sandbox import Sandbox, check_installed
+from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
+from tailrace.workers.reward import RewardPool
 
 CHECKED_ROWS = 16
 """Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
@@ -56,11 +61,7 @@ def check_live(config: RunConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
-    scorer = Scorer.load(config.reward, config.data)
-    columns = {column: None for prompt in usable_prompts(prompts, CHECKED_ROWS) for column in prompt.row}
-    scorer.check_columns(columns)
-    if config.reward.named():
-        print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
+    _check_rewards(config, [prompt.row for prompt in usable_prompts(prompts, CHECKED_ROWS)])
     import_sinks(config.record.sinks)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
@@ -80,6 +81,20 @@ def _check_trainer(config: RunConfig) -> None:
     if num > 1 and config.broker.url and "trainer" in config.broker.joined:
         problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
         raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
+
+
+def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+    assert config.data
+    reward = config.reward
+    if reward.calls_functions:
+        scorer = Scorer.load(reward, config.data)
+        scorer.check_columns({column: None for row in rows for column in row})
+        if reward.named():
+            print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
+    if reward.code:
+        check_cases(rows, reward.code, others=reward.calls_functions)
+        if reward.sandbox == "bubblewrap":
+            check_installed()
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -203,16 +218,41 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-            understood = Scorer.load(config.reward, config.data).describe()
-            for prompt in first_of_each_source(prompts):
-                if warning := await opened.rewards.check_one_row(prompt, understood):
-                    print(f"tailrace: warning: {warning}", file=sys.stderr)
+            anchors = Anchors()
             yield Parts(
                 engines=opened.engines,
                 trainer=opened.trainer,
-                rewards=opened.rewards,
+                rewards=await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer),
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
                 shared=shared(config),
+                anchors=anchors,
+                synchronous_rewards=config.reward.synchronous,
             )
+
+
+async def _checked_rewards(
+    config: RunConfig, functions: RewardPool | None, prompts: Prompts, anchors: Anchors, tokenizer: Tokenizer
+) -> Rewards:
+    """Score a row with the reward functions, and run an empty program in the sandbox.
+
+    Args:
+        functions: None where no function is called.
+    """
+    assert config.data
+    code = config.reward.code
+    if functions:
+        understood = Scorer.load(config.reward, config.data).describe()
+        for prompt in first_of_each_source(prompts):
+            if code and has_cases(prompt.row, code):
+                continue
+            if warning := await functions.check_one_row(prompt, understood):
+                print(f"tailrace: warning: {warning}", file=sys.stderr)
+    if code is None:
+        assert functions
+        return functions
+    sandbox = Sandbox(config.reward.sandbox, code)
+    await sandbox.check()
+    workers = config.reward.workers
+    return CodeRewards(code, sandbox, anchors, text_of(tokenizer), workers=workers, others=functions)

@@ -38,7 +38,11 @@ def sim_settings(config: RunConfig) -> SimSettings:
     count = engines.count or config.engine.num_engines
     slots = engines.slots or config.engine.max_num_seqs
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
+    rewards = config.sim.rewards.model_copy(
+        update={"synchronous": config.sim.rewards.synchronous or config.reward.synchronous}
+    )
     changes = {
+        "rewards": rewards,
         "engines": engines.model_copy(update={"count": count, "slots": slots}),
         "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
     }

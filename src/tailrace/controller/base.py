@@ -1,13 +1,14 @@
 """The parts that a run is made of, and its settings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field, model_validator
 
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
 from tailrace.reward.base import Rewards
+from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.settings import Settings
 from tailrace.trainer.base import Reference, Trainer
@@ -64,3 +65,7 @@ class Parts:
     """None if the algorithm has no KL to a reference."""
     shared: Shared = DISAGGREGATED
     """Whether engines and trainer have devices in common."""
+    anchors: Anchors = field(default_factory=Anchors)
+    """What the rewards know of the time that correct responses take. A run saves and restores it."""
+    synchronous_rewards: bool = False
+    """Whether rewards wait until no request is served."""

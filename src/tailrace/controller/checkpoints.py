@@ -90,6 +90,7 @@ class Checkpoints:
             parked=parked,
             longest=longest,
             steps_at={**state.steps_at, version: state.num_steps},
+            anchors=self._parts.anchors.longest_s,
         )
         self.newest = folder if state.num_steps else None
         self._saved_at = (state.round, state.num_steps)

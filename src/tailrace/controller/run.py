@@ -69,6 +69,7 @@ class Run:
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
         self.history = History(start.longest)
+        parts.anchors.restore(start.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder)
@@ -87,6 +88,7 @@ class Run:
             recorder,
             replace=lambda samples: self.prompts(1, samples=samples),
             compute_advantages=compute_advantages,
+            synchronous_rewards=parts.synchronous_rewards,
         )
         self._placement = make_placement(parts.shared, parts.engines, self.pool, tasks)
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)

@@ -2,10 +2,11 @@
 
 from tailrace.controller.base import Parts
 from tailrace.data.epochs import Epochs
+from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
-from tailrace.sim.reward import SimRewards
+from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
 from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
@@ -34,12 +35,15 @@ def simulated_parts(
         SimEngine(f"engine{i}", settings.engines, lengths, max_tokens)
         for i in range(settings.engines.count or 1)
     ]
+    anchors = Anchors()
     return Parts(
         engines=engines,
         trainer=SimTrainer(settings.trainer, replicas),
-        rewards=SimRewards(settings.rewards, seed),
+        rewards=rewards_of(settings.rewards, seed, anchors),
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
         shared=shared,
+        anchors=anchors,
+        synchronous_rewards=settings.rewards.synchronous,
     )

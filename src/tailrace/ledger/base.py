@@ -6,7 +6,7 @@ yet. Rows hold plain values. A row replaces the row with the same key.
 
     run         one row: how many prompts were drawn, how many tokens evaluations took
     lives       a row for each life: 1, 2, ...
-    marks       a row for each checkpoint; only the last two keep `longest` and `steps_at`
+    marks       a row for each checkpoint; only the last two keep `longest`, `steps_at` and `anchors`
     groups      a row for each prompt, from its draw to its fate
     samples     a row for each sample: the origin of its tokens, its reward, its fate
     tokens      the tokens that a sample gained between two commits; removed when no resumption can need them
@@ -107,6 +107,8 @@ class MarkRow(Row, frozen=True, array_like=True):
     """Longest response to each row of the data, as JSON: {row number: tokens}."""
     steps_at: str = "{}"
     """Optimizer steps at each publication, as JSON: {version: steps}."""
+    anchors: str = "{}"
+    """Longest test case of the correct responses to each prompt, as JSON: {row number: seconds}."""
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
 

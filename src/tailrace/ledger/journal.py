@@ -98,6 +98,7 @@ class Journal:
         parked: Iterable[Group],
         longest: Mapping[int, int],
         steps_at: Mapping[int, int],
+        anchors: Mapping[int, float],
     ) -> None:
         """Commit a mark for a complete checkpoint, with all changes until now.
 
@@ -106,6 +107,7 @@ class Journal:
             parked: groups that a resumed run finds parked.
             longest: longest response to each row of the data, in tokens.
             steps_at: optimizer steps at each publication.
+            anchors: longest test case of the correct responses to each prompt, in seconds.
         """
         self._collect_changes()
         mark = MarkRow(
@@ -117,6 +119,7 @@ class Journal:
             partial_rollouts=_json([group.prompt.index for group in parked]),
             longest=_json(longest),
             steps_at=_json(steps_at),
+            anchors=_json(anchors),
         )
         self._rows.append(mark)
         self._prune_behind(mark)
@@ -252,7 +255,7 @@ class Journal:
         is damaged."""
         marks = [*self._marks, mark]
         for old in marks[:-2]:
-            self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}"))
+            self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}", anchors="{}"))
         for last in marks[-2:-1]:
             covered = [row for step, row in self._trained if step <= last.step]
             self._rows += map(_pruned, covered)

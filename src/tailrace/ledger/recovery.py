@@ -54,6 +54,8 @@ class StartingPoint:
     """Longest response to each row of the data when it was last trained, in tokens."""
     steps_at: dict[int, int] = field(default_factory=dict)
     """Optimizer steps at each publication."""
+    anchors: dict[int, float] = field(default_factory=dict)
+    """Longest test case of the correct responses to each prompt, in seconds."""
     partial_rollouts: list[Group] = field(default_factory=list)
     """Groups that were parked at the base, in their order."""
     interrupted: list[Group] = field(default_factory=list)
@@ -123,6 +125,7 @@ def next_life(
         totals=totals_of(books),
         longest=msgspec.json.decode(base.longest, type=dict[int, int]),
         steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
+        anchors=msgspec.json.decode(base.anchors, type=dict[int, float]),
         marks=[base] if base.checkpoint else [],
         trained=[
             (training.step, books.samples[training.id])

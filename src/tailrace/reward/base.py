@@ -9,6 +9,51 @@ from pydantic import Field, model_validator
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, Sample
 
+SandboxKind = Literal["bubblewrap", "none"]
+
+
+class TimeoutSettings(Settings):
+    """The time limit of a test case: min(max(min_s, factor * anchor), max_s) (RollPacker 4.3).
+
+    The anchor is the longest test case of the correct responses to the prompt so far. Without one the limit
+    is max_s. Evaluations have the limit max_s and set no anchor.
+    """
+
+    adaptive: bool = True
+    """False: the limit is always max_s."""
+    factor: float = Field(default=1.5, ge=1, le=1000)
+    """Lambda of the paper; 1 to 1000."""
+    min_s: float = Field(default=2.0, gt=0, le=86_400)
+    """T_min, in seconds; above 0, at most max_s."""
+    max_s: float = Field(default=30.0, gt=0, le=86_400)
+    """T_max, in seconds; above 0, at most a day."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "TimeoutSettings":
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s ({self.min_s:g}) is above max_s ({self.max_s:g})")
+        return self
+
+
+class CodeSettings(Settings):
+    """Completions are Python programs, which are run on the test cases of their row."""
+
+    column: str = Field(default="tests", min_length=1)
+    """Column of the test cases. A dot leads into a column that is an object, for example
+    `reward_model.ground_truth`. docs/rewards-code.md lists the formats."""
+    score: Literal["all", "share"] = "all"
+    """`all`: the reward is 1 if all test cases pass, else 0; the others are stopped when one fails. `share`:
+    the share of the test cases that pass."""
+    timeout: TimeoutSettings = TimeoutSettings()
+    memory_mib: int = Field(default=512, ge=64, le=1_048_576)
+    """Address space of each process of a program, in MiB; at least 64."""
+    processes: int = Field(default=8, ge=1, le=4096)
+    """Processes and threads of a program, itself included; 1 to 4096. Enforced by bubblewrap only."""
+    tmp_mib: int = Field(default=64, ge=1, le=1_048_576)
+    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB; at least 1."""
+    output_kib: int = Field(default=1024, ge=1, le=1_048_576)
+    """Output of a program, in KiB, above which it is stopped; at least 1."""
+
 
 class FunctionSettings(Settings):
     """One of several reward functions."""
@@ -35,6 +80,14 @@ class RewardSettings(Settings):
     'json_schema'. None: the scorer of the data, where they bring one."""
     functions: tuple[FunctionSettings, ...] = ()
     """Several functions, in place of `function`. The reward is the weighted sum of their values."""
+    code: CodeSettings | None = None
+    """Set: the completions of rows with test cases are programs. Other rows need a function."""
+    sandbox: SandboxKind = "bubblewrap"
+    """What isolates the programs of [reward.code]. `none`: they run as this user, with your files and the
+    network; only time, output and the memory of each process are bounded."""
+    synchronous: bool = False
+    """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
+    is scored as soon as it ends. A schedule that generates without a pause cannot be synchronous."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is stopped together with the processes that it started; above 0, at most a
     day."""
@@ -44,7 +97,13 @@ class RewardSettings(Settings):
     max_failures: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Consecutive failures or timeouts that end the run; at least 1. None: as many as a round has samples."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Processes that score, one call at a time each; 1 to 1024."""
+    """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time; 1 to
+    1024."""
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether reward functions are called, in reward workers."""
+        return self.code is None or self.named() is not None
 
     def named(self) -> str | None:
         """Return what the config names as reward functions, for messages."""

@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.errors import RewardFailed
+from tailrace.errors import RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
@@ -48,8 +48,10 @@ class Pool:
         *,
         replace: Callable[[int], list[Group]],
         compute_advantages: ComputeAdvantages,
+        synchronous_rewards: bool = False,
     ) -> None:
-        """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
+        """`replace` draws a group with that many samples, in place of one that is filtered or dropped.
+        `synchronous_rewards`: rewards wait until no request is served or waits."""
         self.admission: Admission = FIFO
         self.ready = ReadyQueue(
             "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
@@ -61,6 +63,7 @@ class Pool:
         self._tasks, self._router, self._rewards = tasks, router, rewards
         self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
         self._replace, self._compute_advantages = replace, compute_advantages
+        self._synchronous_rewards = synchronous_rewards
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._samples = SamplesInFlight()
@@ -95,7 +98,12 @@ class Pool:
             room: complete groups that may wait for the trainer.
             full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
                 "drop_oldest": the oldest complete group is dropped for each that comes.
+
+        Raises:
+            ScheduleError: rewards are synchronous, and would wait for a pause that never comes.
         """
+        if self._synchronous_rewards:
+            raise ScheduleError("it generates without a pause, so reward.synchronous = true cannot work")
         self.ready.room, self.ready.full, self._source = room, full, source
         self._pump()
 
@@ -202,7 +210,7 @@ class Pool:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
-        for sample in group.kept:
+        for sample in group.kept if self._may_score() else ():
             if not sample.scored and sample not in self._samples and not self._shut:
                 task = self._tasks.create_task(self._score(sample))
                 self._samples.score(sample, task)
@@ -278,6 +286,13 @@ class Pool:
         self._look(sample.group)
         self._pump()
         self.changed.fire()
+        if self._synchronous_rewards and self._may_score():
+            for group in list(self._in_flight):
+                self._look(group)
+
+    def _may_score(self) -> bool:
+        idle = self.num_requests == 0 and self._samples.first_waiting() is None
+        return idle or not self._synchronous_rewards
 
     async def _score(self, sample: Sample) -> None:
         """Scoring goes on when the group is parked: the reward belongs to the sample."""

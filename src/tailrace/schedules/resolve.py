@@ -25,7 +25,7 @@ from tailrace.importing import import_function
 from tailrace.record.events import Recorder
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
-from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
+from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
 
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
@@ -56,7 +56,9 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    return bind(_find(name), parameters, config.run, config.placement.kind)
+    synchronous = config.reward.synchronous or config.sim.rewards.synchronous
+    kind = config.placement.kind
+    return bind(_find(name), parameters, config.run, kind, synchronous_rewards=synchronous)
 
 
 def bind(
@@ -64,6 +66,8 @@ def bind(
     parameters: Mapping[str, Any],
     settings: RunSettings,
     kind: Kind = "disaggregated",
+    *,
+    synchronous_rewards: bool = False,
 ) -> BoundSchedule:
     """A schedule with its parameters, rehearsed.
 
@@ -74,7 +78,7 @@ def bind(
         ConfigError: the parameters do not fit the schedule or one another.
     """
     bound = partial(schedule, **_checked(schedule, parameters))
-    _rehearse(bound, settings, kind)
+    _rehearse(bound, settings, kind, SimRewardSettings(synchronous=synchronous_rewards))
     return bound
 
 
@@ -149,11 +153,11 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind) -> None:
+def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> None:
     """Raises a ConfigError if the schedule cannot run with these parameters."""
     lengths = SimLengthSettings(median_tokens=20, max_tokens=100)
     replicas = 2 if kind == "elastic" else 1
-    short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths)
+    short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
 

@@ -6,6 +6,7 @@ value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engin
 
 from pydantic import Field
 
+from tailrace.reward.base import TimeoutSettings
 from tailrace.settings import Settings
 
 DEFAULT_SLOTS = 256
@@ -83,6 +84,23 @@ class SimLengthSettings(Settings):
     """Prompts of the data set, repeated every epoch. None: each prompt occurs once."""
 
 
+class SimCodeSettings(Settings):
+    """Programs with test cases. The times of the responses to a prompt are alike."""
+
+    cases: int = Field(default=10, ge=1)
+    """Test cases of a prompt."""
+    median_s: float = Field(default=0.1, gt=0)
+    """Median over prompts of the seconds of a test case."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Standard deviation of the logarithm of these seconds over prompts."""
+    own_sigma: float = Field(default=0.1, ge=0)
+    """The same over the test cases and responses of one prompt."""
+    endless: float = Field(default=0.05, ge=0, le=1)
+    """Share of the responses that never end in one of their test cases. They are incorrect."""
+    timeout: TimeoutSettings = TimeoutSettings()
+    """The time limit."""
+
+
 class SimRewardSettings(Settings):
     """Rewards of lognormal duration on a fixed number of workers."""
 
@@ -98,6 +116,10 @@ class SimRewardSettings(Settings):
     """Share of the samples whose reward function raises."""
     hanging: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose reward function never returns."""
+    synchronous: bool = False
+    """As reward.synchronous, which holds, too."""
+    code: SimCodeSettings | None = None
+    """Set: responses are programs, and the fields median_s, sigma, timeout_s and hanging are not used."""
     solvable: tuple[float, float] = (0.6, 0.6)
     """Parameters of the beta distribution of the prompts' solve rates."""
 

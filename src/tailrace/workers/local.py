@@ -37,7 +37,8 @@ class Workers:
 
     engines: tuple[SupervisedEngine, ...]
     trainer: RemoteTrainer
-    rewards: RewardPool
+    rewards: RewardPool | None
+    """None where no reward function is called."""
     reference: Reference | None
     """None where the algorithm needs no reference model."""
 
@@ -144,7 +145,8 @@ async def open_local(
                 min_context=longest,
                 trainer=remote_trainer,
             )
-        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(reward.workers)]
+        num_scorers = reward.workers if reward.calls_functions else 0
+        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         reference: Reference | None = None
         if algorithm.needs_reference and trainer.lora:
             reference = AdapterOff(remote_trainer)
@@ -153,7 +155,7 @@ async def open_local(
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)
         async with ended_by_death([worker.process for worker in started], watched):
-            rewards = RewardPool(scorers, tokenizer, reward)
+            rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
             yield Workers(tuple(engines), remote_trainer, rewards, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))

@@ -1,0 +1,308 @@
+"""A sandbox for untrusted programs: one process tree without network, with bounded resources.
+
+    bwrap               only where this process is root: shows the files of Python to another user
+    `-- bwrap           namespaces for users, processes, network, mounts, IPC and host name; seccomp filter
+        `-- python      sandboxed.py: sets resource limits, then runs the program
+
+A root process is exempt from RLIMIT_NPROC and owns the machine's files, so the program runs as `nobody`.
+When the first process of a PID namespace is killed, the kernel kills all others, daemons included.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+from tailrace import clock
+from tailrace.errors import ConfigError, SandboxFailed
+from tailrace.reward.base import CodeSettings, SandboxKind
+from tailrace.reward.sandboxed import STARTED
+from tailrace.reward.seccomp import seccomp_filter
+
+START_S = 30.0
+"""Seconds within which the sandbox itself must be ready."""
+CLOSE_S = 2.0
+"""Seconds within which a sandbox that was killed has ended."""
+NOBODY = 65534
+"""User and group of programs where this process is root."""
+MAX_WORDS = 2000
+"""Bytes of an error message of the sandbox itself that are kept."""
+_INSIDE = (Path(__file__).parent / "sandboxed.py").read_text()
+_CHILD = re.compile(rb'"child-pid": (\d+)')
+_ENVIRONMENT = {
+    **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a program ended."""
+
+    end: Literal["exited", "timeout", "flood"]
+    """It ended by itself, exceeded its time, or printed too much. In the last two cases it was killed."""
+    exit_code: int
+    output: bytes
+    """What it printed, up to the limit."""
+    answer: bytes
+    """What the call or the assertion reported; empty if it did not."""
+    seconds: float
+    """From the first instruction of the program to its end."""
+
+
+class Sandbox:
+    """Runs one program at a time or many, each in a sandbox of its own.
+
+    Args:
+        kind: "bubblewrap", or "none": a process with resource limits and no isolation.
+        settings: the limits.
+    """
+
+    def __init__(self, kind: SandboxKind, settings: CodeSettings) -> None:
+        self._settings = settings
+        self._is_isolated = kind == "bubblewrap"
+        self._files = _files() if self._is_isolated else []
+
+    async def run(self, job: Mapping[str, Any], stdin: str, limit_s: float) -> Execution:
+        """Run a program.
+
+        Args:
+            job: `program` (its text); to call a function also `function` and `arguments`; to check an
+                assertion `assertion` and `secret`, which is the answer if the assertion holds.
+            limit_s: seconds, counted from the program's start.
+
+        Raises:
+            SandboxFailed: the program was not started.
+        """
+        job = {**job, "limits": self._limits(limit_s)}
+        with ExitStack() as files:
+            given = files.enter_context(_memory_file(json.dumps(job).encode()))
+            read = files.enter_context(_memory_file(stdin.encode(errors="replace")))
+            refused = files.enter_context(_memory_file(seccomp_filter()))
+            answer_end, write_end, info_end = _answer_pipe()
+            try:
+                inside = [sys.executable, "-I", "-B", "-c", _INSIDE, str(given), str(write_end)]
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(inside, refused, info_end),
+                    stdin=read,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=[given, refused, write_end, info_end],
+                    env=_ENVIRONMENT,
+                    start_new_session=True,
+                )
+            except OSError as why:
+                os.close(answer_end)
+                raise SandboxFailed(f"no process could be started: {why}") from why
+            finally:
+                os.close(write_end)
+                os.close(info_end)
+        return await _Supervision(process, self._settings.output_kib * 1024).run(answer_end, limit_s)
+
+    async def check(self) -> None:
+        """Run an empty program.
+
+        Raises:
+            ConfigError: the sandbox does not work here.
+        """
+        remedy = "allow user namespaces, or set it to 'none', which runs the programs without isolation"
+        try:
+            await self.run({"program": ""}, "", START_S)
+        except SandboxFailed as why:
+            kind = "bubblewrap" if self._is_isolated else "none"
+            raise ConfigError("reward.sandbox", kind, f"no program can be run: {why}", remedy) from why
+
+    def _limits(self, limit_s: float) -> dict[str, int]:
+        settings = self._settings
+        limits = {
+            "RLIMIT_AS": settings.memory_mib * 2**20,
+            "RLIMIT_FSIZE": settings.tmp_mib * 2**20,
+            "RLIMIT_CPU": ceil(limit_s) + 1,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+        # Without a user namespace all processes of the user would count.
+        return {**limits, "RLIMIT_NPROC": settings.processes + 1} if self._is_isolated else limits
+
+    def _command(self, inside: Sequence[str], refused: int, info: int) -> list[str]:
+        if not self._is_isolated:
+            return list(inside)
+        tmp_bytes = str(self._settings.tmp_mib * 2**20)
+        isolated = [
+            *("bwrap", *self._files, "--proc", "/proc"),
+            *("--perms", "1777", "--size", tmp_bytes, "--tmpfs", "/tmp"),
+            *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"),
+            *(word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)),
+            *("--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"),
+            *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent"),
+            *(("--seccomp", str(refused)) if seccomp_filter() else ()),
+        ]
+        if os.geteuid() != 0:
+            return [*isolated, "--info-fd", str(info), "--", *inside]
+        return [
+            *("bwrap", *self._files, "--bind", "/proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"),
+            *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--die-with-parent"),
+            *("--info-fd", str(info), "--"),
+            *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+            *(*isolated, "--", *inside),
+        ]
+
+
+class _Supervision:
+    """Reads what a sandbox prints, and ends it in time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, max_output: int) -> None:
+        self._process, self._max_output = process, max_output
+        self._first_process: int | None = None
+        """The first process of the PID namespace, as seen from here."""
+
+    async def run(self, answer_end: int, limit_s: float) -> Execution:
+        answers = asyncio.StreamReader(limit=2**16)
+        pipe = os.fdopen(answer_end, "rb", buffering=0)
+        reading, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(answers), pipe
+        )
+        assert self._process.stdout
+        try:
+            await self._wait_for_start(answers)
+            start_s = clock.now()
+            end: Literal["exited", "timeout", "flood"] = "exited"
+            output = answer = b""
+            try:
+                async with asyncio.timeout(limit_s):
+                    # A program that prints nothing and reports at length must not block, so both are read.
+                    output, answer = await asyncio.gather(
+                        self._read(self._process.stdout), self._read(answers)
+                    )
+                    if len(output) > self._max_output or len(answer) > self._max_output:
+                        end = "flood"
+                    else:
+                        await self._process.wait()
+            except TimeoutError:
+                end = "timeout"
+            seconds = clock.now() - start_s
+        finally:
+            self._kill()
+            await asyncio.shield(self._ended())
+            reading.close()
+        code = self._process.returncode
+        exit_code = -signal.SIGKILL if code is None else code
+        return Execution(end, exit_code, output[: self._max_output], answer, seconds)
+
+    async def _wait_for_start(self, answers: asyncio.StreamReader) -> None:
+        """
+        Raises:
+            SandboxFailed: the program was not started.
+        """
+        words = ""
+        try:
+            async with asyncio.timeout(START_S):
+                while line := await answers.readline():
+                    if found := _CHILD.search(line):
+                        self._first_process = int(found[1])
+                    if line == STARTED:
+                        return
+                assert self._process.stderr
+                words = (await self._process.stderr.read(MAX_WORDS)).decode(errors="replace").strip()
+        except TimeoutError:
+            words = f"it was not ready within {START_S:g} s"
+        raise SandboxFailed(words or "it ended without a message")
+
+    async def _read(self, stream: asyncio.StreamReader) -> bytes:
+        """Read until the end, or until there is more than the limit; then the program is killed."""
+        data = b""
+        while chunk := await stream.read(2**16):
+            data += chunk
+            if len(data) > self._max_output:
+                self._kill()
+                break
+        return data
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            if self._first_process is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            elif self._process.returncode is None:
+                # The bwrap that waits for it ends after the kernel has ended the whole namespace.
+                os.kill(self._first_process, signal.SIGKILL)
+
+    async def _ended(self) -> None:
+        # asyncio learns of the end only after the pipes were read to theirs. Without isolation a daemon that
+        # the program left may hold them.
+        assert self._process.stdout and self._process.stderr
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(
+                    _drain(self._process.stdout), _drain(self._process.stderr), self._process.wait()
+                )
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(2**16):
+        pass
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        ConfigError: bubblewrap is not installed.
+    """
+    remedy = "install bubblewrap, or set it to 'none', which runs the programs without isolation"
+    for tool in ("bwrap", *(("setpriv",) if os.geteuid() == 0 else ())):
+        if shutil.which(tool) is None:
+            raise ConfigError("reward.sandbox", "bubblewrap", f"there is no program {tool!r} here", remedy)
+
+
+def _files() -> list[str]:
+    """Return the arguments of bwrap that show what Python needs, read-only, and nothing else."""
+    words = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            words += ["--symlink", f"usr/{name}", str(path)]
+        elif path.exists():
+            words += ["--ro-bind", str(path), str(path)]
+    prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix)}
+    prefixes |= {prefix.resolve() for prefix in prefixes} | {Path(sys.executable).resolve().parents[1]}
+    shown = [path for path in sorted(prefixes) if not path.is_relative_to("/usr")]
+    # bwrap would make parents that only their owner can enter.
+    for parent in sorted({parent for path in shown for parent in path.parents if len(parent.parts) > 1}):
+        words += ["--perms", "0755", "--dir", str(parent)]
+    for path in shown:
+        words += ["--ro-bind", str(path), str(path)]
+    words += ["--perms", "0755", "--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    return [*words, "--dev", "/dev"]
+
+
+@contextmanager
+def _memory_file(data: bytes) -> Iterator[int]:
+    """Yield a read-only file descriptor of a file in memory."""
+    writable = os.memfd_create("tailrace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(writable, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
+        readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY)
+    finally:
+        os.close(writable)
+    try:
+        yield readable
+    finally:
+        os.close(readable)
+
+
+def _answer_pipe() -> tuple[int, int, int]:
+    """Return the read end of a pipe, and two file descriptors of its write end: bwrap closes the one that it
+    writes to."""
+    read_end, write_end = os.pipe()
+    return read_end, write_end, os.dup(write_end)

@@ -1,0 +1,19 @@
+"""The sandbox benchmark: one hostile program of each kind."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from hostile import corpus, read_kinds
+from sandbox import attack, host
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed here")
+def test_no_hostile_program_escapes_or_wedges_the_run() -> None:
+    with host() as attacked:
+        programs = list(corpus(20, seed=1, names=attacked.names))
+        assert {program.kind for program in programs} == read_kinds().keys()
+        findings = asyncio.run(attack(iter(programs), attacked, at_a_time=4))
+    assert (findings.programs, findings.escaped, findings.wedged) == (20, 0, 0)
+    assert findings.processes_left == 0

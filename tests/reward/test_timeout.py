@@ -1,0 +1,53 @@
+"""The adaptive time limit: min(max(T_min, lambda T_anchor), T_max)."""
+
+from tailrace.reward.base import TimeoutSettings
+from tailrace.reward.timeout import Anchors
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+SETTINGS = TimeoutSettings()
+
+
+def sample(index: int = 0, row: int | None = 7, number: int = 0) -> Sample:
+    return Sample(SampleId(index, 0, number), Group(Prompt(index, [], row_number=row), 1, []))
+
+
+def test_the_limit_follows_the_longest_correct_response_between_its_bounds() -> None:
+    anchors = Anchors()
+    assert anchors.limit_s(sample(), SETTINGS) == 30.0  # nothing is known
+    limits = []
+    for seconds in (0.5, 4.0, 3.0, 25.0):
+        anchors.observe(sample(), seconds)
+        limits.append(anchors.limit_s(sample(), SETTINGS))
+    assert limits == [2.0, 6.0, 6.0, 30.0]
+
+
+def test_a_prompt_is_known_by_its_row_in_every_epoch() -> None:
+    anchors = Anchors()
+    anchors.observe(sample(index=1, row=7), 4.0)
+    assert anchors.limit_s(sample(index=99, row=7), SETTINGS) == 6.0
+    assert anchors.limit_s(sample(index=1, row=8), SETTINGS) == 30.0
+    anchors.observe(sample(index=5, row=None), 8.0)
+    assert anchors.limit_s(sample(index=5, row=None), SETTINGS) == 12.0
+
+
+def test_evaluations_neither_learn_nor_have_a_limit_that_was_learnt() -> None:
+    anchors = Anchors()
+    anchors.observe(sample(index=-1), 4.0)
+    assert anchors.longest_s == {}
+    anchors.observe(sample(), 4.0)
+    assert anchors.limit_s(sample(index=-1), SETTINGS) == 30.0
+
+
+def test_a_fixed_limit_stays() -> None:
+    anchors = Anchors()
+    anchors.observe(sample(), 4.0)
+    assert anchors.limit_s(sample(), TimeoutSettings(adaptive=False, max_s=5.0)) == 5.0
+
+
+def test_anchors_return_to_an_earlier_state() -> None:
+    anchors = Anchors()
+    anchors.observe(sample(), 4.0)
+    before = dict(anchors.longest_s)
+    anchors.observe(sample(), 9.0)
+    anchors.restore(before)
+    assert anchors.longest_s == {7: 4.0}
