@@ -62,9 +62,8 @@ class Run:
         self._interruption, self._journal = interruption, journal
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
-        self._bound = inf
+        self._bound, self._lags = inf, Lags()
         self._accumulated: dict[SampleId, Sample] = {}
-        self._lags = Lags()
         self._update: WeightUpdate | None = None
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
@@ -321,9 +320,8 @@ class Run:
     async def _close_ledger(self) -> None:
         self._ledger.check(self.router.num_generated + self._generated_before)
         self.router.check_counts()
-        self._recorder.emit(
-            events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens)
-        )
+        closed = events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens)
+        self._recorder.emit(closed)
         await self._journal.finish()
 
     async def _update_arrived(self) -> None:

@@ -15,9 +15,8 @@ from functools import partial
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.errors import RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
-from tailrace.record.events import GroupReady, Recorder, SampleScored
+from tailrace.record.events import GroupReady, Recorder
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
 from tailrace.rollout.in_flight import SamplesInFlight, Stage
@@ -25,6 +24,7 @@ from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.ready_queue import Full, ReadyQueue
 from tailrace.rollout.router import Router
+from tailrace.rollout.scoring import SynchronousRewards, score
 from tailrace.rollout.selection import Select, earliest
 from tailrace.types import Group, Sample
 
@@ -60,10 +60,10 @@ class Pool:
         self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
         self.progress = RolloutProgress()
-        self._tasks, self._router, self._rewards = tasks, router, rewards
-        self._ledger, self._partial_rollouts, self._recorder = ledger, partial_rollouts, recorder
+        self._tasks, self._router, self._ledger = tasks, router, ledger
+        self._rewards = SynchronousRewards(rewards, self) if synchronous_rewards else rewards
+        self._partial_rollouts, self._recorder = partial_rollouts, recorder
         self._replace, self._compute_advantages = replace, compute_advantages
-        self._synchronous_rewards = synchronous_rewards
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._samples = SamplesInFlight()
@@ -98,12 +98,7 @@ class Pool:
             room: complete groups that may wait for the trainer.
             full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
                 "drop_oldest": the oldest complete group is dropped for each that comes.
-
-        Raises:
-            ScheduleError: rewards are synchronous, and would wait for a pause that never comes.
         """
-        if self._synchronous_rewards:
-            raise ScheduleError("it generates without a pause, so reward.synchronous = true cannot work")
         self.ready.room, self.ready.full, self._source = room, full, source
         self._pump()
 
@@ -170,6 +165,11 @@ class Pool:
         return not self._in_flight and not self.num_requests
 
     @property
+    def is_serving(self) -> bool:
+        """Requests are served or wait."""
+        return self.num_requests > 0 or self._samples.first_waiting() is not None
+
+    @property
     def num_requests(self) -> int:
         return self._samples.num_requests
 
@@ -188,8 +188,6 @@ class Pool:
     def groups(self) -> list[Group]:
         """All groups here: ready ones, then those in flight."""
         return [*self.ready.groups, *self._in_flight]
-
-    # -- inside
 
     def _enter(self, group: Group) -> None:
         group.order = next(self._orders)
@@ -210,7 +208,7 @@ class Pool:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
-        for sample in group.kept if self._may_score() else ():
+        for sample in group.kept:
             if not sample.scored and sample not in self._samples and not self._shut:
                 task = self._tasks.create_task(self._score(sample))
                 self._samples.score(sample, task)
@@ -286,23 +284,10 @@ class Pool:
         self._look(sample.group)
         self._pump()
         self.changed.fire()
-        if self._synchronous_rewards and self._may_score():
-            for group in list(self._in_flight):
-                self._look(group)
-
-    def _may_score(self) -> bool:
-        idle = self.num_requests == 0 and self._samples.first_waiting() is None
-        return idle or not self._synchronous_rewards
 
     async def _score(self, sample: Sample) -> None:
         """Scoring goes on when the group is parked: the reward belongs to the sample."""
-        detail = ""
-        try:
-            sample.reward = await self._rewards.score(sample)
-        except RewardFailed as failed:
-            sample.failure, detail = f"reward {failed.reason}", failed.detail
-        failure = "reward timeout" if sample.timed_out else sample.failure
-        self._recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
+        await score(sample, self._rewards, self._recorder)
         self._look(sample.group)
         self.changed.fire()
 
