@@ -33,7 +33,7 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
-	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers
+	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10

@@ -78,6 +78,8 @@ class Sample:
     """The sampling noise of token t is a function of (seed, t), on any engine and in any batch."""
     greedy: bool = False
     """Each token is the most likely one. There is no sampling noise."""
+    temperature: float | None = None
+    """Sampling temperature in place of the engine's, for evaluations. None: the engine's."""
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)

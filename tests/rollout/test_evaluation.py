@@ -5,6 +5,7 @@ from statistics import fmean
 
 import pytest
 
+from tailrace.controller.base import RunSettings
 from tailrace.errors import BadRow
 from tailrace.record.events import EvaluatedSample
 from tailrace.rollout.evaluation import held_out_samples, metrics_of_sets, pass_at
@@ -61,3 +62,10 @@ def test_one_sample_of_each_prompt_has_figures_of_named_sources_alone() -> None:
     assert metrics_of_sets([rewarded(1, 0, 1.0), rewarded(2, 0, 0.0)], 1.0) == {}
     named = [rewarded(1, 0, 1.0, "a"), rewarded(2, 0, 0.0)]
     assert metrics_of_sets(named, 1.0) == {"a/avg@1": 1.0, "a/pass@1": 1.0}
+
+
+@pytest.mark.parametrize("setting", [{"eval_samples": 4}, {"eval_temperature": 0.6}])
+def test_what_needs_sampling_is_refused_for_greedy_evaluations(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"needs eval_greedy = false"):
+        RunSettings.model_validate({"rounds": 1, "group_size": 2, **setting})
+    RunSettings.model_validate({"rounds": 1, "group_size": 2, "eval_greedy": False, **setting})

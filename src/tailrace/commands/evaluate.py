@@ -84,6 +84,7 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
             config.run.seed,
             0,
             greedy=config.run.eval_greedy,
+            temperature=config.run.eval_temperature,
             per_prompt=config.run.eval_samples,
         )
         return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)

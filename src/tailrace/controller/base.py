@@ -32,7 +32,9 @@ class RunSettings(Settings):
     eval_solved_at: float = Field(default=1.0, allow_inf_nan=False)
     """Reward from which a sample counts as solved, in pass@k."""
     eval_greedy: bool = True
-    """Whether evaluations take the most likely token; false: they sample as training does."""
+    """Whether evaluations take the most likely token; false: they sample."""
+    eval_temperature: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
@@ -45,6 +47,8 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _check_that_samples_differ(self) -> "RunSettings":
+        if self.eval_temperature is not None and self.eval_greedy:
+            raise ValueError("eval_temperature needs eval_greedy = false")
         if self.eval_samples > 1 and self.eval_greedy:
             raise ValueError(
                 "eval_samples above 1 needs eval_greedy = false: greedy samples are all the same"

@@ -128,6 +128,7 @@ class Evaluations:
             settings.seed,
             round,
             greedy=settings.eval_greedy,
+            temperature=settings.eval_temperature,
             per_prompt=settings.eval_samples,
         )
         try:

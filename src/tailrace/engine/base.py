@@ -39,6 +39,7 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
+        temperature: in place of that of `sampling`, which stays in all else.
     """
 
     id: str
@@ -47,6 +48,7 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     seed: int
     greedy: bool = False
     sampling: SamplingParams | None = None
+    temperature: float | None = None
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):

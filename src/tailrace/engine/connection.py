@@ -74,15 +74,23 @@ class Connection:
             seed=int.from_bytes(seed, "little") >> 1,
             greedy=sample.greedy,
             salt=str(version),
+            temperature=sample.temperature,
         )
 
     def probe(
-        self, ids: Sequence[int], max_tokens: int, *, seed: int, greedy: bool = False, salt: str
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int,
+        greedy: bool = False,
+        salt: str,
+        temperature: float | None = None,
     ) -> Attempt:
         """Any request, with an id that was not used before."""
         self._num_attempts += 1
         id = f"{self._address}-{self._num_attempts:09d}"
-        return Attempt(id, ids, max_tokens, seed, greedy, f"{self._address}-{salt}")
+        return Attempt(id, ids, max_tokens, seed, greedy, f"{self._address}-{salt}", temperature)
 
     async def stream(self, attempt: Attempt) -> AsyncGenerator[Chunk]:
         """Send a request and yield what arrives; the last chunks have `finish`.

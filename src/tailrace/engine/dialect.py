@@ -30,6 +30,7 @@ class Attempt:
         seed: of this request; a resumed request has another one, because servers count draws from its start.
         greedy: take the most likely token; the seed then has no effect.
         salt: requests with different salts share no prefix cache.
+        temperature: in place of that of the settings.
     """
 
     id: str
@@ -38,6 +39,13 @@ class Attempt:
     seed: int
     greedy: bool
     salt: str
+    temperature: float | None = None
+
+    def temperature_or(self, default: float) -> float:
+        """Return the temperature to ask for: 0 if greedy, else its own or the default."""
+        if self.greedy:
+            return 0.0
+        return default if self.temperature is None else self.temperature
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Sglang:
         """As Dialect.request. `ignore_eos` would ignore the stop tokens, too."""
         sampling: dict[str, Any] = {
             "max_new_tokens": attempt.max_tokens,
-            "temperature": 0.0 if attempt.greedy else self.sampling.temperature,
+            "temperature": attempt.temperature_or(self.sampling.temperature),
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k or -1,
             "sampling_seed": attempt.seed,

@@ -95,7 +95,7 @@ class Vllm:
         prompt of such a request in parts (`CPU Generator does not use offset`)."""
         sampling: dict[str, Any] = {
             "max_tokens": attempt.max_tokens,
-            "temperature": 0.0 if attempt.greedy else self.sampling.temperature,
+            "temperature": attempt.temperature_or(self.sampling.temperature),
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
             "logprobs": 1,

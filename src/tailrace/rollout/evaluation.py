@@ -26,7 +26,14 @@ class Evaluation:
 
 
 def held_out_samples(
-    prompts: Prompts, n: int, seed: int, attempt: int, *, greedy: bool = False, per_prompt: int = 1
+    prompts: Prompts,
+    n: int,
+    seed: int,
+    attempt: int,
+    *,
+    greedy: bool = False,
+    temperature: float | None = None,
+    per_prompt: int = 1,
 ) -> list[Sample]:
     """Samples of each of the first n usable prompts. Prompt indices are below zero: training uses the
     others.
@@ -34,6 +41,7 @@ def held_out_samples(
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
         greedy: the engine takes the most likely token at each position.
+        temperature: in place of the engine's.
         per_prompt: samples of each prompt.
     """
     samples: list[Sample] = []
@@ -46,7 +54,9 @@ def held_out_samples(
         finally:
             index += 1
         ids = [SampleId(-index, attempt, number) for number in range(per_prompt)]
-        group.samples = [Sample(id, group, seed=noise_seed(seed, id), greedy=greedy) for id in ids]
+        group.samples = [
+            Sample(id, group, seed=noise_seed(seed, id), greedy=greedy, temperature=temperature) for id in ids
+        ]
         samples += group.samples
     return samples
 

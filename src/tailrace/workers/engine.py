@@ -62,7 +62,14 @@ class RemoteEngine(EngineProcess):
         id = str(sample.id)
         with _deaths():
             self.process.send(
-                GenerationRequest(id, sample.prompt.ids, sample.completion_ids, sample.seed, sample.greedy)
+                GenerationRequest(
+                    id,
+                    sample.prompt.ids,
+                    sample.completion_ids,
+                    sample.seed,
+                    sample.greedy,
+                    temperature=sample.temperature,
+                )
             )
             self._requests[id] = request = _Request(sample, self.process.promise())
             try:

@@ -136,3 +136,14 @@ def test_parameters_of_a_request_replace_the_settings_of_the_engine(make_engine)
     assert ended["own"].ids == ended["settings"].ids[:5]
     assert [len(top) for top in ended["own"].top_logprobs] == [2] * 5
     assert ended["settings"].top_logprobs == []
+
+
+def test_a_request_may_have_a_temperature_of_its_own(make_engine):
+    engine = make_engine(max_completion_tokens=20)
+    for id, temperature in (("plain", None), ("cold", 1e-4)):
+        engine.submit(GenerationRequest(id, PROMPTS["17"], (), 7, temperature=temperature))
+    engine.submit(GenerationRequest("greedy", PROMPTS["17"], (), 7, greedy=True))
+    ended = finish(engine)
+    assert ended["cold"].ids == ended["greedy"].ids
+    assert ended["cold"].behavior_logprobs == pytest.approx([0.0] * len(ended["cold"].ids), abs=1e-3)
+    assert min(ended["plain"].behavior_logprobs) < -0.01

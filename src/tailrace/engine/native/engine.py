@@ -99,6 +99,8 @@ class NativeEngine:
         """
         tokens = [*request.prompt_ids, *request.completion_ids]
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
+        if request.temperature is not None:
+            sampling = msgspec.structs.replace(sampling, temperature=request.temperature)
         sequence = Sequence(request.id, tokens, len(request.prompt_ids), noise, sampling, request.greedy)
         if not tokens or self._stops.exhausted(sequence):
             self._finished.append(self._output(sequence, "length"))
