@@ -276,9 +276,7 @@ def test_synchronous_rewards_need_a_schedule_that_pauses() -> None:
 
     resolved("serial", groups_per_round=4, groups_per_step=2)
     resolved("tailbatch", groups_per_round=4)
-    with pytest.raises(
-        ConfigError, match=r"without a pause, so reward.synchronous = true cannot work"
-    ):
+    with pytest.raises(ConfigError, match=r"without a pause, so reward.synchronous = true cannot work"):
         resolved("pipelinerl", groups_per_step=4, in_flight_per_engine=8, ring_groups=16)
 
 
