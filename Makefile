@@ -69,6 +69,9 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
 	$(BIN)/python benchmarks/kl_study.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/sandbox.py
+	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/rewards.py --live
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt

@@ -4,10 +4,10 @@
 
 In virtual time: `tailbatch` trains 64 prompts of 8 responses a round, 512 rows, at most 8k tokens. One
 response in twenty never ends in one of its ten test cases, as in the paper's figure 7a; the limit is 30 s.
-The spread is the standard deviation of the logarithm of the times of one prompt's test cases. A round's rollout
-lasts until the last token, its reward stage until training begins. The first epoch, in which the anchors are
-learnt, is not counted in the times. *Lost* are correct responses, of all epochs, that the fixed limit rewards
-and another stops.
+The spread is the standard deviation of the logarithm of the times of one prompt's test cases. The rollout of
+a round lasts until the last token, its reward stage until training begins. The first epoch, in which the
+anchors are learnt, is not counted in the times. *Lost* are correct responses, of all epochs, that the fixed
+limit rewards and another stops.
 
 --live runs real programs in bubblewrap instead: 16 prompts of 8 responses, three test cases, limit 6 s.
 """
