@@ -19,7 +19,11 @@ from tailrace.reward.functions import MAX_DETAIL, Scorer
 
 
 def scored(function, completion="", row=None, *, prompt="q", ids=(), finish_reason="stop"):
-    return Scorer(function)(Call(prompt, completion, list(ids), finish_reason, row or {}))
+    scorer = Scorer(function)
+    try:
+        return scorer(Call(prompt, completion, list(ids), finish_reason, row or {}))
+    finally:
+        scorer.close()
 
 
 ROWS = RowsSettings(path=Path("rows.jsonl"))
