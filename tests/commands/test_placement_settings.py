@@ -22,6 +22,10 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart
             r"placement.trainer = .* the 2 processes of the trainer would all use cuda; set placement",
         ),
         (
+            {"trainer.device": "cuda:1", "placement.devices": "gpus", "placement.trainer": "[[1]]"},
+            r"trainer.device = 'cuda:1': placement gives the process its GPUs, .*; write \"cuda\"",
+        ),
+        (
             {"trainer.ranks": "2", "placement.trainer": "[[0]]"},
             r"placement.trainer = .* number 0 .* has 1 devices for 2 ranks",
         ),
