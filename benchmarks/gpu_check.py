@@ -3,9 +3,10 @@
     make gpu-check        python benchmarks/gpu_check.py [--list] [--only WORD] [--json FILE]
 
 Each check is a short live run on the quickstart's model and task, in bfloat16: every schedule on the embedded
-engine, every schedule on vLLM (the interpreter $VLLM_PYTHON), LoRA, engine and trainer colocated on one GPU,
-weights by NCCL, and a trainer sharded over two GPUs. A check passes if the run ends, each of its steps has a
-finite gradient, and the log-probs of engine and trainer differ by less than MAX_MISMATCH_KL.
+engine, every schedule on vLLM (the interpreter $VLLM_PYTHON), LoRA, activation checkpointing, CPU offload,
+engine and trainer colocated on one GPU, weights by NCCL, and a trainer sharded over two GPUs. A check passes
+if the run ends, each of its steps has a finite gradient, and the log-probs of engine and trainer differ by
+less than MAX_MISMATCH_KL.
 
 The exit code is 1 if a check failed. Without a GPU it is 0, and the list says what was skipped.
 """
@@ -44,6 +45,8 @@ SCHEDULES = {
 }
 NATIVE = '{ device = "cuda", dtype = "bfloat16", max_num_seqs = 256 }'
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'
+SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
+"""Gives its memory back when it sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,12 @@ def checks() -> list[Check]:
         "weights by NCCL": (nccl, 2),
         "trainer of two ranks, NCCL": ({"trainer.ranks": "2", "placement": sharded}, 2),
         "activation checkpointing": ({"trainer.activation_checkpointing": "true"}, 1),
+        "CPU offload": ({"trainer.cpu_offload": "true"}, 1),
     }
     for name, (overrides, num_gpus) in parts.items():
         found.append(Check(f"{name}, embedded engine", _overrides(serial | overrides, NATIVE), num_gpus))
-    found.append(Check("colocated, vLLM", _overrides(serial | parts["colocated"][0], VLLM), needs_vllm=True))
+    colocated = serial | parts["colocated"][0]
+    found.append(Check("colocated, vLLM", _overrides(colocated, SLEEPING_VLLM), needs_vllm=True))
     return found
 
 
@@ -158,6 +163,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     chosen = [check for check in checks() if arguments.only in check.name]
+    if not chosen:
+        parser.error(f"no check has {arguments.only!r} in its name; --list prints the names")
     if arguments.list:
         print("\n".join(check.name for check in chosen))
         return 0

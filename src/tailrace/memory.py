@@ -29,7 +29,7 @@ class ModelShape:
         outside_parameters: of all tensors that are in no block: embedding, last norm, head.
         tensor_parameters: of the largest tensor.
         query_size, kv_size: heads times their dimension.
-        mlp_size: width of the feed-forward layer for one token; of all experts that a token reaches.
+        mlp_size: width of the feed-forward layer; the sum over the experts that one token reaches.
         stored_bytes: size of the files.
     """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_check import EXAMPLE, checks, run_all
+from gpu_check import EXAMPLE, checks, main, run_all
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.resolve import resolve
@@ -16,6 +16,15 @@ def test_it_covers_every_schedule_on_both_engines() -> None:
         f"{schedule}, {engine}" for schedule in SCHEDULES for engine in ("embedded engine", "vLLM")
     } <= names
     assert any("colocated" in name for name in names) and any("NCCL" in name for name in names)
+
+
+def test_a_word_that_no_check_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--only", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "no check has 'nothing' in its name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)

@@ -18,6 +18,14 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart
     [
         ({"placement.engines": "[[0], [1]]"}, r"placement.engines = .* lists devices of 2, for 1 engines"),
         (
+            {"trainer.ranks": "2", "trainer.device": "cuda"},
+            r"placement.trainer = .* the 2 processes of the trainer would all use cuda; set placement",
+        ),
+        (
+            {"trainer.device": "cuda:1", "placement.devices": "gpus", "placement.trainer": "[[1]]"},
+            r"trainer.device = 'cuda:1': placement gives the process its GPUs, .*; write \"cuda\"",
+        ),
+        (
             {"trainer.ranks": "2", "placement.trainer": "[[0]]"},
             r"placement.trainer = .* number 0 .* has 1 devices for 2 ranks",
         ),

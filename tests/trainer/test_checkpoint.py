@@ -7,6 +7,7 @@ from trainer_cases import make_units
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tailrace.errors import CheckpointError
+from tailrace.trainer import state_files
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.trainer import TorchTrainer
 
@@ -87,6 +88,21 @@ def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
         fresh.restore(tmp_path / "checkpoint")
     for name, tensor in dict(fresh.weights()).items():
         assert torch.equal(tensor, dict(untouched.weights())[name]), name
+
+
+def test_moments_that_are_missing_as_a_whole_are_a_defect(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_files, "FILE_BYTES", 5100)  # the random state and the counts, nothing else
+    trainer = make_trainer()
+    steps(trainer, range(1))
+    trainer.save(tmp_path / "checkpoint")
+    _, *others = sorted((tmp_path / "checkpoint" / "trainer").iterdir())
+    assert others
+    for file in others:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"the moments of the policy are missing.*and resume again"):
+        make_trainer().restore(tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.memory import ModelShape, gib, largest_phase
+from tailrace.trainer import memory, state_files
 from tailrace.trainer.base import LoraSettings, TrainerSettings
+from tailrace.trainer.logprobs import CHUNK_ELEMENTS
 from tailrace.trainer.memory import TrainerWork, trainer_memory
 
 QWEN3 = ModelShape(
@@ -83,6 +85,10 @@ def test_the_processes_of_a_trainer_are_counted_once() -> None:
     assert (first.num, others.num) == (2, 6)
     alone = trainer_memory(QWEN3, TrainerSettings(), TrainerWork(), is_first=False)
     assert alone.num == 0
+
+
+def test_the_constants_are_those_of_the_trainer() -> None:
+    assert (memory.LOGITS_AT_ONCE, memory.FILE_BYTES) == (CHUNK_ELEMENTS, state_files.FILE_BYTES)
 
 
 def test_the_largest_phase_is_what_counts() -> None:

@@ -1,11 +1,14 @@
 """The trainer as a group of processes: one answer, one error, and the process to blame when one is lost."""
 
 import asyncio
+import gc
 import os
 import signal
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,10 @@ from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings
+from tailrace.workers import trainer
+from tailrace.workers.conversation import Conversation
 from tailrace.workers.local import ended_by_death
-from tailrace.workers.messages import TrainerJob
+from tailrace.workers.messages import Done, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 
@@ -56,6 +61,27 @@ async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[
             yield trainer
     finally:
         await trainer.close()
+
+
+class Silent(Conversation):
+    """A worker that does not answer."""
+
+    def _write(self, message: object) -> None:
+        pass
+
+
+def test_a_rank_that_has_ended_cannot_be_asked(execute: Execute) -> None:
+    async def main() -> None:
+        ranks = [SimpleNamespace(process=Silent(name)) for name in ("first", "second")]
+        ranks[1].process._ended("second ended")
+        with pytest.raises(WorkerDied, match="second ended"):
+            trainer._ask(ranks, Done(), Done)  # type: ignore[arg-type]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        execute(main())
+        gc.collect()
+    assert not [each for each in caught if "never awaited" in str(each.message)]
 
 
 def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(

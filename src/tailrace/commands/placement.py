@@ -65,9 +65,12 @@ def check_placement(config: RunConfig) -> None:
     """Check the placement of a live run.
 
     Raises:
-        ConfigError: there are too few devices, or a tensor-parallel size does not divide the model's heads.
+        ConfigError: there are too few devices, several processes of the trainer would use one GPU, a process
+            does not see its device, or a tensor-parallel size does not divide the model's heads.
     """
     assert config.model
+    _check_gpus_of_ranks(config)
+    _check_numbers(config)
     heads = read_config(config.model.path).get("num_attention_heads")
     sizes = {
         "engine.tensor_parallel_size": tensor_parallel_size(config),
@@ -79,6 +82,29 @@ def check_placement(config: RunConfig) -> None:
             raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
     device_map(config)
     shared(config)
+
+
+def _check_gpus_of_ranks(config: RunConfig) -> None:
+    """NCCL refuses two ranks on one GPU. Without a list of GPUs all processes would use the same one."""
+    trainer, placement = config.trainer, config.placement
+    num = trainer.ranks * trainer.replicas
+    has_own = config.host.kind == "ray" or (placement.devices == "gpus" and placement.trainer)
+    if num > 1 and trainer.device != "cpu" and not has_own:
+        problem = f"the {num} processes of the trainer would all use {trainer.device}"
+        remedy = 'set placement.devices = "gpus", and list the GPUs of each replica'
+        raise ConfigError("placement.trainer", placement.trainer, problem, remedy)
+
+
+def _check_numbers(config: RunConfig) -> None:
+    """A process with a list of GPUs sees them as cuda:0, cuda:1 and so on, whatever their numbers are."""
+    placement, engine = config.placement, config.engine
+    named = {"trainer.device": (config.trainer.device, placement.trainer)}
+    if isinstance(engine, NativeEngineSettings):
+        named["engine.device"] = (engine.device, placement.engines)
+    for key, (device, lists) in named.items():
+        if placement.devices == "gpus" and lists and device.startswith("cuda:"):
+            problem = "placement gives the process its GPUs, and it sees no others"
+            raise ConfigError(key, device, problem, 'write "cuda"')
 
 
 def tensor_parallel_size(config: RunConfig) -> int:

@@ -23,8 +23,8 @@ def engine_memory(
 
     Args:
         context: tokens of a prompt and its completion, at most.
-        has_cuda: an inference server computes on CUDA devices; otherwise on the CPU.
         adapted_parameters: weights of which the engine keeps a copy without their LoRA adapter.
+        has_cuda: an inference server computes on CUDA devices; otherwise on the CPU.
     """
     size = ITEM_BYTES[settings.dtype]
     token = kv_bytes_per_token(shape, size)

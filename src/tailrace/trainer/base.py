@@ -76,8 +76,9 @@ class TrainerSettings(Settings):
     """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time.
     true or false."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Seconds that a rank waits for the others in one collective, at most. More than one pass of the slowest
-    rank takes. Range: (0, 86,400]."""
+    """Seconds that a rank waits for the others in one collective, at most. It must be more than the slowest
+    rank takes for one pass, and than rank 0 takes to read the model or to write a checkpoint, while the
+    others wait. Range: (0, 86,400]."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
     trained."""

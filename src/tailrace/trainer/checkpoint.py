@@ -85,8 +85,8 @@ def write(folder: Path, policy: PolicyModel, state: TrainerState, tokenizer_from
 def read(
     folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks
 ) -> TrainerState:
-    """Load the weights of a checkpoint into policy (of LoRA: into the adapter) and critic. Both are unchanged
-    if this raises. All ranks of a replica call it.
+    """Load the weights of a checkpoint into policy and critic. With LoRA only the adapter is loaded.
+    Both are unchanged if this raises. All ranks of a replica call it.
 
     Args:
         critic: parameters of the critic, which are overwritten; None if there is no critic.

@@ -2,7 +2,7 @@
 
 Ranks of one replica communicate in every forward and backward pass (fsdp.py), so they compute the same plan
 of micro-batches (packing.py). Replicas communicate only in an optimizer step. A trainer of one process
-communicates with nobody, and torch.distributed is not initialised.
+does not communicate, and does not initialise torch.distributed.
 """
 
 import os
@@ -99,7 +99,7 @@ def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: in
     timeout = timedelta(seconds=settings.collective_timeout_s)
     device = torch.device(settings.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # torch refuses a device without a number here
     if store.host in ("127.0.0.1", "::1"):  # Gloo otherwise listens where the host's name points
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     shape = settings.replicas, settings.ranks

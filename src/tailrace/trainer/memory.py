@@ -76,16 +76,14 @@ def trainer_memory(
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read
-    num_first = settings.replicas if is_sharded else settings.replicas * ranks
-    num, name = (
-        (num_first, "trainer") if is_first else (ranks * settings.replicas - num_first, "trainer rank")
-    )
+    replicas = settings.replicas
+    num, name = (replicas, "trainer") if is_first else ((ranks - 1) * replicas, "trainer rank")
     if settings.device == "cpu":
-        held = largest_phase({name: host | kept | phase for name, phase in phases.items()} | {"load": load})
+        held = largest_phase({each: host | kept | phase for each, phase in phases.items()} | {"load": load})
         return ProcessMemory(name, "cpu", _with_allocator(held), {}, num, ADVICE)
     on_device = {"CUDA": CUDA_BYTES} | ({} if settings.cpu_offload else kept) | computing
     offloaded = kept if settings.cpu_offload else {}
-    in_host = {name: host | offloaded | phases[name] for name in ("publish", "save")} | {"load": load}
+    in_host = {each: host | offloaded | phases[each] for each in ("publish", "save")} | {"load": load}
     return ProcessMemory(
         name,
         settings.device,

@@ -22,8 +22,8 @@ class PublishedPolicy:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._weights: dict[str, Tensor] = {}
-        """The published weights, of a sharded model this rank's shards; empty as long as they are the current
-        ones."""
+        """The published weights. If the model is sharded, this rank's shards. Empty as long as they are the
+        current ones."""
 
     def publish(self) -> None:
         """Declare the current weights the published ones."""

@@ -1,6 +1,6 @@
 """AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
 
-Of a sharded model each rank has a shard of every parameter, gradient and moment (fsdp.py).
+If the model is sharded, each rank has a shard of every parameter, gradient and moment (fsdp.py).
 """
 
 import math

@@ -111,6 +111,9 @@ def load(
                 wanted[name] = torch.empty(shape, dtype=torch.uint8)
         with _alone_on_purpose():
             state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        for owner in ("policy", "critic") if critic is not None else ("policy",):
+            if wanted[f"{owner}.counts"][1] and not _section(f"{owner}.second.", wanted):
+                raise ValueError(f"the moments of the {owner} are missing")
     except (OSError, SafetensorError, CheckpointException, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: not readable ({error}); {remedy(folder.parent)}") from error
     return TrainerState(

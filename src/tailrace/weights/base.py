@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 from pydantic import Discriminator, Field, Tag
 
 from tailrace.errors import WeightsRefused
+from tailrace.memory import ITEM_BYTES
 from tailrace.model_folder import read_config, tensor_shapes
 from tailrace.settings import Settings
 
@@ -26,7 +27,6 @@ KEPT_VERSIONS = 2
 """Publications that a sender keeps. Version n + 1 is written while engines may still read version n. Version
 n + 2 is written only after every engine has loaded version n + 1. An engine that comes back late loads the
 newest version."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _NAMED = 3
 """Tensors that an error names, at most, of each kind of defect."""
 _NOT_TRAINED = ".rotary_emb.inv_freq"
@@ -101,7 +101,7 @@ class TensorInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size of the tensor's elements."""
-        size = _ITEM_BYTES[self.dtype]
+        size = ITEM_BYTES[self.dtype]
         for length in self.shape:
             size *= length
         return size

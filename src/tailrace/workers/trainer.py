@@ -7,10 +7,11 @@ same order. Rank 0 of replica 0 publishes the weights and sends them.
 import asyncio
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -241,7 +242,15 @@ def _ask(
     processes: Sequence[TrainerProcess], message: msgspec.Struct, kind: type[Answer]
 ) -> "asyncio.Future[list[Answer]]":
     """Ask processes now, so that all of them are asked everything in one order."""
-    return asyncio.gather(*[each.process.asked(message, kind) for each in processes])
+    answers: list[Coroutine[Any, Any, Answer]] = []
+    try:
+        for each in processes:
+            answers.append(each.process.asked(message, kind))
+    except WorkerDied:
+        for answer in answers:
+            answer.close()  # otherwise Python warns that it was never awaited
+        raise
+    return asyncio.gather(*answers)
 
 
 def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:

@@ -67,6 +67,28 @@ def test_kept_cache_equals_a_forward_that_mixes_the_weights_the_same_way(make_en
         assert (mixed - reference(new_model, tokens, output.ids)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("rank", "more_inputs", "more_outputs", "has_b"),
+    [(2, 0, 0, False), (2, 1, 0, True), (2, 0, 1, True), (3, 0, 0, True)],
+    ids=["no B", "inputs", "outputs", "ranks"],
+)
+def test_an_adapter_that_does_not_fit_changes_nothing(make_engine, rank, more_inputs, more_outputs, has_b):
+    model = make_engine()._model
+    name, fitting = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+    outputs, inputs = model._weights[f"{name}.weight"].shape
+    tensors = {
+        f"{fitting}.lora_A.weight": torch.ones(2, inputs),
+        f"{fitting}.lora_B.weight": torch.ones(len(model._weights[f"{fitting}.weight"]), 2),
+        f"{name}.lora_A.weight": torch.ones(rank, inputs + more_inputs),
+    }
+    if has_b:
+        tensors[f"{name}.lora_B.weight"] = torch.ones(outputs + more_outputs, 2)
+    before = {key: weight.clone() for key, weight in model._weights.items()}
+    with pytest.raises(ValueError, match=f"the adapter of {name} is incomplete or of another model"):
+        model.load_adapter(tensors, 1.0)
+    assert all(torch.equal(weight, before[key]) for key, weight in model._weights.items())
+
+
 def test_recomputing_is_counted(make_engine, new_model):
     engine = make_engine()
     half_way(engine)

@@ -202,17 +202,19 @@ class Model:
             tensors: A [rank, in] and B [out, rank] of each adapted weight, named as in trainer/adapter.py.
 
         Raises:
-            ValueError: they are of no weight of this model, or of another shape. Nothing has changed.
+            ValueError: they are of no weight of this model, or of another shape, or a B is missing. Nothing
+                has changed.
         """
         suffix = ".lora_A.weight"
-        adapted = {
-            f"{name.removesuffix(suffix)}.weight": (a, tensors[name.replace("lora_A", "lora_B")])
-            for name, a in tensors.items()
-            if name.endswith(suffix)
-        }
-        for name, (a, b) in adapted.items():
-            if name not in self._weights or self._weights[name].shape != (b.shape[0], a.shape[1]):
-                raise ValueError(f"the adapter of {name} is of another model")
+        adapted: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, a in tensors.items():
+            if not name.endswith(suffix):
+                continue
+            layer = name.removesuffix(suffix)
+            weight, b = self._weights.get(f"{layer}.weight"), tensors.get(f"{layer}.lora_B.weight")
+            if weight is None or b is None or weight.shape != (len(b), a.shape[1]) or len(a) != b.shape[1]:
+                raise ValueError(f"the adapter of {layer} is incomplete or of another model")
+            adapted[f"{layer}.weight"] = a, b
         for name, (a, b) in adapted.items():
             weight = self._weights[name]
             if name not in self._base:
