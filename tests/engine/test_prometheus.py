@@ -8,7 +8,7 @@ PAGE = """\
 vllm:num_preemptions_total{engine="0",model_name="/models/qwen"} 12.0
 vllm:num_preemptions_created{engine="0",model_name="/models/qwen"} 1.7e+09
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="1000",swap="4"} 1.0
+vllm:cache_config_info{block_size="16",engine="0",mamba_block_size="512",num_gpu_blocks="1000"} 1.0
 """
 
 

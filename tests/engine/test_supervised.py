@@ -527,3 +527,31 @@ def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_th
         assert sample.spans == [Span(1, 4), Span(2, 6)]
 
     drive(world, main)
+
+
+def test_a_start_with_an_earlier_tensor_parallel_size_does_not_become_the_life() -> None:
+    world = World()
+    engine = world.engine
+
+    async def main() -> None:
+        world.lives[0].die()
+        await until(lambda: len(world.lives) == 2)  # the next one is starting
+        await engine.regroup(0)
+        await engine.regroup(2)
+        await until(lambda: engine.state == "open")
+        assert [life.closed for life in world.lives] == [True, True, False]
+
+    drive(world, main)
+
+
+def test_an_engine_whose_devices_another_one_has_does_not_keep_a_lost_run_alive() -> None:
+    world, joined = World([Fate(), *[Fate(unfit="no memory")] * 99]), World()
+
+    async def main() -> None:
+        await joined.engine.regroup(0)
+        world.lives[0].die()
+        await asyncio.sleep(1e4)
+
+    with pytest.raises(ExceptionGroup) as lost:
+        drive(world, main, joined)
+    assert lost.group_contains(EnginesLost, match="one: no memory", depth=2)

@@ -122,6 +122,23 @@ def test_a_launch_after_training_wakes_the_engines() -> None:
     assert worked(outcome) == [(12, 34, 2), (49, 71, 2)]
 
 
+@KINDS
+def test_training_directly_after_a_launch_waits_for_the_engines_to_wake(kind) -> None:  # type: ignore[no-untyped-def]
+    async def halves(run) -> None:  # type: ignore[no-untyped-def]
+        run.promise(staleness=0)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            first, second = await run.pool.take(2)
+            await run.accumulate([first])
+            run.pool.launch(run.prompts(1))
+            await run.accumulate([second])
+            await run.train(await run.pool.take(1))
+            await run.publish()
+
+    outcome = simulate(halves, ONE_EACH, HAND, shared=Shared(kind))
+    assert sum(num for _, _, num in worked(outcome)) == 3
+
+
 def test_april_parks_and_continues_on_colocated_devices() -> None:
     schedule = partial(april, groups_per_round=8, groups_launched=16)
     outcome = simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared("colocated"))

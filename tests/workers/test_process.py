@@ -18,7 +18,7 @@ from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.process import WorkerProcess, _environment
 
 Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
@@ -161,7 +161,7 @@ import asyncio, sys
 from pathlib import Path
 from test_process import spawn
 from stand_in import Obey
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.process import WorkerProcess, _environment
 
 async def main():
     workers = [await spawn(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
@@ -208,3 +208,13 @@ def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execut
             await worker.died()
 
     execute(main())
+
+
+@pytest.mark.parametrize(("seen", "visible"), [(None, "1,0"), ("", "1,0"), ("5,GPU-7a", "GPU-7a,5")])
+def test_gpus_are_counted_among_those_that_the_controller_sees(
+    seen: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert _environment(1, Devices(gpus=(1, 0)))["CUDA_VISIBLE_DEVICES"] == visible

@@ -16,6 +16,7 @@ from tailrace.data.base import Prompts, Split, sources_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from tailrace.devices import check_device
+from tailrace.engine.base import Engine
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.sglang_server import find_python
@@ -217,6 +218,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     )
     with trainer_cpus_reserved(devices):
         async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
+            _check_sleep(config, opened.engines)
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             anchors = Anchors()
             yield Parts(
@@ -230,6 +232,15 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
             )
+
+
+def _check_sleep(config: RunConfig, engines: Sequence[Engine]) -> None:
+    """Raises a ConfigError if the placement needs engines that sleep, and one cannot."""
+    awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
+    if awake and config.placement.kind != "disaggregated":
+        problem = f"{awake} cannot give the memory of its devices back"
+        remedy = 'add "--enable-sleep-mode" to engine.args of vLLM, or write "disaggregated"'
+        raise ConfigError("placement.kind", config.placement.kind, problem, remedy)
 
 
 async def _checked_rewards(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 _CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
+_LABEL = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,7 @@ class SupervisedEngine:
             num_running=0,
             num_waiting=0,
             kv_tokens=0,
+            kv_capacity=None,  # the next life may have another
             num_counted=self._counter.num,
         )
         self._life = None
@@ -226,6 +227,7 @@ class SupervisedEngine:
 
     async def _restart(self, start_s: float) -> None:
         """Try to begin a life. A failure is in `why_dead`."""
+        width = self.width
         try:
             async with asyncio.timeout(start_s):
                 life = await self._begin()
@@ -234,7 +236,7 @@ class SupervisedEngine:
         except (TailraceError, OSError) as error:
             self.why_dead = str(error)
         else:
-            if self._lent:  # meanwhile
+            if self._lent or self.width != width:  # meanwhile
                 await life.close()
             else:
                 self._adopt(life, "it was restarted")
@@ -305,7 +307,9 @@ async def watch_engines(engines: Sequence[SupervisedEngine], give_up_s: float, e
         alive_s = now()
         while True:
             await asyncio.sleep(every_s)
-            if any(engine.state != "dead" for engine in engines):
+            # An engine of width 0 sleeps as long as another one has its devices, even if that one is dead.
+            owners = [engine for engine in engines if engine.width]
+            if not owners or any(engine.state != "dead" for engine in owners):
                 alive_s = now()
             elif now() - alive_s >= give_up_s:
                 causes = "; ".join(f"{engine.name}: {engine.why_dead}" for engine in engines)

@@ -70,7 +70,7 @@ class Shared:
 
 
 class Placement:
-    """Disaggregated: nobody waits for a device.
+    """Disaggregated: engines and trainer never wait for a device.
 
     Args:
         planner: chooses the tensor-parallel size of the engines between two rounds.
@@ -124,14 +124,15 @@ class Colocated(Placement):
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
         async with self._lock:
+            if len(self._lent) == len(self._engines) and not self._pool.is_idle:
+                await self._wake()  # a launch came after the last training; `generating` waits for the lock
             yield await self._devices(all_replicas)
 
     async def generating(self) -> None:
         if not self._lent:
             return
         async with self._lock:
-            lent, self._lent = self._lent, []
-            await asyncio.gather(*(engine.wake() for engine in lent))
+            await self._wake()
 
     async def published(self) -> None:
         if len(self._pool):
@@ -144,6 +145,10 @@ class Colocated(Placement):
             await self._pool.changed.wait("the end of the rollout, to train on its devices")
         await self._lend(self._engines)
         return None
+
+    async def _wake(self) -> None:
+        lent, self._lent = self._lent, []
+        await asyncio.gather(*(engine.wake() for engine in lent))
 
     def _check_end(self) -> None:
         if self._pool.is_endless:

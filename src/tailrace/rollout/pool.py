@@ -66,11 +66,10 @@ class Pool:
         self._replace, self._compute_advantages = replace, compute_advantages
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
-        self._samples = SamplesInFlight()
         self._source: Draw | None = None
         self._places = inf  # how many more groups the present race lets out
         self._parking: asyncio.Task[None] | None = None
-        self._orders = itertools.count()
+        self._samples, self._orders = SamplesInFlight(), itertools.count()
         self._pumping = self._shut = False
 
     # -- the verbs ---------------------------------------------------------------------------------
@@ -315,6 +314,7 @@ class Pool:
             self._frontier.pop(group, None)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
         self._parking = asyncio.create_task(self._settle(groups, aborting))
+        self.changed.fire()
 
     async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
         if aborting:

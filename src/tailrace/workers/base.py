@@ -80,4 +80,4 @@ class BrokerSettings(Settings):
     joined: tuple[Literal["trainer", "reference"], ...] = ("trainer",)
     """Stages that the run does not start itself: each is a `tailrace join` on any host. Used with `url`."""
     max_records: int = Field(default=64, ge=1, le=65_536)
-    """Unread messages of a stream; who writes then waits. 1 to 65,536."""
+    """Unread messages of a stream; the writer then waits. 1 to 65,536."""

@@ -3,7 +3,7 @@
     controller  --- tailrace:RUN:NAME:LIFE:to ---->  worker
                 <-- tailrace:RUN:NAME:LIFE:from ---
 
-The records are the typed messages of messages.py, as msgpack, never pickles. A stream is bounded: who writes
+The records are the typed messages of messages.py, as msgpack, never pickles. A stream is bounded: the writer
 waits while `max_records` records are unread. A record is deleted once it is read. Each side keeps a key alive
 that expires, so that the other side notices its end. A controller that starts again opens new streams, of the
 next LIFE; workers of earlier lives end.

@@ -151,7 +151,7 @@ class RemoteEngine(EngineProcess):
 
 async def _is_in_files(weights: Weights, link: Link) -> None:
     if weights.is_streamed:
-        raise TransferFailed(f"{link.engine}: nobody sends the weights of {weights.location}")
+        raise TransferFailed(f"{link.engine}: no trainer sends the weights of {weights.location}")
 
 
 @contextmanager

@@ -208,7 +208,7 @@ ToEngine = GenerationRequest | Abort | Load | Pause | Resume | Ping | Sleep | Wa
 FromEngine = Ready | Refused | Report | Done | Alive
 
 FromServer = Ready
-"""Nothing, in fact: it answers over HTTP."""
+"""The parent of a server sends nothing. The server answers over HTTP."""
 
 
 class Accumulate(msgspec.Struct, tag=True):

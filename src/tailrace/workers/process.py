@@ -152,7 +152,10 @@ def _environment(threads: int, devices: Devices) -> dict[str, str]:
     written to the log at once, and so is the Python stack of a crash.
     """
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices.gpus))} if devices.gpus else {}
+    # The numbers count the devices that the controller sees, which need not be those of the machine.
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = [seen[number] if seen else str(number) for number in devices.gpus]
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     return {
         **os.environ,
         **visible,

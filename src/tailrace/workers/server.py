@@ -76,7 +76,7 @@ class ManagedServer:
 
 
 class JoinedServer:
-    """A server that somebody else runs (engine/http.py: Server)."""
+    """A server that this run has not started (engine/http.py: Server)."""
 
     def __init__(self, url: str) -> None:
         self.url = url
