@@ -1,15 +1,13 @@
 """The sandbox benchmark: one hostile program of each kind."""
 
 import asyncio
-import shutil
 
-import pytest
-
+from helpers.bubblewrap import needs_bubblewrap
 from hostile import corpus, read_kinds
 from sandbox import attack, host
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed here")
+@needs_bubblewrap
 def test_no_hostile_program_escapes_or_wedges_the_run() -> None:
     with host() as attacked:
         programs = list(corpus(20, seed=1, names=attacked.names))

@@ -1,12 +1,12 @@
 """Rewards of programs, from the completion to the reward."""
 
 import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from helpers.bubblewrap import needs_bubblewrap
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
 from tailrace.reward import code as module
 from tailrace.reward.base import CodeSettings, Rewards, TimeoutSettings
@@ -15,9 +15,6 @@ from tailrace.reward.sandbox import Execution, Sandbox
 from tailrace.reward.timeout import Anchors
 from tailrace.types import Group, Prompt, Sample, SampleId
 
-needs_bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed here"
-)
 SQUARES = {"tests": {"inputs": ["2", "3", "4"], "outputs": ["4", "9", "16"]}}
 RIGHT = "n = int(input())\nprint(n * n)"
 HALF = "n = int(input())\nprint(4 if n == 2 else 16)"

@@ -2,20 +2,17 @@
 
 import asyncio
 import os
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from helpers.bubblewrap import needs_bubblewrap
 from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.reward import sandbox as module
 from tailrace.reward.base import CodeSettings, SandboxKind
 from tailrace.reward.sandbox import Execution, Sandbox, check_installed
 
-needs_bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed here"
-)
 KINDS = [pytest.param("bubblewrap", marks=needs_bubblewrap), "none"]
 SETTINGS = CodeSettings(memory_mib=128, processes=4, tmp_mib=8, output_kib=16)
 
