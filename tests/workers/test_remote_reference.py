@@ -45,9 +45,11 @@ def finished_samples(num: int) -> list[Sample]:
     return samples
 
 
-def test_samples_get_the_log_probs_of_the_model_in_the_folder_and_a_cancelled_one_changes_nothing(
+def test_samples_get_the_log_probs_of_the_model_until_the_process_is_killed(
     model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
+    """A request that is cancelled changes nothing."""
+
     async def main() -> None:
         samples = finished_samples(4)
         async with open_reference(model_path, tmp_path) as reference:
@@ -55,24 +57,14 @@ def test_samples_get_the_log_probs_of_the_model_in_the_folder_and_a_cancelled_on
             await asyncio.sleep(0)
             tasks[2].cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
+            os.kill(reference.process.pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
+                await reference.logprobs(samples[0])
         assert isinstance(found[2], asyncio.CancelledError)
         here = TorchReference.load(model_path, TrainerSettings(), temperature=0.7)
         wanted = here.logprobs([TrainingSample.of(sample) for sample in samples])
         for number in (0, 1, 3):
             assert found[number] == pytest.approx(wanted[number], abs=1e-5)
-
-    execute(main())
-
-
-def test_a_request_to_a_process_that_was_killed_fails_with_the_signal(
-    model_path: Path, tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        (sample,) = finished_samples(1)
-        async with open_reference(model_path, tmp_path) as reference:
-            os.kill(reference.process.pid, signal.SIGKILL)
-            with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
-                await reference.logprobs(sample)
 
     execute(main())
 
