@@ -41,6 +41,14 @@ class TestVllm(EngineContract):
     async def under_way(self, engine: Engine, samples: Sequence[Sample]) -> None:
         await all_under_way(samples)
 
+    async def cancelled(self, engine: Engine, num: int) -> list[Sample]:
+        """Among others: on two cores a server can end a few sequences before the client gets a core."""
+        others = [asyncio.ensure_future(engine.generate(sample)) for sample in fresh_samples(32)]
+        try:
+            return await super().cancelled(engine, num)
+        finally:
+            await asyncio.gather(*others)
+
     def weights(self, version: int) -> Weights:
         return self.servers.models.weights(version)
 
