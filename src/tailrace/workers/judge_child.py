@@ -17,9 +17,7 @@ def serve(job: JudgeJob, channel: WorkerEnd[Judging]) -> None:
     channel.send(Ready())
     while (asked := channel.receive(wait=True)) is not None:
         for score in judge.scores([message.messages for message in asked]):
-            if not isinstance(score, float):
-                score = Failed(score.reason, score.detail)
-            channel.send(Judged(score))
+            channel.send(Judged(score if isinstance(score, float) else Failed(score.reason, score.detail)))
 
 
 def main() -> None:
