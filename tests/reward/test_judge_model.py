@@ -72,9 +72,7 @@ def test_a_reward_model_gives_its_output_while_the_number_of_resident_layers_cha
     judge = ModelJudge.load(settings(folder, template=None))
     with torch.no_grad():
         expected = [model(torch.tensor([[0, 1, 2]])).logits.item()] * 6
-    found = [
-        with_resident(judge, num, monkeypatch).scores([asked("ABC")])[0] for num in (5, 0, 3, 1, 4, 5)
-    ]
+    found = [with_resident(judge, num, monkeypatch).scores([asked("ABC")])[0] for num in (5, 0, 3, 1, 4, 5)]
     assert found == pytest.approx(expected, rel=1e-4)
 
 
