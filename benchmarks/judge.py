@@ -1,6 +1,6 @@
 """A judge whose layers stream in from host memory, against the same judge resident on the device.
 
-    python benchmarks/judge.py [--json FILE] [--layers 14] [--tokens 256] [--texts 8] [--repeats 5]
+    python benchmarks/judge.py [--json FILE] [--layers 14] [--tokens 256] [--texts 2] [--repeats 5]
                                [--device cpu] [--dtype float32] [--threads 1]
 
 A language model of random weights scores the same texts in one batch, in three processes that take turns:
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
-    parser.add_argument("--texts", type=int, default=8, help="of the batch")
+    parser.add_argument("--texts", type=int, default=2, help="of the batch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")

@@ -1,15 +1,12 @@
-"""Judges behind endpoints: a server that answers as it is told, and a served engine."""
+"""Judges behind endpoints that fail, refuse, hang and speak unclearly."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from judge_cases import SILENCE, Endpoint, serving
 
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.reward import judge_endpoint
@@ -19,9 +16,6 @@ from tailrace.reward.judge_answers import AnswerCache, score_reader
 from tailrace.reward.judge_endpoint import EndpointJudge, check_endpoint
 from tailrace.reward.judge_settings import EndpointJudgeSettings
 
-SILENCE = "silence"
-"""An answer that does not come."""
-
 
 def settings(url: str = "http://127.0.0.1:1/v1", **changes: object) -> EndpointJudgeSettings:
     given = {"kind": "endpoint", "url": url, "model": "m", "template": "{completion}"}
@@ -30,61 +24,6 @@ def settings(url: str = "http://127.0.0.1:1/v1", **changes: object) -> EndpointJ
 
 def said(word: str) -> Call:
     return Call("", word, [], "stop", {})
-
-
-@dataclass
-class Endpoint:
-    """What a server answers, one after another; the last answer repeats. A number is an HTTP status."""
-
-    answers: list[str | int]
-    models: list[str] | None = None
-    url: str = ""
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[str] = field(default_factory=list)
-    is_silent: asyncio.Event = field(default_factory=asyncio.Event)
-    num_open: int = 0
-    most_open: int = 0
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.headers.append(head)
-        if head.startswith("GET"):
-            models = [{"id": name} for name in self.models or ()]
-            await self._reply(writer, 404 if self.models is None else 200, {"data": models})
-            return
-        lengths = [
-            line.split()[1] for line in head.lower().split("\r\n") if line.startswith("content-length")
-        ]
-        self.bodies.append(json.loads(await reader.readexactly(int(lengths[0]))))
-        self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
-        await asyncio.sleep(0.01)
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if answer == SILENCE:
-            self.is_silent.set()
-            await reader.read()
-            writer.close()
-        elif isinstance(answer, int):
-            await self._reply(writer, answer, {"error": f"{answer} for key-123"})
-        else:
-            await self._reply(writer, 200, {"choices": [{"message": {"content": answer}}]})
-        self.num_open -= 1
-
-    async def _reply(self, writer: asyncio.StreamWriter, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
-        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\n"
-        writer.write(f"{line}content-length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
-        writer.close()
-
-
-@asynccontextmanager
-async def serving(*answers: str | int, models: list[str] | None = None) -> AsyncIterator[Endpoint]:
-    endpoint = Endpoint(list(answers), models)
-    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
-    endpoint.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    async with server:
-        yield endpoint
 
 
 Use = Callable[[EndpointJudge, Endpoint], Awaitable[Any]]

@@ -1,21 +1,18 @@
-"""A live run whose reward has three parts: a function, a served engine as the judge, and a judge model."""
+"""A live run whose reward has three parts: a function, a judge behind an endpoint, and a judge model."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from judge_cases import serving_on_a_thread
 
-from helpers.tiny_models import LETTERS, letter_tokenizer, save_tiny_model
+from helpers.tiny_models import save_tiny_model
 from tailrace.api import train
 from tailrace.commands.live import check_live
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CONFIG = """
 [run]
 rounds = 1
@@ -40,18 +37,12 @@ timeout_s = 60
 
 [[reward.judges]]
 kind = "endpoint"
-name = "served"
+name = "words"
 weight = 2.0
-url = "{url}/v1"
+url = "{url}"
 model = "judge"
 template = "{{prompt}}{{completion}}"
-pattern = '(.)'
-scale = [0, {last}]
-parameters = {{ temperature = 0.0, max_tokens = 2 }}
 cache_folder = "answers"
-
-[reward.judges.values]
-{values}
 
 [[reward.judges]]
 kind = "model"
@@ -67,49 +58,24 @@ max_completion_tokens = 4
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A config, its data, and a judge that is served and loaded."""
-    folder = tmp_path_factory.mktemp("run")
-    save_tiny_model(folder / "judge", num_hidden_layers=12, vocab_size=len(LETTERS))
-    letter_tokenizer(CHAT_TEMPLATE).save_pretrained(folder / "judge")
+def test_the_reward_is_the_sum_of_a_function_and_two_judges(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "judge", num_hidden_layers=12)
     rows = [json.dumps({"prompt": f"{n} + 1 =\n", "answer": "AB"}) for n in range(8)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    command = [sys.executable, "-m", "tailrace.cli", "serve", str(folder / "judge"), "--port", "0"]
-    server = subprocess.Popen([*command, "--served-model-name", "judge"], stdout=subprocess.PIPE, text=True)
-    assert server.stdout
-    try:
-        label, url = server.stdout.readline().split()
-        assert label == "serving"
-        values = {letter.lower(): number for number, letter in enumerate(LETTERS)}
-        words = "\n".join(f"{json.dumps(letter)} = {number}" for letter, number in values.items())
-        text = CONFIG.format(model=QUICKSTART / "model", url=url, values=words, last=len(LETTERS) - 1)
-        (folder / "run.toml").write_text(text)
-        yield folder
-    finally:
-        server.terminate()
-        server.wait()
-        server.stdout.close()
-
-
-def test_the_reward_is_the_sum_of_a_function_and_two_judges(folder: Path) -> None:
-    train(load_config(folder / "run.toml"), folder / "out")
-    files = (folder / "out" / "samples").glob("*.jsonl")
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    with serving_on_a_thread(503, "Score: 0.75") as endpoint:
+        text = CONFIG.format(model=QUICKSTART / "model", url=endpoint.url)
+        (tmp_path / "run.toml").write_text(text)
+        with pytest.raises(ConfigError, match=r"the judge cannot be reached \(HTTP 503"):
+            check_live(load_config(tmp_path / "run.toml"))
+        train(load_config(tmp_path / "run.toml"), tmp_path / "out")
+    files = (tmp_path / "out" / "samples").glob("*.jsonl")
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(records) == 4
     for record in records:
         parts = record["rewards"]
-        assert parts.keys() == {"exact_match", "served", "streamed"}
-        assert record["reward"] == pytest.approx(
-            parts["exact_match"] + 2 * parts["served"] + parts["streamed"]
-        )
+        assert parts.keys() == {"exact_match", "words", "streamed"}
+        total = parts["exact_match"] + 2 * 0.75 + parts["streamed"]
+        assert record["reward"] == pytest.approx(total)
         assert 0 < parts["streamed"] < 1
-        assert len(record["reward_columns"]["served/answer"]) == 2
-    assert (folder / "answers").is_dir()
-
-
-def test_an_endpoint_without_the_model_is_refused_before_anything_starts(folder: Path) -> None:
-    text = (folder / "run.toml").read_text().replace('model = "judge"', 'model = "other"')
-    (folder / "other.toml").write_text(text)
-    with pytest.raises(ConfigError, match="'other': the endpoint has no such model; choose from judge"):
-        check_live(load_config(folder / "other.toml"))
+        assert record["reward_columns"] == {"words/answer": "Score: 0.75"}
+    assert len(list((tmp_path / "answers").rglob("*.txt"))) >= 2

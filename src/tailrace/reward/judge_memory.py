@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace.errors import ConfigError
-from tailrace.memory import ITEM_BYTES, ModelShape, gib
+from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import check_files, read_config
 from tailrace.reward.judge_settings import ModelJudgeSettings
 
@@ -20,6 +20,8 @@ IN_TRANSIT = 2
 REWARD_MODEL, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 """How the architectures of config.json end."""
 MIB = 2**20
+PROCESS_BYTES = 500 * MIB
+"""A process that has imported torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,19 @@ class LayerBudget:
         """Return the memory that is used at most."""
         whole = self.outside_bytes + num_tokens * self.token_bytes + self.num_layers * self.layer_bytes
         return whole if self.total_bytes is None else min(whole, self.total_bytes)
+
+
+def judge_memory(settings: ModelJudgeSettings) -> ProcessMemory:
+    """Estimate the memory of the process of a judge whose folder was checked. On a CPU the layers in host
+    memory are pages of its files, which the kernel can take back."""
+    shape = ModelShape.read(settings.path)
+    on_device = {"layers and activations": LayerBudget.of(shape, settings).most_bytes(settings.max_tokens)}
+    host = {"process": PROCESS_BYTES}
+    if settings.device != "cpu":
+        host["layers"] = ITEM_BYTES[settings.dtype] * shape.num_layers * shape.block_parameters
+    parts = (on_device | host, {}) if settings.device == "cpu" else (on_device, host)
+    advice = "lower reward.judges.memory_mib or max_tokens"
+    return ProcessMemory(f"judge {settings.name}", settings.device, *parts, 1, advice)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:
