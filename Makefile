@@ -72,6 +72,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/sandbox.py
 	$(BIN)/python benchmarks/rewards.py
 	$(BIN)/python benchmarks/rewards.py --live
+	$(BIN)/python benchmarks/judge.py
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt

@@ -48,6 +48,12 @@ VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-
 SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
 """Gives its memory back when it sleeps."""
 
+JUDGES = (
+    f'[{{ kind = "model", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", labels = ["1", "2"], '
+    'device = "cuda", dtype = "bfloat16", memory_mib = 1, max_tokens = 64 }]'
+)
+"""The model that is trained judges, with less memory than its layers need."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -90,6 +96,7 @@ def checks() -> list[Check]:
         "weights by NCCL": (nccl, 2),
         "trainer of two ranks, NCCL": ({"trainer.ranks": "2", "placement": sharded}, 2),
         "activation checkpointing": ({"trainer.activation_checkpointing": "true"}, 1),
+        "judge with streamed layers": ({"reward.judges": JUDGES}, 1),
         "CPU offload": ({"trainer.cpu_offload": "true"}, 1),
     }
     for name, (overrides, num_gpus) in parts.items():

@@ -245,12 +245,13 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
     paths = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("weights", "folder"))
     functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
-    for section, key in (*paths, *functions):
+    judges = (("reward", "path"), ("reward", "cache_folder"))
+    for section, key in (*paths, *judges, *functions):
         table = tree.get(section)
         if isinstance(table, dict):
             for each in (table, *_tables_in(table)):
                 if key in each:
-                    each[key] = _absolute(each[key], base, is_path=(section, key) in paths)
+                    each[key] = _absolute(each[key], base, is_path=(section, key) not in functions)
 
 
 def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.judges import check_judges, open_judges
 from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
@@ -28,6 +29,7 @@ from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.base import Rewards
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer
+from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
@@ -62,7 +64,9 @@ def check_live(config: RunConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
-    _check_rewards(config, [prompt.row for prompt in usable_prompts(prompts, CHECKED_ROWS)])
+    first = usable_prompts(prompts, CHECKED_ROWS)
+    _check_rewards(config, [prompt.row for prompt in first])
+    check_judges(config, first)
     import_sinks(config.record.sinks)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
@@ -93,7 +97,7 @@ def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> N
         if reward.named():
             print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
     if reward.code:
-        check_cases(rows, reward.code, others=reward.calls_functions)
+        check_cases(rows, reward.code, others=reward.calls_functions or bool(reward.judges))
         if reward.sandbox == "bubblewrap":
             check_installed()
 
@@ -217,14 +221,20 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         checkpoints=life is not None,
     )
     with trainer_cpus_reserved(devices):
-        async with opened_spawner as spawner, open_workers(spawner=spawner) as opened:
+        async with (
+            opened_spawner as spawner,
+            open_workers(spawner=spawner) as opened,
+            open_judges(config.reward, opened.judges, text_of(tokenizer)) as with_judges,
+        ):
             _check_sleep(config, opened.engines)
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             anchors = Anchors()
             yield Parts(
                 engines=opened.engines,
                 trainer=opened.trainer,
-                rewards=await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer),
+                rewards=with_judges(
+                    await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
+                ),
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
@@ -260,10 +270,11 @@ async def _checked_rewards(
                 continue
             if warning := await functions.check_one_row(prompt, understood):
                 print(f"tailrace: warning: {warning}", file=sys.stderr)
+    others = functions or (NoFunctions() if config.reward.judges else None)
     if code is None:
-        assert functions
-        return functions
+        assert others
+        return others
     sandbox = Sandbox(config.reward.sandbox, code)
     await sandbox.check()
     workers = config.reward.workers
-    return CodeRewards(code, sandbox, anchors, text_of(tokenizer), workers=workers, others=functions)
+    return CodeRewards(code, sandbox, anchors, text_of(tokenizer), workers=workers, others=others)

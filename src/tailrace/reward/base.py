@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import msgspec
 from pydantic import Field, model_validator
 
+from tailrace.reward.judge_settings import JudgeSettings
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, Sample
 
@@ -80,6 +81,9 @@ class RewardSettings(Settings):
     'json_schema'. None: the scorer of the data, where they bring one."""
     functions: tuple[FunctionSettings, ...] = ()
     """Several functions, in place of `function`. The reward is the weighted sum of their values."""
+    judges: tuple[JudgeSettings, ...] = ()
+    """Models whose scores are added to the reward. Without `function` and `functions`, the scorer of the data
+    is then not called."""
     code: CodeSettings | None = None
     """Set: the completions of rows with test cases are programs. Other rows need a function."""
     sandbox: SandboxKind = "bubblewrap"
@@ -103,7 +107,7 @@ class RewardSettings(Settings):
     @property
     def calls_functions(self) -> bool:
         """Whether reward functions are called, in reward workers."""
-        return self.code is None or self.named() is not None
+        return self.named() is not None or (self.code is None and not self.judges)
 
     def named(self) -> str | None:
         """Return what the config names as reward functions, for messages."""
@@ -113,6 +117,11 @@ class RewardSettings(Settings):
     def _check_that_there_is_one_way(self) -> "RewardSettings":
         if self.function is not None and self.functions:
             raise ValueError("function and functions are both set; keep one of them")
+        names = [judge.name for judge in self.judges]
+        names += [each.name for each in self.functions if self.judges and each.name]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{names.count(name)} judges or functions have the name {name!r}")
         return self
 
 

@@ -18,6 +18,7 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import import_function
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings, Scores
 from tailrace.reward.checkers import import_checker
+from tailrace.reward.judge_settings import JudgeSettings
 from tailrace.reward.signatures import SIGNATURES, Report, recognise
 
 MAX_DETAIL = 4000
@@ -119,8 +120,8 @@ class RewardFunction:
 class Scorer:
     """All reward functions of a run. The reward is the weighted sum of their values."""
 
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
-        self.functions = functions
+    def __init__(self, functions: Sequence[RewardFunction], *, has_judges: bool = False) -> None:
+        self.functions, self._has_judges = functions, has_judges
         self._runner: asyncio.Runner | None = None
 
     @classmethod
@@ -132,17 +133,17 @@ class Scorer:
         """
         key = "reward.function"
         if settings.function is not None:
-            return cls([_load(FunctionSettings(function=settings.function), key)])
+            loaded = [_load(FunctionSettings(function=settings.function), key)]
+            return cls(loaded, has_judges=bool(settings.judges))
         if settings.functions:
             loaded = [_load(each, f"{key}s[{i}].function") for i, each in enumerate(settings.functions)]
             for name, number in Counter(each.name for each in loaded).items():
                 if number > 1:
                     problem = f"{number} functions have this name"
                     raise ConfigError("reward.functions.name", name, problem, "give each a name of its own")
-            _check_sources(
-                loaded, [each.name for each in sources_of(data) if isinstance(each, MixedSettings)]
-            )
-            return cls(loaded)
+            mixed = [each.name for each in sources_of(data) if isinstance(each, MixedSettings)]
+            _check_sources(loaded, mixed, settings.judges)
+            return cls(loaded, has_judges=bool(settings.judges))
         sources = sources_of(data)
         tasks = [_task_scorer(source) for source in sources if isinstance(source, ProceduralSettings)]
         if len(tasks) < len(sources):
@@ -176,7 +177,7 @@ class Scorer:
                 continue
             applied += 1
             scores.reward += function.settings.weight * value
-            if len(self.functions) > 1:
+            if len(self.functions) > 1 or self._has_judges:
                 scores.metrics[function.name] = value
         if not applied:
             raise RewardFailed("not applicable", "no reward function applies to this sample")
@@ -209,14 +210,16 @@ def _load(settings: FunctionSettings, key: str) -> RewardFunction:
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
 
 
-def _check_sources(functions: Sequence[RewardFunction], sources: Sequence[str]) -> None:
+def _check_sources(
+    functions: Sequence[RewardFunction], sources: Sequence[str], judges: Sequence[JudgeSettings]
+) -> None:
     """Check the names of the sources of a mixture; those of rows are known only when they are read."""
     key = "reward.functions.sources"
     for named in [name for each in functions for name in each.settings.sources or () if sources]:
         if named not in sources:
             raise ConfigError(key, named, "the data have no such source", f"choose from {_listed(sources)}")
     for source in sources:
-        if not any(function.applies_to(source) for function in functions):
+        if not any(each.applies_to(source) for each in (*functions, *judges)):
             raise ConfigError(key, source, "no function scores this source", "add a function for it")
 
 

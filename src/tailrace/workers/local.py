@@ -23,6 +23,8 @@ from tailrace.workers.base import BrokerSettings
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
+from tailrace.workers.judge import RemoteJudge
+from tailrace.workers.judge_messages import judge_jobs
 from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
@@ -39,6 +41,7 @@ class Workers:
     trainer: RemoteTrainer
     rewards: RewardPool | None
     """None where no reward function is called."""
+    judges: tuple[RemoteJudge, ...]
     reference: Reference | None
     """None where the algorithm needs no reference model."""
 
@@ -147,6 +150,7 @@ async def open_local(
             )
         num_scorers = reward.workers if reward.calls_functions else 0
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
+        judges = [await start(RemoteJudge, f"judge-{each.judge.name}", each) for each in judge_jobs(reward)]
         reference: Reference | None = None
         if algorithm.needs_reference and trainer.lora:
             reference = AdapterOff(remote_trainer)
@@ -156,7 +160,7 @@ async def open_local(
         watched = watch_engines(engines, engine.give_up_s)
         async with ended_by_death([worker.process for worker in started], watched):
             rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
-            yield Workers(tuple(engines), remote_trainer, rewards, reference)
+            yield Workers(tuple(engines), remote_trainer, rewards, tuple(judges), reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
 
