@@ -68,9 +68,28 @@ class Prompt:
     """Name of the data source; empty where the data name none."""
 
 
+@dataclass(slots=True)
+class Turn:
+    """A turn of the policy that has ended, and what the environment did after it."""
+
+    num_tokens: int
+    """Completion tokens of the sample at the end of the turn."""
+    finish_reason: FinishReason
+    results: list[str | None] = field(default_factory=list)
+    """What the environment's calls after the turn returned, in the order in which they began. None: no result
+    yet."""
+    observation_ids: list[int] = field(default_factory=list)
+    """The environment's tokens between this turn and the next one: context that is not trained, without
+    log-probs and versions. Empty until the environment has answered."""
+
+
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One response to a prompt."""
+    """One response to a prompt: one turn of the policy, or an episode of several turns with an environment.
+
+    The completion is what the policy generated, in all turns. `turns` says where the environment's tokens
+    stand in between.
+    """
 
     id: SampleId
     group: "Group"
@@ -94,7 +113,11 @@ class Sample:
     engine: str | None = None
     """Engine that serves the sample or served it last; it may still hold the sample's KV cache."""
     finish_reason: FinishReason | None = None
-    """Set when generation has ended."""
+    """Set when generation has ended; in an episode, when the present turn has ended."""
+    turns: list[Turn] = field(default_factory=list)
+    """The turns of an episode that have ended. Empty without an environment of several turns."""
+    in_episode: bool = False
+    """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
     """The completion as text, set when the sample is scored."""
     reward: float | None = None
@@ -115,6 +138,36 @@ class Sample:
     @property
     def prompt(self) -> Prompt:
         return self.group.prompt
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is generated."""
+        return self.finish_reason is not None and not self.in_episode
+
+    @property
+    def turn_start(self) -> int:
+        """Completion tokens before the turn that is generated now."""
+        return next((turn.num_tokens for turn in reversed(self.turns) if turn.observation_ids), 0)
+
+    @property
+    def num_observation_tokens(self) -> int:
+        """Tokens of the environment."""
+        return sum(len(turn.observation_ids) for turn in self.turns)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt, of the completion and of the environment."""
+        return len(self.prompt.ids) + self.num_tokens + self.num_observation_tokens
+
+    @property
+    def response_ids(self) -> list[int]:
+        """What follows the prompt: the completion with the environment's tokens in their places."""
+        ids: list[int] = []
+        start = 0
+        for turn in self.turns:
+            ids += [*self.completion_ids[start : turn.num_tokens], *turn.observation_ids]
+            start = turn.num_tokens
+        return ids + self.completion_ids[start:]
 
     @property
     def oldest_version(self) -> int:

@@ -1,0 +1,71 @@
+"""The contract of environments: an episode of one or several turns between the policy and an environment."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from tailrace.types import FinishReason, Prompt
+
+Message = Mapping[str, object]
+"""A chat message in OpenAI's format."""
+
+
+class EpisodeOver(Exception):
+    """No room is left for another turn. `Policy.complete` raises it; an environment lets it pass, or catches
+    it to give a reward."""
+
+
+class Completion(NamedTuple):
+    """One turn of the policy."""
+
+    text: str
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+class Outcome(NamedTuple):
+    """What an environment says of an episode that has ended.
+
+    Args:
+        reward: None: the reward functions score the sample.
+        metrics: numbers by name; they become metrics of the step.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = {}
+
+
+class Policy(Protocol):
+    """The policy in one episode."""
+
+    async def complete(self, messages: Sequence[Message] = ()) -> Completion:
+        """Return the policy's next turn.
+
+        The context of the turn is the context of the last turn, its tokens, and the tokens that the chat
+        template writes for `messages`. Nothing is tokenised again.
+
+        Args:
+            messages: what the environment says after the last turn. Empty before the first turn, whose
+                context is the prompt.
+
+        Raises:
+            EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.
+        """
+
+    async def call(self, action: Callable[[], Awaitable[str]]) -> str:
+        """Await an action outside the model, for example a call of a tool, and record what it returns.
+
+        An action that has returned is not repeated when the episode is interrupted and goes on. When the
+        episode is parked, an action that is under way is awaited for a limited time.
+        """
+
+
+class Environment(Protocol):
+    """Plays episodes, many at the same time."""
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Play one episode.
+
+        An episode that was interrupted begins again here, with a policy that returns the recorded turns and
+        results first. So what an environment does may depend on the prompt, on the turns, and on the results
+        of `policy.call` only.
+        """

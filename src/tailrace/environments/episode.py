@@ -1,0 +1,93 @@
+"""One episode: the policy that an environment talks to, over the record in the sample.
+
+The record is the sample itself: its tokens, its turns and the results of calls. An interrupted episode is
+continued by playing the environment again over that record; nothing else is kept.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.types import Sample, Turn
+
+Serve = Callable[[Sample], Awaitable[None]]
+"""Generates the rest of a turn. It may be cancelled at any token."""
+Observe = Callable[[Sequence[Message]], list[int]]
+"""The tokens between a turn and the next one, for messages of the environment: at least one."""
+Decode = Callable[[Sequence[int]], str]
+
+
+class Episode:
+    """A `Policy` (base.py).
+
+    Args:
+        max_completion_tokens: of all turns together.
+        max_context_tokens: of the prompt, the turns and the environment together.
+        grace_s: seconds for which an action that is under way is awaited when the episode is parked.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        serve: Serve,
+        observe: Observe,
+        decode: Decode,
+        *,
+        max_completion_tokens: int,
+        max_context_tokens: int,
+        grace_s: float,
+    ) -> None:
+        self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
+        self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
+        self._grace_s = grace_s
+        self._num_turns = self._num_calls = 0
+        """Turns, and calls after the last of them, that the environment has seen."""
+
+    async def complete(self, messages: Sequence[Message] = ()) -> Completion:
+        """As Policy.complete."""
+        turns = self._sample.turns
+        if self._num_turns == len(turns):
+            if turns:
+                self._continue(turns[-1], messages)
+            await self._serve(self._sample)
+            assert self._sample.finish_reason is not None
+            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason))
+        start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
+        turn = turns[self._num_turns]
+        self._num_turns, self._num_calls = self._num_turns + 1, 0
+        text = self._decode(self._sample.completion_ids[start : turn.num_tokens])
+        return Completion(text, turn.finish_reason, turn.num_tokens - start)
+
+    async def call(self, action: Callable[[], Awaitable[str]]) -> str:
+        """As Policy.call."""
+        results = self._sample.turns[self._num_turns - 1].results
+        place, self._num_calls = self._num_calls, self._num_calls + 1
+        if place == len(results):
+            results.append(None)
+        if (known := results[place]) is not None:
+            return known
+        task = asyncio.ensure_future(action())
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task], timeout=self._grace_s)
+            raise
+        finally:
+            if task.done() and not task.cancelled() and not task.exception():
+                results[place] = task.result()
+            task.cancel()
+        return task.result()
+
+    def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
+        """Put the environment's tokens after the last turn, unless they are there."""
+        if last.observation_ids:
+            return
+        if last.finish_reason == "length":
+            raise EpisodeOver
+        ids = self._observe(messages)
+        sample = self._sample
+        if sample.num_tokens >= self._max_completion_tokens:
+            raise EpisodeOver
+        if sample.num_context_tokens + len(ids) >= self._max_context_tokens:
+            raise EpisodeOver
+        last.observation_ids, sample.finish_reason = ids, None
