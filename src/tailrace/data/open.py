@@ -1,10 +1,11 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
-from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split
+from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split, TasksetSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.mixture import MixedPrompts
 from tailrace.data.procedural import ProceduralPrompts, Task
 from tailrace.data.rows import RowPrompts
+from tailrace.data.tasks import TaskPrompts
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import ConfigError
 
@@ -36,6 +37,8 @@ def open_prompts(
     encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
     if isinstance(settings, ProceduralSettings):
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
+    if isinstance(settings, TasksetSettings):
+        return TaskPrompts(settings, encoder, seed, split)
     return RowPrompts(settings, encoder, seed, split)
 
 
