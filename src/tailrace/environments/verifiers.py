@@ -1,0 +1,312 @@
+"""Environments of verifiers: each episode is played by the environment of a taskset.
+
+verifiers runs in a thread with an event loop of its own, because tasks, tools and rewards may compute for
+long. A model call of the trained agent goes to the policy: the messages that are new since its last turn are
+the environment's, and nothing is tokenised again.
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+from verifiers.v1.clients import Client, ModelContext, TrainClientConfig
+from verifiers.v1.clients.train import serialize_completion, tool_to_wire
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.types import AssistantMessage, Response, Usage
+from verifiers.v1.types import ToolCall as WireCall
+
+from tailrace.data.base import TasksetSettings
+from tailrace.data.taskset import Opening, Taskset, is_local
+from tailrace.environments.base import Completion, EpisodeOver, Outcome, Policy
+from tailrace.environments.settings import VerifiersSettings
+from tailrace.environments.tool_calls import PARSERS, Parse
+from tailrace.environments.verifiers_harness import ID, RUNS, LocalTools, Run
+from tailrace.errors import EnvironmentFailed
+from tailrace.types import Prompt
+
+T = TypeVar("T")
+
+POLICY = ModelContext(model="policy", client=TrainClientConfig(base_url="http://policy", api_key_var="NONE"))
+"""The model of agents that name no other: calls to it reach `PolicyClient`. A client of this kind is asked
+for whole replies."""
+
+
+@asynccontextmanager
+async def open_verifiers(settings: VerifiersSettings) -> AsyncIterator["VerifiersEnvironment"]:
+    """Open the environment of a taskset for the length of the block.
+
+    Raises:
+        ConfigError: as Taskset.
+    """
+    names = TasksetSettings(
+        taskset=settings.taskset, args=settings.args, verifiers=settings.verifiers, agent=settings.agent
+    )
+    taskset = Taskset(names, harness=ID)
+    environment = VerifiersEnvironment(taskset, PARSERS[settings.parser])
+    try:
+        await environment.start()
+        yield environment
+    finally:
+        await environment.stop()
+
+
+class VerifiersEnvironment:
+    """`Environment` (base.py) around an environment of verifiers.
+
+    Args:
+        parse: finds the tool calls in the text of a turn.
+    """
+
+    def __init__(self, taskset: Taskset, parse: Parse) -> None:
+        self._taskset, self._parse = taskset, parse
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
+        self._serving = AsyncExitStack()
+        self._plays: dict[str, _Play] = {}
+        env = taskset.env
+        toolsets = env.taskset.toolsets(env.taskset.config)
+        env.taskset.toolsets = lambda config: [each for each in toolsets if not is_local(each)]
+        self._shared = LocalTools(toolsets)
+
+    async def start(self) -> None:
+        """Start the interception server and the shared tools."""
+        self._thread.start()
+        await self._there(self._start())
+
+    async def stop(self) -> None:
+        """Stop both, and the thread."""
+        if self._thread.is_alive():
+            await self._there(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As Environment.run.
+
+        Raises:
+            EnvironmentFailed: a hook of the taskset has failed, or the agent's conversation cannot be
+                trained.
+        """
+        task = self._taskset.task(prompt.row["task"])
+        opening = Opening(prompt.given, prompt.row["tools"])  # type: ignore[arg-type]
+        play = _Play(self._taskset.agent, opening, policy, self._parse)
+        playing = asyncio.ensure_future(self._there(self._play(task, play)))
+        try:
+            episode = await play.serve(playing)
+        finally:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait([playing])
+        return play.outcome(episode)
+
+    async def _start(self) -> None:
+        env = self._taskset.env
+        await self._serving.enter_async_context(env.serving())
+        # The server makes a client for each model that it has none for.
+        env._interception.clients[POLICY.client.model_dump_json()] = PolicyClient(self._plays)
+        self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), verify=False, trust_env=False)
+        await self._serving.enter_async_context(self._http)
+        self._serving.push_async_callback(self._shared.stop)
+        await self._shared.start()
+
+    async def _stop(self) -> None:
+        await self._serving.aclose()
+        await self._loop.shutdown_default_executor()
+
+    async def _play(self, task: Any, play: "_Play") -> Any:
+        """Play one episode, in verifiers' thread."""
+        env = self._taskset.env
+        toolsets = task.toolsets(task.config)
+        task.toolsets = lambda config: [each for each in toolsets if not is_local(each)]
+        own = LocalTools(toolsets)
+        traces: list[str] = []
+
+        def begin(trace: Any) -> None:
+            traces.append(trace.id)
+            self._plays[trace.id] = play
+            tools = [self._shared, own] if trace.task.type == type(task).__name__ else []
+            RUNS[trace.id] = Run(tools, play.call if trace.agent.name == play.agent else None, self._http)
+
+        try:
+            await own.start(task.data)
+            return await env.run_episode(task, POLICY, on_trace=begin)
+        finally:
+            await own.stop()
+            for id in traces:
+                del RUNS[id], self._plays[id]
+
+    async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in verifiers' thread. If this is cancelled, the coroutine has ended afterwards."""
+        ended: concurrent.futures.Future[asyncio.Task[T]] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(ended.set_result)
+
+        self._loop.call_soon_threadsafe(begin)
+        here = asyncio.wrap_future(ended)
+        try:
+            return (await asyncio.shield(here)).result()
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await here
+            raise
+
+
+class PolicyClient(Client):  # type: ignore[misc]
+    """The model of verifiers' agents: the policy.
+
+    Args:
+        plays: the episodes under way, by the id of their traces.
+    """
+
+    def __init__(self, plays: Mapping[str, "_Play"]) -> None:
+        self._plays = plays
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Return the policy's next turn."""
+        assert session_id is not None
+        response = await self._plays[session_id].respond(turn)
+        response.raw = serialize_completion(response, POLICY.model)
+        return response
+
+
+class _Play:
+    """One episode: between the thread of verifiers, which asks, and that of the policy, which answers."""
+
+    def __init__(self, agent: str, opening: Opening, policy: Policy, parse: Parse) -> None:
+        self.agent, self._opening, self._policy, self._parse = agent, opening, policy, parse
+        self._loop = asyncio.get_running_loop()
+        self._requests: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], concurrent.futures.Future[Any]]]
+        self._requests = asyncio.Queue()
+        self._trace: Any = None
+        self._num_turns = 0
+        self._rewritten = False
+        self._problem = ""
+
+    async def serve(self, playing: asyncio.Future[T]) -> T:
+        """Do what verifiers asks of the policy until the episode has ended. One thing at a time, so that the
+        order is the same when the episode is played again."""
+        while True:
+            next_request = asyncio.ensure_future(self._requests.get())
+            try:
+                await asyncio.wait([next_request, playing], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                next_request.cancel()
+            if not next_request.done() or next_request.cancelled():
+                return playing.result()
+            action, answer = next_request.result()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(await action())
+            except BaseException as why:
+                answer.set_exception(why)
+                if not isinstance(why, EpisodeOver):
+                    raise
+
+    async def call(self, action: Callable[[], Awaitable[str]]) -> str:
+        """As Policy.call, from verifiers' thread; the action runs there."""
+        there = asyncio.get_running_loop()
+
+        async def go() -> str:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(action), there))
+
+        return await self._ask(lambda: self._policy.call(go))
+
+    async def respond(self, turn: Any) -> Response:
+        """Return the next turn of the agent that asks, in verifiers' thread."""
+        trace = turn.trace
+        if trace.agent.name != self.agent:
+            self._problem = f"the agent {trace.agent.name} has no model"
+            raise ProviderError(self._problem, status_code=400)
+        if self._trace not in (None, trace):
+            self._problem = f"the agent {self.agent} runs twice in an episode"
+            raise ProviderError(self._problem, status_code=400)
+        self._trace = trace
+        known = [node for node in turn.prefix_node_ids if trace.nodes[node].sampled]
+        if len(known) != self._num_turns:
+            self._rewritten = True
+            return self._end(trace, "rewritten_history")
+        tail = [message_to_wire(message) for message in turn.tail]
+        if not self._num_turns:
+            tools = [tool_to_wire(tool) for tool in turn.tools or []]
+            self._check_opening(Opening([message_to_wire(each) for each in turn.prompt], tools))
+            tail = []
+        try:
+            completion = await self._ask(lambda: self._policy.complete(tail))
+        except EpisodeOver:
+            return self._end(trace, "context_exhausted")
+        self._num_turns += 1
+        return self._response(completion)
+
+    def outcome(self, episode: Any) -> Outcome:
+        """Return reward and metrics of the trained agent.
+
+        Raises:
+            EnvironmentFailed: the episode has failed.
+        """
+        errors = [*episode.errors, *(self._trace.errors if self._trace is not None else [])]
+        if self._problem or errors or self._trace is None:
+            detail = f"{errors[-1].type}: {errors[-1].message}" if errors else "the agent was not asked"
+            raise EnvironmentFailed(errors[-1].type if errors else "agent", self._problem or detail)
+        rewards = {name: each.score for name, each in self._trace.rewards.items() if each is not None}
+        metrics = {name: value for name, value in self._trace.metrics.items() if value is not None}
+        return Outcome(
+            self._trace.reward, {**metrics, **rewards, "rewritten_history": float(self._rewritten)}
+        )
+
+    def _check_opening(self, asked: Opening) -> None:
+        if json.dumps(asked, sort_keys=True) != json.dumps(self._opening, sort_keys=True):
+            self._problem = f"the first request of the agent {self.agent} is not the prompt of its task"
+            raise ProviderError(self._problem, status_code=400)
+
+    def _end(self, trace: Any, reason: str) -> Response:
+        """End the agent's run. verifiers scores what there is."""
+        trace.stop(reason)
+        raise ProviderError(reason, status_code=400)
+
+    def _response(self, completion: Completion) -> Response:
+        calls = [
+            WireCall(
+                id=f"call_{self._num_turns}_{number}",
+                name=call.name or "unknown",
+                arguments=call.problem or json.dumps(call.arguments),
+            )
+            for number, call in enumerate(self._parse(completion.text))
+        ]
+        finish = "tool_calls" if calls else completion.finish_reason
+        return Response(
+            id=f"turn-{self._num_turns}",
+            created=0,
+            model=POLICY.model,
+            message=AssistantMessage(content=completion.text or None, tool_calls=calls or None),
+            finish_reason=finish,
+            usage=Usage(prompt_tokens=0, completion_tokens=completion.num_tokens),
+        )
+
+    async def _ask(self, action: Callable[[], Awaitable[T]]) -> T:
+        """Have an action done in the policy's thread."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, (action, answer))
+        return await asyncio.wrap_future(answer)
+
+
+async def _awaited(action: Callable[[], Awaitable[T]]) -> T:
+    return await action()
