@@ -12,8 +12,9 @@ from tailrace.types import Sample, Turn
 
 Serve = Callable[[Sample], Awaitable[None]]
 """Generates the rest of a turn. It may be cancelled at any token."""
-Observe = Callable[[Sequence[Message]], list[int]]
-"""The tokens between a turn and the next one, for messages of the environment: at least one."""
+Observe = Callable[[Sequence[Message], int | None], list[int]]
+"""The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
+and the last token of the turn (None in a simulation, which has no tokens)."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -40,6 +41,7 @@ class Episode:
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
         self._grace_s = grace_s
+        self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
 
@@ -60,6 +62,8 @@ class Episode:
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
+        if not self._num_turns:
+            raise RuntimeError("an environment called Policy.call before the first Policy.complete")
         results = self._sample.turns[self._num_turns - 1].results
         place, self._num_calls = self._num_calls, self._num_calls + 1
         if place == len(results):
@@ -82,12 +86,10 @@ class Episode:
         """Put the environment's tokens after the last turn, unless they are there."""
         if last.observation_ids:
             return
-        if last.finish_reason == "length":
-            raise EpisodeOver
-        ids = self._observe(messages)
         sample = self._sample
-        if sample.num_tokens >= self._max_completion_tokens:
-            raise EpisodeOver
-        if sample.num_context_tokens + len(ids) >= self._max_context_tokens:
+        ids = self._observe(messages, sample.completion_ids[-1] if sample.completion_ids else None)
+        is_cut_off = last.finish_reason == "length" or sample.num_tokens >= self._max_completion_tokens
+        if is_cut_off or sample.num_context_tokens + len(ids) >= self._max_context_tokens:
+            sample.finish_reason = "length"
             raise EpisodeOver
         last.observation_ids, sample.finish_reason = ids, None
