@@ -85,6 +85,10 @@ class Turn:
     observation_ids: list[int] = field(default_factory=list)
     """The environment's tokens between this turn and the next one: context that is not trained, without
     log-probs and versions. Empty until the environment has answered."""
+    text: str = ""
+    """The policy's tokens of the turn as text."""
+    messages: list[dict[str, object]] = field(default_factory=list)
+    """The environment's answer as chat messages."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,8 +102,8 @@ class Sample:
     id: SampleId
     group: "Group"
     seed: int = 0
-    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch. In later turns
-    of an episode, t counts from the start of the turn, and the seed is `turn_seed`."""
+    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch. In a later
+    turn of an episode, t counts from the start of the turn, and the seed is `turn_seed`."""
     greedy: bool = False
     """Each token is the most likely one. There is no sampling noise."""
     temperature: float | None = None
@@ -124,7 +128,7 @@ class Sample:
     in_episode: bool = False
     """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
-    """The completion as text, set when the sample is scored."""
+    """What follows the prompt as text, the environment's tokens included; set when the sample is scored."""
     reward: float | None = None
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """The value of each of several reward functions, and the numbers that functions report, by name."""
@@ -191,6 +195,14 @@ class Sample:
             ids += [*self.completion_ids[start : turn.num_tokens], *turn.observation_ids]
             start = turn.num_tokens
         return ids + self.completion_ids[start:]
+
+    @property
+    def messages(self) -> list[dict[str, object]]:
+        """What follows the prompt, as chat messages. Empty without an environment of several turns."""
+        messages: list[dict[str, object]] = []
+        for turn in self.turns:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        return messages
 
     @property
     def oldest_version(self) -> int:

@@ -189,7 +189,7 @@ class HttpEngine:
             raise TransferFailed(f"{self.name}: {refused}") from refused
 
     async def _complete(self, request: _Request) -> None:
-        """Ask until the sample's turn has ended. A broken stream is asked for again while the server is well."""
+        """Ask until the turn has ended. A broken stream is asked for again while the server is well."""
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from tailrace.record.episodes import episode_figures
 from tailrace.record.events import (
     Accumulated,
     BooksClosed,
@@ -266,6 +267,7 @@ class StepMeter:
             controller_lag_s=max(self._controller_lags, default=None),
             tokens_per_s=stats.num_tokens / step_s if step_s else 0.0,
             counts=self._take_counts(),
+            **episode_figures(samples),
         )
         self._guards.clear()
         self._controller_lags.clear()
