@@ -7,6 +7,8 @@ continued by playing the environment again over that record; nothing else is kep
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from tailrace.environments.base import Completion, EpisodeOver, Message
 from tailrace.types import Sample, Turn
 
@@ -53,12 +55,12 @@ class Episode:
                 self._continue(turns[-1], messages)
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
-            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason))
+            text = self._decode(self._sample.turn_ids)
+            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
         start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
         turn = turns[self._num_turns]
         self._num_turns, self._num_calls = self._num_turns + 1, 0
-        text = self._decode(self._sample.completion_ids[start : turn.num_tokens])
-        return Completion(text, turn.finish_reason, turn.num_tokens - start)
+        return Completion(turn.text, turn.finish_reason, turn.num_tokens - start)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
@@ -78,9 +80,12 @@ class Episode:
             raise
         finally:
             if task.done() and not task.cancelled() and not task.exception():
-                results[place] = task.result()
+                # A ledger stores it, so it must be Unicode: the environment sees what will be read again.
+                results[place] = str(task.result()).encode(errors="replace").decode()
             task.cancel()
-        return task.result()
+        result = results[place]
+        assert result is not None
+        return result
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
@@ -92,4 +97,5 @@ class Episode:
         if is_cut_off or sample.num_context_tokens + len(ids) >= self._max_context_tokens:
             sample.finish_reason = "length"
             raise EpisodeOver
+        last.messages = msgspec.to_builtins(list(messages))
         last.observation_ids, sample.finish_reason = ids, None
