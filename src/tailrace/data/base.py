@@ -18,6 +18,10 @@ HELD_OUT_ONE_IN = 16
 """Share of the different prompts that is held out for evaluation when there is no evaluation set."""
 
 
+TASKSET_KEYS = ("taskset", "args", "verifiers", "agent")
+"""Keys of [environment] that name the tasks of a taskset of verifiers."""
+
+
 class PromptSettings(Settings):
     """How prompts become token ids. Both kinds of data have these keys."""
 

@@ -5,6 +5,7 @@ running the environment of the taskset with agents that only note what they are 
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -203,7 +204,13 @@ def mcp_server(toolset: Any) -> Any:
     """Return the MCP server of a toolset, in this process and without a socket."""
     from mcp.server.mcpserver import MCPServer
 
-    server = MCPServer(toolset.server_name or type(toolset).__name__)
+    # A server configures the logging of the process, unless somebody has.
+    somebody = logging.NullHandler()
+    logging.root.addHandler(somebody)
+    try:
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+    finally:
+        logging.root.removeHandler(somebody)
     toolset.register(server)
     return server
 

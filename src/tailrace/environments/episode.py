@@ -7,13 +7,16 @@ continued by playing the environment again over that record; nothing else is kep
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from tailrace.environments.base import Completion, EpisodeOver, Message
 from tailrace.types import Sample, Turn
 
 Serve = Callable[[Sample], Awaitable[None]]
 """Generates the rest of a turn. It may be cancelled at any token."""
-Observe = Callable[[Sequence[Message]], list[int]]
-"""The tokens between a turn and the next one, for messages of the environment: at least one."""
+Observe = Callable[[Sequence[Message], int | None], list[int]]
+"""The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
+and the last token of the turn (None in a simulation, which has no tokens)."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -40,6 +43,7 @@ class Episode:
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
         self._grace_s = grace_s
+        self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
 
@@ -51,15 +55,17 @@ class Episode:
                 self._continue(turns[-1], messages)
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
-            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason))
+            text = self._decode(self._sample.turn_ids)
+            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
         start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
         turn = turns[self._num_turns]
         self._num_turns, self._num_calls = self._num_turns + 1, 0
-        text = self._decode(self._sample.completion_ids[start : turn.num_tokens])
-        return Completion(text, turn.finish_reason, turn.num_tokens - start)
+        return Completion(turn.text, turn.finish_reason, turn.num_tokens - start)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
+        if not self._num_turns:
+            raise RuntimeError("an environment called Policy.call before the first Policy.complete")
         results = self._sample.turns[self._num_turns - 1].results
         place, self._num_calls = self._num_calls, self._num_calls + 1
         if place == len(results):
@@ -74,20 +80,22 @@ class Episode:
             raise
         finally:
             if task.done() and not task.cancelled() and not task.exception():
-                results[place] = task.result()
+                # A ledger stores it, so it must be Unicode: the environment sees what will be read again.
+                results[place] = str(task.result()).encode(errors="replace").decode()
             task.cancel()
-        return task.result()
+        result = results[place]
+        assert result is not None
+        return result
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
         if last.observation_ids:
             return
-        if last.finish_reason == "length":
-            raise EpisodeOver
-        ids = self._observe(messages)
         sample = self._sample
-        if sample.num_tokens >= self._max_completion_tokens:
+        ids = self._observe(messages, sample.completion_ids[-1] if sample.completion_ids else None)
+        is_cut_off = last.finish_reason == "length" or sample.num_tokens >= self._max_completion_tokens
+        if is_cut_off or sample.num_context_tokens + len(ids) >= self._max_context_tokens:
+            sample.finish_reason = "length"
             raise EpisodeOver
-        if sample.num_context_tokens + len(ids) >= self._max_context_tokens:
-            raise EpisodeOver
+        last.messages = msgspec.to_builtins(list(messages))
         last.observation_ids, sample.finish_reason = ids, None
