@@ -1,8 +1,13 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
-from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split, TasksetSettings
-from tailrace.data.encoding import PromptEncoder
-from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split
+from tailrace.data.base import (
+    DataSettings,
+    MixtureSettings,
+    ProceduralSettings,
+    Prompts,
+    Split,
+    TasksetSettings,
+)
 from tailrace.data.encoding import PromptEncoder, Tools
 from tailrace.data.mixture import MixedPrompts
 from tailrace.data.procedural import ProceduralPrompts, Task

@@ -65,6 +65,7 @@ class Taskset:
             value = self.env.config.max_concurrent_agents
             problem = "an episode that goes on after an interruption needs its agents in a fixed order"
             raise ConfigError("environment.verifiers.max_concurrent_agents", value, problem, "remove it")
+        self._check_models(agents)
         self._schemas: dict[str, list[Message]] = {}
 
     def load(self) -> list[Any]:
@@ -133,6 +134,22 @@ class Taskset:
             toolsets = [*shared, *task.toolsets(task.config)]
             self._schemas[key] = run_elsewhere(partial(_list_tools, toolsets)) if toolsets else []
         return self._schemas[key]
+
+    def _check_models(self, agents: Mapping[str, Any]) -> None:
+        """Check that the trained agent has no model of its own, and every other agent has one.
+
+        Raises:
+            ConfigError: that is not so.
+        """
+        for name, spec in agents.items():
+            key = f"environment.verifiers.{name}.client"
+            if name == self.agent and spec.client is not None:
+                problem = "the model of the trained agent is the policy"
+                raise ConfigError(key, spec.client.base_url, problem, "remove it")
+            if name != self.agent and spec.client is None:
+                problem = "this agent is not trained, so it needs a model"
+                remedy = f"name an OpenAI-compatible endpoint: {name} = {{ model = ..., client = {{ base_url = ... }} }}"
+                raise ConfigError(key, None, problem, remedy)
 
     def _check(self, task: Any) -> None:
         """Check that a task can be played here.

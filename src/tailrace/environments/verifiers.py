@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx
-from verifiers.v1.clients import Client, ModelContext, TrainClientConfig
+from verifiers.v1.clients import Client, ModelContext, TrainClientConfig, resolve_client
 from verifiers.v1.clients.train import serialize_completion, tool_to_wire
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError
@@ -109,8 +109,14 @@ class VerifiersEnvironment:
     async def _start(self) -> None:
         env = self._taskset.env
         await self._serving.enter_async_context(env.serving())
-        # The server makes a client for each model that it has none for.
-        env._interception.clients[POLICY.client.model_dump_json()] = PolicyClient(self._plays)
+        # The server makes a client for each endpoint that it has none for.
+        clients = env._interception.clients
+        clients[POLICY.client.model_dump_json()] = PolicyClient(self._plays)
+        for spec in env._agent_specs.values():
+            if spec.client is not None:
+                other = RecordedClient(resolve_client(spec.client), self._plays)
+                clients[spec.client.model_dump_json()] = other
+                self._serving.push_async_callback(other.close)
         self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), verify=False, trust_env=False)
         await self._serving.enter_async_context(self._http)
         self._serving.push_async_callback(self._shared.stop)
@@ -185,6 +191,43 @@ class PolicyClient(Client):  # type: ignore[misc]
         response = await self._plays[session_id].respond(turn)
         response.raw = serialize_completion(response, POLICY.model)
         return response
+
+
+class RecordedClient(Client):  # type: ignore[misc]
+    """The model of an agent that is not trained. Its replies are recorded like results of tools, so that an
+    episode that goes on has the same ones.
+
+    Args:
+        client: asks the model.
+        plays: as for PolicyClient.
+    """
+
+    def __init__(self, client: Any, plays: Mapping[str, "_Play"]) -> None:
+        self._client, self._plays = client, plays
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Return the model's reply."""
+        assert session_id is not None
+
+        async def ask() -> str:
+            reply = await self._client.get_response(dialect, body, sampling, session_id, turn, headers)
+            return json.dumps({"response": reply.model_dump(mode="json"), "raw": reply.raw})
+
+        record = json.loads(await self._plays[session_id].call(ask))
+        response = Response.model_validate(record["response"])
+        response.raw = record["raw"]
+        return response
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 class _Play:
