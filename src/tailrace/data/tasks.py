@@ -5,7 +5,7 @@ from zlib import crc32
 from tailrace.data.base import Split, TasksetSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.epochs import Epochs
-from tailrace.data.rows import held_out
+from tailrace.data.rows import hold_out
 from tailrace.data.taskset import Taskset
 from tailrace.errors import ConfigError
 from tailrace.types import Prompt
@@ -27,7 +27,7 @@ class TaskPrompts:
         self._taskset, self._encoder = Taskset(settings), encoder
         tasks = self._taskset.load()
         digests = [crc32(task.key.encode()) for task in tasks]
-        kept = held_out("environment.taskset", settings.taskset, list(digests))
+        kept = hold_out("environment.taskset", settings.taskset, list(digests))
         pairs = zip(tasks, digests, strict=True)
         self._tasks = [task for task, digest in pairs if (digest in kept) == (split == "eval")]
         self._epochs = Epochs(len(self._tasks), seed)

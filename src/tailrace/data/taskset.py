@@ -148,7 +148,7 @@ class Taskset:
                 raise ConfigError(key, spec.client.base_url, problem, "remove it")
             if name != self.agent and spec.client is None:
                 problem = "this agent is not trained, so it needs a model"
-                remedy = f"name an OpenAI-compatible endpoint: {name} = {{ model = ..., client = {{ base_url = ... }} }}"
+                remedy = "name an OpenAI-compatible endpoint, as docs/verifiers.md shows"
                 raise ConfigError(key, None, problem, remedy)
 
     def _check(self, task: Any) -> None:
@@ -184,7 +184,11 @@ class Taskset:
                 if "runtime" not in agent and isinstance(field.default.runtime, vf.PrimeConfig):
                     agent["runtime"] = {"type": "subprocess"}
                 given[name] = agent
-        return {**given, "taskset": {**self._settings.args, "id": taskset}, "interception": {"type": "server"}}
+        return {
+            **given,
+            "taskset": {**self._settings.args, "id": taskset},
+            "interception": {"type": "server"},
+        }
 
 
 def import_verifiers() -> Any:
@@ -201,7 +205,7 @@ def import_verifiers() -> Any:
     return vf
 
 
-def opening_messages(data: Any, message: object = None) -> list[Message]:
+def opening_messages(data: Any, message: Any = None) -> list[Message]:
     """Return the first messages to an agent in OpenAI's format.
 
     Args:

@@ -249,7 +249,7 @@ class _Play:
         while True:
             next_request = asyncio.ensure_future(self._requests.get())
             try:
-                await asyncio.wait([next_request, playing], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((next_request, playing), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 next_request.cancel()
             if not next_request.done() or next_request.cancelled():
@@ -295,9 +295,9 @@ class _Play:
         try:
             completion = await self._ask(lambda: self._policy.complete(tail))
         except EpisodeOver:
-            return self._end(trace, "context_exhausted")
+            return self._end(trace, "length")
         self._num_turns += 1
-        return self._response(completion)
+        return self._response(completion, has_tools=bool(turn.tools))
 
     def outcome(self, episode: Any) -> Outcome:
         """Return reward and metrics of the trained agent.
@@ -325,14 +325,14 @@ class _Play:
         trace.stop(reason)
         raise ProviderError(reason, status_code=400)
 
-    def _response(self, completion: Completion) -> Response:
+    def _response(self, completion: Completion, *, has_tools: bool) -> Response:
         calls = [
             WireCall(
                 id=f"call_{self._num_turns}_{number}",
                 name=call.name or "unknown",
                 arguments=call.problem or json.dumps(call.arguments),
             )
-            for number, call in enumerate(self._parse(completion.text))
+            for number, call in enumerate(self._parse(completion.text) if has_tools else [])
         ]
         finish = "tool_calls" if calls else completion.finish_reason
         return Response(

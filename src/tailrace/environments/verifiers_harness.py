@@ -153,9 +153,7 @@ class TailraceHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         """Play the agent until it answers without a tool call."""
         run = RUNS[trace.id]
         messages = opening_messages(data)
-        servers = {
-            name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()
-        }
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             schemas, dispatch, clients = await connect_mcp({"mcpServers": servers}, stack)
 

@@ -45,7 +45,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSort, Config]):
             names = random_names.sample(NAMES, 2 * self.config.num_turns)
             turns = [names[place : place + 2] for place in range(0, len(names), 2)]
             said = [f"Sort: {', '.join(turn)}" for turn in turns]
-            truths = [", ".join(sorted(sum(turns[: place + 1], []))) for place in range(len(turns))]
+            truths = [", ".join(sorted(names[: 2 * place + 2])) for place in range(len(turns))]
             yield AlphabetSort(Data(prompt=None, user_turns=said, truths=truths), self.config.task)
 
 

@@ -77,7 +77,9 @@ class ScratchpadTaskset(vf.Taskset[Scratchpad, Config]):
 
     def load(self) -> Iterator[Scratchpad]:
         for word in WORDS:
-            yield Scratchpad(Data(prompt=f"Write {word} on the pad, then read it.", word=word), self.config.task)
+            yield Scratchpad(
+                Data(prompt=f"Write {word} on the pad, then read it.", word=word), self.config.task
+            )
 
 
 __all__ = ["ScratchpadTaskset"]
