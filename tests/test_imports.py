@@ -30,7 +30,7 @@ ROOMS: Mapping[str, set[str]] = {
     "algo": {"engine"},
     "trainer": {"algo", "weights"},
     "reward": {"data"},
-    "environments": set(),
+    "environments": {"data"},
     "ledger": {"record"},
     "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
@@ -54,6 +54,8 @@ INSIDES = {
     ("sim", "reward.timeout"),
     # Simulated rows come in epochs like real ones.
     ("sim", "data.epochs"),
+    # The tasks of a taskset are the data of its environment.
+    ("environments", "data.taskset"),
     # A served engine takes text.
     ("engine", "data.tokenizer"),
     # A vLLM server is told the name of our transfer backend.

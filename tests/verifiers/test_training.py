@@ -152,7 +152,7 @@ def test_a_taskset_with_tools_trains(model: Path) -> None:
 
 
 def test_a_taskset_with_two_agents_trains_one_of_them(model: Path, endpoint: str) -> None:
-    solver = f'{{ model = "m", client = {{ base_url = "{endpoint}", api_key_var = "NONE" }} }}'
+    solver = f'{{ model = "m", client = {{ type = "eval", base_url = "{endpoint}", api_key_var = "NONE" }} }}'
     settings = f'taskset = "proposer_solver"\nagent = "proposer"\nverifiers = {{ solver = {solver} }}'
     steps = train(model, settings)
     for sample in (sample for samples in steps for sample in samples):

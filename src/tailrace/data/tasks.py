@@ -7,7 +7,7 @@ from tailrace.data.encoding import PromptEncoder
 from tailrace.data.epochs import Epochs
 from tailrace.data.rows import hold_out
 from tailrace.data.taskset import Taskset
-from tailrace.errors import ConfigError
+from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
 
@@ -31,8 +31,14 @@ class TaskPrompts:
         pairs = zip(tasks, digests, strict=True)
         self._tasks = [task for task, digest in pairs if (digest in kept) == (split == "eval")]
         self._epochs = Epochs(len(self._tasks), seed)
-        first = self._taskset.opening(self._tasks[0])
-        encoder.check_that_one_fits("environment.taskset", settings.taskset, [first.messages])
+        try:
+            self._taskset.opening(self._tasks[0])
+        except BadRow as why:
+            problem = f"its first task gives no prompt ({why})"
+            remedy = "name another agent in environment.agent, or another taskset"
+            raise ConfigError("environment.taskset", settings.taskset, problem, remedy) from why
+        messages = (self._taskset.opening(task).messages for task in self._tasks)
+        encoder.check_that_one_fits("environment.taskset", settings.taskset, messages)
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index)

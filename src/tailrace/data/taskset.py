@@ -13,6 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import ValidationError
+
 from tailrace.data.base import TasksetSettings
 from tailrace.errors import BadRow, ConfigError
 
@@ -50,12 +52,14 @@ class Taskset:
             self.env = vf.load_environment(vf.resolve_env_config(self._config(vf, harness)))
         except ImportError as why:
             remedy = "install the package of the taskset, with what it needs, beside tailrace"
-            problem = f"the taskset cannot be imported ({why})"
+            problem = f"the taskset cannot be imported ({why.__cause__ or why})"
             raise ConfigError("environment.taskset", settings.taskset, problem, remedy) from why
+        except ValidationError as why:
+            raise _refused(why) from why
         except (ValueError, TypeError, AttributeError) as why:
-            problem = f"verifiers refuses the taskset or its arguments ({why})"
-            remedy = "correct environment.taskset, environment.args or environment.verifiers"
-            raise ConfigError("environment.args", dict(settings.args), problem, remedy) from why
+            problem = f"verifiers refuses the taskset ({why})"
+            remedy = "name the package of a taskset of verifiers 0.4"
+            raise ConfigError("environment.taskset", settings.taskset, problem, remedy) from why
         agents = self.env._agent_specs
         self.agent = settings.agent or next(iter(agents))
         if self.agent not in agents:
@@ -203,6 +207,15 @@ def import_verifiers() -> Any:
         problem = f"the package verifiers is not installed ({why})"
         raise ConfigError("environment.kind", "verifiers", problem, "see docs/verifiers.md") from why
     return vf
+
+
+def _refused(error: ValidationError) -> ConfigError:
+    """Return the first error of verifiers' config in the words of [environment]."""
+    detail = error.errors()[0]
+    first, *rest = map(str, detail["loc"]) if detail["loc"] else ("",)
+    parts = ["args", *rest] if first == "taskset" else ["verifiers", first, *rest]
+    key = ".".join(["environment", *parts]).strip(".")
+    return ConfigError(key, detail["input"], f"verifiers says: {detail['msg']}", "change it")
 
 
 def opening_messages(data: Any, message: Any = None) -> list[Message]:

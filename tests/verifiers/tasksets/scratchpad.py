@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
+CALLED: list[str] = []
+"""The tools that were called, in this process."""
 WORDS = ("alpha", "bravo", "charlie", "delta")
 
 
@@ -22,6 +24,7 @@ class Pad(vf.Toolset[PadConfig, Slot]):
     @vf.tool
     async def write(self, word: str) -> str:
         """Write a word on the pad."""
+        CALLED.append(f"write {word}")
         self.state.slot = word
         await asyncio.sleep(0)
         return "written"
@@ -29,6 +32,7 @@ class Pad(vf.Toolset[PadConfig, Slot]):
     @vf.tool
     async def read(self) -> str:
         """Read the pad."""
+        CALLED.append("read")
         return self.state.slot
 
 
