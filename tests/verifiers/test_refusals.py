@@ -24,7 +24,7 @@ CLIENT = {"type": "eval", "base_url": "http://127.0.0.1:1/v1"}
         ),
         (
             {"taskset": "needs_another"},
-            r"No module named 'not_installed_anywhere'\); install the package of the taskset, with what it needs",
+            r"No module named 'not_installed_anywhere'\); install the package of the taskset, with what",
         ),
         ({"taskset": "json"}, r"environment.taskset = 'json': verifiers refuses the taskset"),
         (

@@ -133,10 +133,9 @@ def test_alphabet_sort_trains_over_several_turns(model: Path) -> None:
     steps = train(model, 'taskset = "alphabet_sort"', '[data]\nkind = "verifiers"\nnum_tasks = 40')
     samples = [sample for samples in steps for sample in samples]
     assert {len(sample.turns) for sample in samples} == {1, 2}
-    user_turns = {sample.prompt.text: sample.prompt.row["task"]["user_turns"] for sample in samples}  # type: ignore[index]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     for sample in samples:
-        first, second = user_turns[sample.prompt.text]
+        first, second = sample.prompt.row["task"]["user_turns"]  # type: ignore[index]
         assert sample.prompt.text == f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
         if len(sample.turns) == 2:
             said = tokenizer.decode(sample.turns[0].observation_ids)

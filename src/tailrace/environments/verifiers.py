@@ -67,7 +67,8 @@ class VerifiersEnvironment:
         self._taskset, self._parse = taskset, parse
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
-        self._serving = AsyncExitStack()
+        self._life: concurrent.futures.Future[None] | None = None
+        self._closing = asyncio.Event()
         self._plays: dict[str, _Play] = {}
         env = taskset.env
         toolsets = env.taskset.toolsets(env.taskset.config)
@@ -75,14 +76,17 @@ class VerifiersEnvironment:
         self._shared = LocalTools(toolsets)
 
     async def start(self) -> None:
-        """Start the interception server and the shared tools."""
+        """Start the thread, the interception server and the shared tools."""
         self._thread.start()
-        await self._there(self._start())
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._life = asyncio.run_coroutine_threadsafe(self._live(started), self._loop)
+        await asyncio.wrap_future(started)
 
     async def stop(self) -> None:
-        """Stop both, and the thread."""
-        if self._thread.is_alive():
-            await self._there(self._stop())
+        """Stop them."""
+        if self._life is not None:
+            self._loop.call_soon_threadsafe(self._closing.set)
+            await asyncio.wait([asyncio.wrap_future(self._life)])
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._loop.close()
@@ -106,24 +110,32 @@ class VerifiersEnvironment:
                 await asyncio.wait([playing])
         return play.outcome(episode)
 
-    async def _start(self) -> None:
+    async def _live(self, started: concurrent.futures.Future[None]) -> None:
+        """Serve in verifiers' thread until `stop`. One task, because what enters a context must leave it."""
         env = self._taskset.env
-        await self._serving.enter_async_context(env.serving())
-        # The server makes a client for each endpoint that it has none for.
-        clients = env._interception.clients
-        clients[POLICY.client.model_dump_json()] = PolicyClient(self._plays)
-        for spec in env._agent_specs.values():
-            if spec.client is not None:
-                other = RecordedClient(resolve_client(spec.client), self._plays)
-                clients[spec.client.model_dump_json()] = other
-                self._serving.push_async_callback(other.close)
-        self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), verify=False, trust_env=False)
-        await self._serving.enter_async_context(self._http)
-        self._serving.push_async_callback(self._shared.stop)
-        await self._shared.start()
-
-    async def _stop(self) -> None:
-        await self._serving.aclose()
+        try:
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(env.serving())
+                # The server makes a client for each endpoint that it has none for.
+                clients = env._interception.clients
+                clients[POLICY.client.model_dump_json()] = PolicyClient(self._plays)
+                for spec in env._agent_specs.values():
+                    if spec.client is not None:
+                        other = RecordedClient(resolve_client(spec.client), self._plays)
+                        clients[spec.client.model_dump_json()] = other
+                        stack.push_async_callback(other.close)
+                self._http = httpx.AsyncClient(
+                    timeout=None, limits=httpx.Limits(), verify=False, trust_env=False
+                )
+                await stack.enter_async_context(self._http)
+                stack.push_async_callback(self._shared.stop)
+                await self._shared.start()
+                started.set_result(None)
+                await self._closing.wait()
+        except BaseException as why:
+            if started.done():
+                raise
+            started.set_exception(why)
         await self._loop.shutdown_default_executor()
 
     async def _play(self, task: Any, play: "_Play") -> Any:
