@@ -15,7 +15,7 @@ from tailrace.environments.base import Outcome
 from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
 from tailrace.environments.settings import VerifiersSettings
-from tailrace.environments.verifiers import VerifiersEnvironment, open_verifiers
+from tailrace.environments.verifiers.environment import VerifiersEnvironment, open_verifiers
 from tailrace.errors import EnvironmentFailed
 from tailrace.types import Group, Prompt, Sample, SampleId
 

@@ -4,21 +4,18 @@ The prompt of a task is the first request of the trained agent: its messages and
 running the environment of the taskset with agents that only note what they are asked to do.
 """
 
-import asyncio
 import logging
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from tailrace.data.base import TasksetSettings
+from tailrace.data.seats import Seats, run_elsewhere
 from tailrace.errors import BadRow, ConfigError
 
-T = TypeVar("T")
 Message = Mapping[str, object]
 
 CHAT_LOOPS = ("bash", "null")
@@ -111,7 +108,7 @@ class Taskset:
         Raises:
             BadRow: the environment does not ask the trained agent first.
         """
-        seats = _Seats()
+        seats = Seats()
         try:
             run_elsewhere(partial(self._play, task, seats))
         except Exception as why:
@@ -125,7 +122,7 @@ class Taskset:
             raise BadRow("task opened by another agent", f"{problem}; train {name}")
         return Opening(opening_messages(asked.data, message), self._tools(asked))
 
-    async def _play(self, task: Any, seats: "_Seats") -> None:
+    async def _play(self, task: Any, seats: "Seats") -> None:
         await self.env.setup(seats)
         await self.env.run(task, seats)
 
@@ -284,69 +281,5 @@ async def _list_tools(toolsets: Sequence[Any]) -> list[Message]:
     return found
 
 
-class _Asked(Exception):
-    """Ends the run of an environment at its first request to an agent."""
-
-
-class _Seats:
-    """Takes the place of the agents of an environment. Each notes the first request and ends the run."""
-
-    def __init__(self) -> None:
-        self.asked: tuple[str, Any, object] | None = None
-        """Agent, task and first message."""
-
-    def __getattr__(self, name: str) -> "_Seat":
-        seat = self.__dict__[name] = _Seat(partial(self._note, name))
-        return seat
-
-    def _note(self, name: str, task: Any, message: object) -> None:
-        self.asked = self.asked or (name, task, message)
-        raise _Asked
-
-
-class _Seat:
-    trainable = True
-
-    def __init__(self, note: Callable[[Any, object], None]) -> None:
-        self._note = note
-
-    async def run(self, task: Any, **_: object) -> None:
-        self._note(task, None)
-
-    @asynccontextmanager
-    async def interaction(self, task: Any, **_: object) -> AsyncIterator["_Line"]:
-        yield _Line(partial(self._note, task))
-
-
-class _Line:
-    def __init__(self, note: Callable[[object], None]) -> None:
-        self._note = note
-
-    async def turn(self, message: object = None) -> None:
-        self._note(message)
-
-
 def _text(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def run_elsewhere(coroutine: Callable[[], Awaitable[T]]) -> T:
-    """Run a coroutine to its end in a thread with an event loop of its own: the caller may be in a loop."""
-    result: list[T] = []
-    errors: list[BaseException] = []
-
-    async def call() -> T:
-        return await coroutine()
-
-    def run() -> None:
-        try:
-            result.append(asyncio.run(call()))
-        except BaseException as why:
-            errors.append(why)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]

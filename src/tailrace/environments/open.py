@@ -46,7 +46,7 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Envir
             yield _import_environment(settings)
         case VerifiersSettings():
             # Not at the top: verifiers takes seconds to import, and may not be installed.
-            from tailrace.environments.verifiers import open_verifiers
+            from tailrace.environments.verifiers.environment import open_verifiers
 
             async with open_verifiers(settings) as environment:
                 yield environment
