@@ -63,6 +63,8 @@ LOSING: dict[str, dict[str, object]] = {
     "tailrace": {"groups_per_step": 8, "groups_in_flight": 16, "staleness": 2},
 }
 """Schedules that lose engines."""
+ROUNDS_TO_LEARN = 16
+"""Before the first kill: then most episodes call the tool."""
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
 EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
 REPLICAS = {"native": 3, "vllm": 2}
@@ -105,6 +107,7 @@ def crash_tools(kills: int, seed: int) -> dict[str, float]:
     }
     with tempfile.TemporaryDirectory() as name:
         victim = EpisodeVictim("april", KILLED["april"], Path(name), options, "tools.toml")
+        victim.live(ROUNDS_TO_LEARN)
         for number in range(kills):
             victim.live_and_die(chance)
             print(f"kill {number + 1:3} of {kills}: {victim.num_calls} calls", flush=True)
