@@ -34,7 +34,7 @@ class ToolsSettings(EpisodeSettings):
 
     gives_rewards: ClassVar[bool] = False
 
-    kind: Literal["tools"]
+    kind: Literal["tools"] = "tools"
     """Selects this kind of environment."""
     functions: tuple[str, ...] = Field(min_length=1)
     """The tools: 'package.module:name' or 'path/to/file.py:name'. Their type hints and docstrings tell the
@@ -50,6 +50,8 @@ class ToolsSettings(EpisodeSettings):
     on_error: Literal["answer", "end"] = "answer"
     """What a call that raises or takes too long does: its error is the answer to the model, or the episode
     ends. A malformed call is answered in each case."""
+    answer_role: Literal["tool", "user"] = "tool"
+    """Role of the messages that answer calls. "user" is for models whose chat template knows no other."""
     max_answer_chars: int = Field(default=10_000, ge=1, le=2**31)
     """Longer answers of tools are cut off; at least 1."""
 
@@ -57,7 +59,7 @@ class ToolsSettings(EpisodeSettings):
 class PythonSettings(EpisodeSettings):
     """An environment of your own."""
 
-    kind: Literal["python"]
+    kind: Literal["python"] = "python"
     """Selects this kind of environment."""
     environment: str
     """'package.module:name' or 'path/to/file.py:name' of an async function of a prompt and a policy that
