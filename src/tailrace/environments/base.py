@@ -14,12 +14,18 @@ class EpisodeOver(Exception):
     it to give a reward."""
 
 
+class EpisodeDiverged(Exception):
+    """An episode that was interrupted went on with other messages than the recorded ones."""
+
+
 class Completion(NamedTuple):
     """One turn of the policy."""
 
     text: str
     finish_reason: FinishReason
     num_tokens: int
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
 
 
 class Outcome(NamedTuple):
@@ -37,6 +43,19 @@ class Outcome(NamedTuple):
 class Policy(Protocol):
     """The policy in one episode."""
 
+    def open(self, prompt_ids: Sequence[int]) -> None:
+        """Set the context of the first turn, before it. Without this call it is the prompt.
+
+        Args:
+            prompt_ids: the prompt's tokens and more. What exceeds the prompt counts as tokens of the
+                environment.
+
+        Raises:
+            EpisodeOver: no room is left for a turn.
+            EpisodeDiverged: the interrupted episode was opened otherwise.
+            ValueError: `prompt_ids` does not begin with the prompt's tokens.
+        """
+
     async def complete(self, messages: Sequence[Message] = ()) -> Completion:
         """Return the policy's next turn.
 
@@ -49,6 +68,7 @@ class Policy(Protocol):
 
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.
+            EpisodeDiverged: the interrupted episode had other messages here.
         """
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:

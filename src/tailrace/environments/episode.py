@@ -7,7 +7,7 @@ continued by playing the environment again over that record; nothing else is kep
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Message
 from tailrace.types import Sample, Turn
 
 Serve = Callable[[Sample], Awaitable[None]]
@@ -42,21 +42,38 @@ class Episode:
         self._grace_s = grace_s
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
+        self._num_openings = 0
+        """1: the first recorded turn is no turn of the policy, but what `open` has put after the prompt."""
+
+    def open(self, prompt_ids: Sequence[int]) -> None:
+        """As Policy.open."""
+        sample, turns, prompt = self._sample, self._sample.turns, list(self._sample.prompt.ids)
+        ids = list(prompt_ids[len(prompt) :])
+        if list(prompt_ids[: len(prompt)]) != prompt:
+            raise ValueError("the context of the first turn does not begin with the prompt")
+        opening = turns[0].observation_ids if turns and not turns[0].num_tokens else []
+        if turns and opening != ids:
+            raise EpisodeDiverged
+        if ids and not turns:
+            self._check_room(ids)
+            turns.append(Turn(0, "stop", observation_ids=ids))
+        self._num_turns = self._num_openings = 1 if ids else 0
 
     async def complete(self, messages: Sequence[Message] = ()) -> Completion:
         """As Policy.complete."""
         turns = self._sample.turns
+        if self._num_turns > self._num_openings:
+            self._continue(turns[self._num_turns - 1], messages)
         if self._num_turns == len(turns):
-            if turns:
-                self._continue(turns[-1], messages)
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
             turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason))
         start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
         turn = turns[self._num_turns]
         self._num_turns, self._num_calls = self._num_turns + 1, 0
-        text = self._decode(self._sample.completion_ids[start : turn.num_tokens])
-        return Completion(text, turn.finish_reason, turn.num_tokens - start)
+        ids = self._sample.completion_ids[start : turn.num_tokens]
+        logprobs = self._sample.behavior_logprobs[start : turn.num_tokens]
+        return Completion(self._decode(ids), turn.finish_reason, len(ids), ids, logprobs)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
@@ -80,14 +97,20 @@ class Episode:
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
-        if last.observation_ids:
-            return
-        if last.finish_reason == "length":
+        if not last.observation_ids and last.finish_reason == "length":
             raise EpisodeOver
         ids = self._observe(messages)
+        if last.observation_ids:
+            if last.observation_ids != ids:
+                raise EpisodeDiverged
+            return
+        self._check_room(ids)
+        last.observation_ids, self._sample.finish_reason = ids, None
+
+    def _check_room(self, ids: Sequence[int]) -> None:
+        """Raises EpisodeOver if no turn fits after these tokens of the environment."""
         sample = self._sample
         if sample.num_tokens >= self._max_completion_tokens:
             raise EpisodeOver
         if sample.num_context_tokens + len(ids) >= self._max_context_tokens:
             raise EpisodeOver
-        last.observation_ids, sample.finish_reason = ids, None
