@@ -19,13 +19,18 @@ class EpisodeDiverged(Exception):
 
 
 class Completion(NamedTuple):
-    """One turn of the policy."""
+    """One turn of the policy.
+
+    Args:
+        num_context_tokens: before the turn.
+    """
 
     text: str
     finish_reason: FinishReason
     num_tokens: int
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    num_context_tokens: int = 0
 
 
 class Outcome(NamedTuple):

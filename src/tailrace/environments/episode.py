@@ -73,7 +73,9 @@ class Episode:
         self._num_turns, self._num_calls = self._num_turns + 1, 0
         ids = self._sample.completion_ids[start : turn.num_tokens]
         logprobs = self._sample.behavior_logprobs[start : turn.num_tokens]
-        return Completion(self._decode(ids), turn.finish_reason, len(ids), ids, logprobs)
+        before = turns[: self._num_turns - 1]
+        num_context = len(self._sample.prompt.ids) + start + sum(len(each.observation_ids) for each in before)
+        return Completion(self._decode(ids), turn.finish_reason, len(ids), ids, logprobs, num_context)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""

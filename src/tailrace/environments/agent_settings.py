@@ -1,0 +1,2 @@
+"""The settings of agents, until they stand with the other environments."""
+MODEL = "policy"
