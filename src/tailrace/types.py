@@ -40,8 +40,12 @@ def noise_seed(seed: int, id: SampleId) -> int:
     It depends on the run's seed, the prompt and the sample number, and not on the attempt. A restarted sample
     therefore draws the same noise again, and deferring prompts does not bias response lengths.
     """
-    digest = blake2b(f"{seed} {id.prompt}/{id.number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _hash(f"{seed} {id.prompt}/{id.number}")
+
+
+def _hash(text: str) -> int:
+    """A number of 63 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Span(NamedTuple):
@@ -81,6 +85,10 @@ class Turn:
     observation_ids: list[int] = field(default_factory=list)
     """The environment's tokens between this turn and the next one: context that is not trained, without
     log-probs and versions. Empty until the environment has answered."""
+    text: str = ""
+    """The policy's tokens of the turn as text."""
+    messages: list[dict[str, object]] = field(default_factory=list)
+    """The environment's answer as chat messages."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +102,8 @@ class Sample:
     id: SampleId
     group: "Group"
     seed: int = 0
-    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch."""
+    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch. In a later
+    turn of an episode, t counts from the start of the turn, and the seed is `turn_seed`."""
     greedy: bool = False
     """Each token is the most likely one. There is no sampling noise."""
     temperature: float | None = None
@@ -119,7 +128,7 @@ class Sample:
     in_episode: bool = False
     """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
-    """The completion as text, set when the sample is scored."""
+    """What follows the prompt as text, the environment's tokens included; set when the sample is scored."""
     reward: float | None = None
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """The value of each of several reward functions, and the numbers that functions report, by name."""
@@ -150,6 +159,24 @@ class Sample:
         return next((turn.num_tokens for turn in reversed(self.turns) if turn.observation_ids), 0)
 
     @property
+    def turn_seed(self) -> int:
+        """Seed of the turn that is generated now; that of the first turn is `seed`."""
+        number = sum(bool(turn.observation_ids) for turn in self.turns)
+        return _hash(f"{self.seed} turn {number}") if number else self.seed
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """Completion tokens of the turn that is generated now."""
+        return self.completion_ids[self.turn_start :]
+
+    @property
+    def turn_context_ids(self) -> list[int]:
+        """What the turn that is generated now continues: the prompt, the turns before, and the environment's
+        tokens."""
+        ids = self.response_ids
+        return [*self.prompt.ids, *ids[: len(ids) - (self.num_tokens - self.turn_start)]]
+
+    @property
     def num_observation_tokens(self) -> int:
         """Tokens of the environment."""
         return sum(len(turn.observation_ids) for turn in self.turns)
@@ -168,6 +195,14 @@ class Sample:
             ids += [*self.completion_ids[start : turn.num_tokens], *turn.observation_ids]
             start = turn.num_tokens
         return ids + self.completion_ids[start:]
+
+    @property
+    def messages(self) -> list[dict[str, object]]:
+        """What follows the prompt, as chat messages. Empty without an environment of several turns."""
+        messages: list[dict[str, object]] = []
+        for turn in self.turns:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        return messages
 
     @property
     def oldest_version(self) -> int:

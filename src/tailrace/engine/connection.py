@@ -66,10 +66,10 @@ class Connection:
         self._num_attempts = 0
 
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
-        """A request for the rest of a sample, with an id that was not used before."""
+        """A request for the rest of a sample's present turn, with an id that was not used before."""
         seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
         return self.probe(
-            [*sample.prompt.ids, *sample.completion_ids],
+            [*sample.prompt.ids, *sample.response_ids],
             max_tokens,
             seed=int.from_bytes(seed, "little") >> 1,
             greedy=sample.greedy,

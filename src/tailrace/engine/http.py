@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 import httpx
@@ -84,6 +85,8 @@ class HttpEngine:
         self._link = new_link(name, num_ranks)
         self._version = 0
         """Of the weights that the server has, as far as it was told."""
+        self._max_context_tokens: float = inf
+        """Of a request and its answer, as the server says."""
         self._num_prefilled = 0
         self._requests: dict[Sample, _Request] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -106,6 +109,7 @@ class HttpEngine:
         await self._server.ready()
         self.connection.dialect = await self._detect(self.connection.client)
         self.capabilities = self.dialect.capabilities
+        self._max_context_tokens = (await self.dialect.model()).max_context or inf
         self._watcher = asyncio.create_task(self._watch())
         await self._check(self)
 
@@ -153,7 +157,7 @@ class HttpEngine:
         return Usage(
             num_running=len(running),
             num_waiting=len(self._requests) - len(running),
-            kv_tokens=sum(len(each.sample.prompt.ids) + each.sample.num_tokens for each in running),
+            kv_tokens=sum(each.sample.num_context_tokens for each in running),
             num_generated=self.counter.num,
             num_prefilled=self._num_prefilled,
             **asdict(self.connection.figures),
@@ -185,15 +189,18 @@ class HttpEngine:
             raise TransferFailed(f"{self.name}: {refused}") from refused
 
     async def _complete(self, request: _Request) -> None:
-        """Ask until the sample has ended. A broken stream is asked for again while the server is well."""
+        """Ask until the turn has ended. A broken stream is asked for again while the server is well."""
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = self._max_completion_tokens - sample.num_tokens
+            left = min(
+                self._max_completion_tokens - sample.num_tokens,
+                self._max_context_tokens - sample.num_context_tokens,
+            )
             if left <= 0:
                 sample.finish_reason = "length"
                 return
-            request.attempt = self.connection.attempt(sample, left, self._version)
+            request.attempt = self.connection.attempt(sample, int(left), self._version)
             request.start = sample.num_tokens
             self._num_prefilled += len(request.attempt.ids)
             try:

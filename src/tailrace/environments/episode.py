@@ -7,6 +7,8 @@ continued by playing the environment again over that record; nothing else is kep
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Message
 from tailrace.types import Sample, Turn
 
@@ -67,7 +69,8 @@ class Episode:
         if self._num_turns == len(turns):
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
-            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason))
+            text = self._decode(self._sample.turn_ids)
+            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
         start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
         turn = turns[self._num_turns]
         self._num_turns, self._num_calls = self._num_turns + 1, 0
@@ -75,7 +78,7 @@ class Episode:
         logprobs = self._sample.behavior_logprobs[start : turn.num_tokens]
         before = turns[: self._num_turns - 1]
         num_context = len(self._sample.prompt.ids) + start + sum(len(each.observation_ids) for each in before)
-        return Completion(self._decode(ids), turn.finish_reason, len(ids), ids, logprobs, num_context)
+        return Completion(turn.text, turn.finish_reason, turn.num_tokens - start, ids, logprobs, num_context)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
@@ -93,9 +96,12 @@ class Episode:
             raise
         finally:
             if task.done() and not task.cancelled() and not task.exception():
-                results[place] = task.result()
+                # A ledger stores it, so it must be Unicode: the environment sees what will be read again.
+                results[place] = str(task.result()).encode(errors="replace").decode()
             task.cancel()
-        return task.result()
+        result = results[place]
+        assert result is not None
+        return result
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
@@ -107,6 +113,7 @@ class Episode:
                 raise EpisodeDiverged
             return
         self._check_room(ids)
+        last.messages = msgspec.to_builtins(list(messages))
         last.observation_ids, self._sample.finish_reason = ids, None
 
     def _check_room(self, ids: Sequence[int]) -> None:

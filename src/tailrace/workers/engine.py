@@ -64,11 +64,12 @@ class RemoteEngine(EngineProcess):
             self.process.send(
                 GenerationRequest(
                     id,
-                    sample.prompt.ids,
-                    sample.completion_ids,
-                    sample.seed,
+                    sample.turn_context_ids,
+                    sample.turn_ids,
+                    sample.turn_seed,
                     sample.greedy,
                     temperature=sample.temperature,
+                    max_completion_tokens=self.job.sampling.max_completion_tokens - sample.turn_start,
                 )
             )
             self._requests[id] = request = _Request(sample, self.process.promise())
