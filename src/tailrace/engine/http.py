@@ -194,7 +194,7 @@ class HttpEngine:
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
             left = min(
-                self._max_completion_tokens - sample.num_tokens,
+                sample.limited(self._max_completion_tokens) - sample.num_tokens,
                 self._max_context_tokens - sample.num_context_tokens,
             )
             if left <= 0:

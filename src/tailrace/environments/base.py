@@ -61,7 +61,9 @@ class Policy(Protocol):
             ValueError: `prompt_ids` does not begin with the prompt's tokens.
         """
 
-    async def complete(self, messages: Sequence[Message] = ()) -> Completion:
+    async def complete(
+        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+    ) -> Completion:
         """Return the policy's next turn.
 
         The context of the turn is the context of the last turn, its tokens, and the tokens that the chat
@@ -70,6 +72,7 @@ class Policy(Protocol):
         Args:
             messages: what the environment says after the last turn. Empty before the first turn, whose
                 context is the prompt.
+            max_tokens: the turn is cut off there; None: where the limits of the episode are.
 
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.

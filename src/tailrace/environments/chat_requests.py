@@ -15,8 +15,8 @@ Plain = dict[str, Any]
 class SessionRequest(ChatCompletionRequest):
     """Of /v1/chat/completions of a session.
 
-    How tokens are sampled, and the number of tokens, follow the run's settings: the request's `temperature`,
-    `top_p`, `top_k`, `seed` and `max_tokens` have no effect.
+    Tokens are sampled as the run's settings say: the request's `temperature`, `top_p`, `top_k` and `seed`
+    have no effect.
     """
 
     carried_out: ClassVar[frozenset[str]] = frozenset({"tools"})

@@ -61,12 +61,15 @@ class Episode:
             turns.append(Turn(0, "stop", observation_ids=ids))
         self._num_turns = self._num_openings = 1 if ids else 0
 
-    async def complete(self, messages: Sequence[Message] = ()) -> Completion:
+    async def complete(
+        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+    ) -> Completion:
         """As Policy.complete."""
         turns = self._sample.turns
         if self._num_turns > self._num_openings:
             self._continue(turns[self._num_turns - 1], messages)
         if self._num_turns == len(turns):
+            self._sample.turn_limit = max_tokens and self._sample.turn_start + max_tokens
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
             text = self._decode(self._sample.turn_ids)

@@ -115,7 +115,7 @@ class Session:
         try:
             if self._last is None:
                 self._open_episode(body, policy)
-            completion = await policy.complete(new)
+            completion = await policy.complete(new, max_tokens=body.max_completion_tokens or body.max_tokens)
         except EpisodeOver as why:
             self.is_over = True
             raise Refused("context_length_exceeded", "no room is left for another turn") from why
