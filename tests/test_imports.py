@@ -30,8 +30,9 @@ ROOMS: Mapping[str, set[str]] = {
     "algo": {"engine"},
     "trainer": {"algo", "weights"},
     "reward": {"data"},
+    "environments": set(),
     "ledger": {"record"},
-    "rollout": {"data", "engine", "ledger", "record", "reward", "trainer", "weights"},
+    "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
 }
@@ -41,6 +42,10 @@ ABOVE = ("controller", "config", "schedules", "commands", "api", "cli")
 INSIDES = {
     # The pool writes down the fate of every sample.
     ("rollout", "ledger.ledger"),
+    # A sample is played as an episode.
+    ("rollout", "environments.episode"),
+    # What stands between two turns is written by the chat template.
+    ("environments", "data.tokenizer"),
     # Losses and advantages are pure functions that the trainer applies.
     ("trainer", "algo"),
     # A procedural prompt brings its own scorer.

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tailrace.types import FinishReason, Prompt
+from tailrace.types import FinishReason, Prompt, SampleId
 
 Message = Mapping[str, object]
 """A chat message in OpenAI's format."""
@@ -48,6 +48,9 @@ class Outcome(NamedTuple):
 class Policy(Protocol):
     """The policy in one episode."""
 
+    id: SampleId
+    """The sample. An episode that is interrupted and goes on has the same."""
+
     def open(self, prompt_ids: Sequence[int]) -> None:
         """Set the context of the first turn, before it. Without this call it is the prompt.
 
@@ -76,14 +79,16 @@ class Policy(Protocol):
 
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.
+                The finish reason of the sample is then "length".
             EpisodeDiverged: the interrupted episode had other messages here.
         """
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """Await an action outside the model, for example a call of a tool, and record what it returns.
 
-        An action that has returned is not repeated when the episode is interrupted and goes on. When the
-        episode is parked, an action that is under way is awaited for a limited time.
+        It comes after the first turn. An action that has returned is not repeated when the episode is
+        interrupted and goes on. When the episode is parked, an action that is under way is awaited for a
+        limited time.
         """
 
 

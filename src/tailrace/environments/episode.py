@@ -14,8 +14,9 @@ from tailrace.types import Sample, Turn
 
 Serve = Callable[[Sample], Awaitable[None]]
 """Generates the rest of a turn. It may be cancelled at any token."""
-Observe = Callable[[Sequence[Message]], list[int]]
-"""The tokens between a turn and the next one, for messages of the environment: at least one."""
+Observe = Callable[[Sequence[Message], int | None], list[int]]
+"""The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
+and the last token of the turn (None in a simulation, which has no tokens)."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -42,6 +43,7 @@ class Episode:
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
         self._grace_s = grace_s
+        self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
         self._num_openings = 0
@@ -85,6 +87,8 @@ class Episode:
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
         """As Policy.call."""
+        if not self._num_turns:
+            raise RuntimeError("an environment called Policy.call before the first Policy.complete")
         results = self._sample.turns[self._num_turns - 1].results
         place, self._num_calls = self._num_calls, self._num_calls + 1
         if place == len(results):
@@ -108,21 +112,21 @@ class Episode:
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
-        if not last.observation_ids and last.finish_reason == "length":
-            raise EpisodeOver
-        ids = self._observe(messages)
+        sample = self._sample
+        last_id = sample.completion_ids[last.num_tokens - 1] if sample.completion_ids else None
+        ids = self._observe(messages, last_id)
         if last.observation_ids:
             if last.observation_ids != ids:
                 raise EpisodeDiverged
             return
-        self._check_room(ids)
+        self._check_room(ids, is_cut_off=last.finish_reason == "length")
         last.messages = msgspec.to_builtins(list(messages))
-        last.observation_ids, self._sample.finish_reason = ids, None
+        last.observation_ids, sample.finish_reason = ids, None
 
-    def _check_room(self, ids: Sequence[int]) -> None:
+    def _check_room(self, ids: Sequence[int], *, is_cut_off: bool = False) -> None:
         """Raises EpisodeOver if no turn fits after these tokens of the environment."""
         sample = self._sample
-        if sample.num_tokens >= self._max_completion_tokens:
-            raise EpisodeOver
-        if sample.num_context_tokens + len(ids) >= self._max_context_tokens:
+        is_full = sample.num_context_tokens + len(ids) >= self._max_context_tokens
+        if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
+            sample.finish_reason = "length"
             raise EpisodeOver

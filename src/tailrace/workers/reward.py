@@ -122,7 +122,8 @@ class RewardPool:
             case Failed() as failed:
                 raise RewardFailed(failed.reason, failed.detail, is_defect=failed.is_defect)
             case Scores(reward, metrics, columns):
-                sample.reward_metrics, sample.reward_columns = metrics, columns
+                sample.reward_metrics |= metrics  # beside those of an environment
+                sample.reward_columns = columns
                 return reward
 
     async def check_one_row(self, prompt: Prompt, understood: str) -> str | None:

@@ -1,0 +1,82 @@
+"""Opens the environment that the [environment] section names."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tailrace.environments.base import Environment, Outcome, Policy
+from tailrace.environments.settings import (
+    EnvironmentSettings,
+    PythonSettings,
+    SingleTurnSettings,
+    ToolsSettings,
+)
+from tailrace.environments.tools import Tools, import_tools, schemas_of
+from tailrace.errors import ConfigError
+from tailrace.importing import import_function
+from tailrace.types import Prompt
+
+
+class FromFunction:
+    """`Environment` (base.py) from an async function."""
+
+    def __init__(self, function: Callable[[Prompt, Policy], Awaitable[Outcome]]) -> None:
+        self._function = function
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As Environment.run."""
+        return await self._function(prompt, policy)
+
+
+@asynccontextmanager
+async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Environment | None]:
+    """Open an environment for the length of the block; None for single turns.
+
+    Raises:
+        ConfigError: the settings name what cannot be imported or made.
+    """
+    match settings:
+        case SingleTurnSettings():
+            yield None
+        case ToolsSettings():
+            yield Tools(settings, import_tools(settings))
+        case PythonSettings():
+            yield _import_environment(settings)
+
+
+def check_environment(settings: EnvironmentSettings) -> None:
+    """Check what can be checked before anything starts.
+
+    Raises:
+        ConfigError: as `open_environment` and `tools_of`.
+    """
+    tools_of(settings)
+    if isinstance(settings, PythonSettings):
+        _import_environment(settings)
+
+
+def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
+    """Return the tools that each prompt describes to the model, as JSON schemas.
+
+    Raises:
+        ConfigError: a tool cannot be imported or described.
+    """
+    return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
+
+
+def _import_environment(settings: PythonSettings) -> Environment:
+    key, spec = "environment.environment", settings.environment
+    found: Any = import_function(spec, key)
+    if inspect.iscoroutinefunction(found):
+        return FromFunction(found)
+    try:
+        environment: Any = found(**settings.arguments)
+    except Exception as why:
+        remedy = "check environment.arguments"
+        raise ConfigError(key, spec, f"it cannot be made ({type(why).__name__}: {why})", remedy) from why
+    if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
+        remedy = "write `async def run(self, prompt, policy)`, which returns an Outcome"
+        raise ConfigError(key, spec, "it has no async method `run`", remedy)
+    made: Environment = environment
+    return made
