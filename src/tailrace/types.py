@@ -77,8 +77,8 @@ class Turn:
     """A turn of the policy that has ended, and what the environment did after it."""
 
     num_tokens: int
-    """Completion tokens of the sample at the end of the turn. 0: this is no turn of the policy; its observation
-    stands between the prompt and the first turn."""
+    """Completion tokens of the sample at the end of the turn. 0: this is no turn of the policy; its
+    observation stands between the prompt and the first turn."""
     finish_reason: FinishReason
     results: list[str | None] = field(default_factory=list)
     """What the environment's calls after the turn returned, in the order in which they began. None: no result

@@ -8,16 +8,20 @@ it repeats get the recorded replies.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tailrace.environments.agent_settings import AgentSettings
+from tailrace.environments.agent_prompts import Encode
 from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
-from tailrace.environments.session import Encode, Session
+from tailrace.environments.session import Session
 from tailrace.environments.session_server import SessionServer
+from tailrace.environments.settings import AgentSettings
 from tailrace.environments.tool_calls import PARSERS
 from tailrace.errors import EnvironmentFailed
 from tailrace.types import Prompt
+
+
+STOP_S = 5.0
+"""Seconds in which an agent that is stopped must end; one that does not is left alone."""
 
 
 class Task(NamedTuple):
@@ -61,16 +65,16 @@ class AgentEnvironment:
                 return _outcome(session, agent)
             finally:
                 agent.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await agent
+                await asyncio.wait([agent], timeout=STOP_S)
 
     async def _serve(self, session: Session, agent: "asyncio.Future[float | None]", policy: Policy) -> None:
         """Answer requests until the agent has ended."""
         while True:
             waiting = asyncio.ensure_future(session.waiting())
+            limit_s, either = self._settings.idle_timeout_s, asyncio.FIRST_COMPLETED
+            both: list[asyncio.Future[Any]] = [waiting, agent]
             try:
-                limit_s = self._settings.idle_timeout_s
-                await asyncio.wait([waiting, agent], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(both, timeout=limit_s, return_when=either)
             finally:
                 waiting.cancel()
             if agent.done():

@@ -51,7 +51,7 @@ class Episode:
 
     def open(self, prompt_ids: Sequence[int]) -> None:
         """As Policy.open."""
-        sample, turns, prompt = self._sample, self._sample.turns, list(self._sample.prompt.ids)
+        turns, prompt = self._sample.turns, list(self._sample.prompt.ids)
         ids = list(prompt_ids[len(prompt) :])
         if list(prompt_ids[: len(prompt)]) != prompt:
             raise ValueError("the context of the first turn does not begin with the prompt")

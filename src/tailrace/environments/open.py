@@ -1,12 +1,17 @@
 """Opens the environment that the [environment] section names."""
 
+import importlib.util
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.environments.agent_prompts import RequestEncoder
+from tailrace.environments.agents import make_agent
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.settings import (
+    AgentSettings,
     EnvironmentSettings,
     PythonSettings,
     SingleTurnSettings,
@@ -30,8 +35,13 @@ class FromFunction:
 
 
 @asynccontextmanager
-async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Environment | None]:
+async def open_environment(
+    settings: EnvironmentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment | None]:
     """Open an environment for the length of the block; None for single turns.
+
+    Args:
+        tokenizer, encoder: for agents.
 
     Raises:
         ConfigError: the settings name what cannot be imported or made.
@@ -43,6 +53,9 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Envir
             yield Tools(settings, import_tools(settings))
         case PythonSettings():
             yield _import_environment(settings)
+        case AgentSettings():
+            async with _open_agents(settings, tokenizer, encoder) as agents:
+                yield agents
 
 
 def check_environment(settings: EnvironmentSettings) -> None:
@@ -54,6 +67,11 @@ def check_environment(settings: EnvironmentSettings) -> None:
     tools_of(settings)
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
+    if isinstance(settings, AgentSettings):
+        make_agent(settings)
+        if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+            problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
+            raise ConfigError("environment.kind", "agent", problem, remedy)
 
 
 def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
@@ -63,6 +81,20 @@ def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
         ConfigError: a tool cannot be imported or described.
     """
     return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
+
+
+@asynccontextmanager
+async def _open_agents(
+    settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment]:
+    from tailrace.environments.agent import AgentEnvironment
+    from tailrace.environments.session_server import SessionServer
+
+    server = SessionServer(tokenizer)
+    try:
+        yield AgentEnvironment(settings, make_agent(settings), encoder, server)
+    finally:
+        await server.close()
 
 
 def _import_environment(settings: PythonSettings) -> Environment:

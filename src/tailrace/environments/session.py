@@ -6,17 +6,14 @@ the tokens of an episode are one sequence; the session goes on from the history 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Message, Policy
+from tailrace.environments.agent_prompts import Encode
+from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Policy
 from tailrace.environments.chat_replies import Turn, assistant_message
 from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
 from tailrace.environments.tool_calls import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
-
-Encode = Callable[[Sequence[Message], Sequence[Message] | None], Sequence[int]]
-"""The tokens of messages and tools, with the generation prompt. Raises BadRow."""
 
 
 class Refused(Exception):
@@ -141,8 +138,8 @@ class Session:
             policy.open(ids)
         except ValueError as why:
             detail = (
-                'the first request is not the prompt of the data; write environment.prompt = "agent", or give '
-                "the data the agent's system prompt and tools"
+                'the first request is not the prompt of the data; write environment.prompt = "agent", or '
+                "give the data the agent's system prompt and tools"
             )
             raise EnvironmentFailed("other prompt", detail) from why
         except EpisodeOver as why:

@@ -17,10 +17,11 @@ from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.serve.errors import add_error_handlers
 from tailrace.engine.serve.guard import Guard, error_body
 from tailrace.engine.serve.listening import Server
-from tailrace.environments.agent_settings import MODEL
+from tailrace.environments.agent_prompts import Encode
 from tailrace.environments.chat_replies import Replies
 from tailrace.environments.chat_requests import SessionRequest
-from tailrace.environments.session import Encode, Refused, Session
+from tailrace.environments.session import Refused, Session
+from tailrace.environments.settings import MODEL
 from tailrace.environments.tool_calls import Parse
 
 PREFIX = "/sessions/"
@@ -42,7 +43,7 @@ class SessionServer:
         self._replies = Replies(MODEL, tokenizer)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
-        self._url = "http://127.0.0.1:{}".format(self._socket.getsockname()[1])
+        self._url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             self._app(), log_level="warning", access_log=False, lifespan="off", ws="none", loop="none"
         )
