@@ -77,8 +77,7 @@ class Turn:
     """A turn of the policy that has ended, and what the environment did after it."""
 
     num_tokens: int
-    """Completion tokens of the sample at the end of the turn. 0: this is no turn of the policy; its
-    observation stands between the prompt and the first turn."""
+    """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
     finish_reason: FinishReason
     results: list[str | None] = field(default_factory=list)
     """What the environment's calls after the turn returned, in the order in which they began. None: no result
@@ -126,8 +125,8 @@ class Sample:
     """Set when generation has ended; in an episode, when the present turn has ended."""
     turns: list[Turn] = field(default_factory=list)
     """The turns of an episode that have ended. Empty without an environment of several turns."""
-    turn_limit: int | None = None
-    """Completion tokens at which the turn that is generated now is cut off. None: the engine's limit."""
+    turn_limit: float = float("inf")
+    """Completion tokens at which the turn that is generated now is cut off, below the engine's limit."""
     in_episode: bool = False
     """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
@@ -160,11 +159,6 @@ class Sample:
     def turn_start(self) -> int:
         """Completion tokens before the turn that is generated now."""
         return next((turn.num_tokens for turn in reversed(self.turns) if turn.observation_ids), 0)
-
-    def limited(self, max_completion_tokens: int) -> int:
-        """Completion tokens at which the turn that is generated now is cut off, given the engine's limit."""
-        limit = self.turn_limit
-        return max_completion_tokens if limit is None else min(limit, max_completion_tokens)
 
     @property
     def turn_seed(self) -> int:
@@ -207,13 +201,7 @@ class Sample:
     @property
     def opening_ids(self) -> list[int]:
         """What an environment has put between the prompt and the first turn."""
-        opens = bool(self.turns) and not self.turns[0].num_tokens
-        return self.turns[0].observation_ids if opens else []
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """What is scored as text: the response from the first turn on."""
-        return self.response_ids[len(self.opening_ids) :]
+        return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
 
     @property
     def messages(self) -> list[dict[str, object]]:

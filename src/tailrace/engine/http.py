@@ -193,10 +193,8 @@ class HttpEngine:
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = min(
-                sample.limited(self._max_completion_tokens) - sample.num_tokens,
-                self._max_context_tokens - sample.num_context_tokens,
-            )
+            left = min(self._max_completion_tokens, sample.turn_limit) - sample.num_tokens
+            left = min(left, self._max_context_tokens - sample.num_context_tokens)
             if left <= 0:
                 sample.finish_reason = "length"
                 return

@@ -19,7 +19,6 @@ from tailrace.environments.tool_calls import PARSERS
 from tailrace.errors import EnvironmentFailed
 from tailrace.types import Prompt
 
-
 STOP_S = 5.0
 """Seconds in which an agent that is stopped must end; one that does not is left alone."""
 

@@ -6,6 +6,7 @@ continued by playing the environment again over that record; nothing else is kep
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 
 import msgspec
 
@@ -71,7 +72,7 @@ class Episode:
         if self._num_turns > self._num_openings:
             self._continue(turns[self._num_turns - 1], messages)
         if self._num_turns == len(turns):
-            self._sample.turn_limit = max_tokens and self._sample.turn_start + max_tokens
+            self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
             await self._serve(self._sample)
             assert self._sample.finish_reason is not None
             text = self._decode(self._sample.turn_ids)

@@ -79,8 +79,8 @@ class AgentSettings(EpisodeSettings):
     None where reward functions score the episode. One that is not async runs in a thread of its own."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program and its arguments, in place of `function`. It is started for each episode, with the row as
-    JSON in its input and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. It may give a reward
-    in its last line of output: {"reward": 1.0}."""
+    JSON in its input and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. It may give a
+    reward in its last line of output: {"reward": 1.0}."""
     prompt: Literal["agent", "data"] = "agent"
     """What the prompt of a sample is. "agent": the first request of the agent, with its own system prompt and
     tools. "data": the prompt of the data, which the first request must repeat; engines then compute it once
