@@ -90,4 +90,6 @@ def _chat(config: RunConfig, tokenizer: Tokenizer) -> Chat:
         if other != first:
             problem = f"another source has {first}, and the turns of all episodes are written in one way"
             raise ConfigError("data.sources.chat_template_kwargs", other, problem, "write the same in each")
-    return Chat(tokenizer, config.environment.kind, first)
+    settings = config.environment
+    role = settings.answer_role if isinstance(settings, ToolsSettings) else "user"
+    return Chat(tokenizer, settings.kind, first, role)

@@ -6,8 +6,9 @@ from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.base import Message
 from tailrace.errors import ConfigError, EnvironmentFailed
 
-QUESTION, ANSWER = "tailrace question", "tailrace answer"
-"""The fixed conversation before the messages. The template's text for earlier turns is not used."""
+QUESTION, ANSWER, PROBE = "tailrace question", "tailrace answer", "tailrace probe"
+"""The fixed conversation before the messages, of which the template's text is not used, and a message that
+tells whether the template writes messages of a role at all."""
 
 
 class Chat:
@@ -18,26 +19,34 @@ class Chat:
     template does to earlier turns.
 
     Args:
-        kind: of the environment, for messages.
+        kind: of the environment, for errors.
         arguments: of the template, as `data.chat_template_kwargs`.
+        role: of the environment's messages.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or the template cannot render such a conversation.
+        ConfigError: the tokenizer has no chat template, or the template does not write messages of that role
+            after a turn of the assistant.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kind: str, arguments: Mapping[str, object]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, kind: str, arguments: Mapping[str, object], role: str = "user"
+    ) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
         if tokenizer.chat_template is None:
             problem = "it needs the chat template of the model's tokenizer, which has none"
             remedy = "add a chat_template.jinja to the model folder, or use a chat model"
             raise ConfigError("environment.kind", kind, problem, remedy)
-        role = "tool" if kind == "tools" else "user"
         try:
-            self.observe([{"role": role, "content": "."}], None)
-        except EnvironmentFailed as why:
-            remedy = "choose a model whose template knows it, or another template"
-            problem = f"the model's chat template cannot continue a conversation with role {role!r} ({why})"
-            raise ConfigError("environment.kind", kind, problem, remedy) from why
+            probed = self._text([{"role": role, "content": PROBE}])
+            why = "" if PROBE in probed else "it leaves them out"
+        except EnvironmentFailed as failed:
+            why = failed.detail
+        if why:
+            problem = f"the model's chat template does not write messages of the role {role!r} ({why})"
+            remedy = "choose a model whose template does"
+            if role == "tool":
+                remedy += ', or set environment.answer_role = "user"'
+            raise ConfigError("environment.kind", kind, problem, remedy)
 
     def observe(self, messages: Sequence[Message], last_id: int | None) -> list[int]:
         """Return the tokens between a turn that ended with `last_id` and the next one.
@@ -47,6 +56,10 @@ class Chat:
         Raises:
             EnvironmentFailed: the template refuses the messages, or leaves out the assistant's text.
         """
+        ids = self._tokenizer.encode(self._text(messages), add_special_tokens=False)
+        return ids[1:] if ids[:1] == [last_id] else ids
+
+    def _text(self, messages: Sequence[Message]) -> str:
         conversation: list[Message] = [
             {"role": "user", "content": QUESTION},
             {"role": "assistant", "content": ANSWER},
@@ -62,5 +75,4 @@ class Chat:
         _, found, after = text.partition(ANSWER)
         if not found:
             raise EnvironmentFailed("template", "it leaves out the text of the assistant")
-        ids = self._tokenizer.encode(after, add_special_tokens=False)
-        return ids[1:] if ids[:1] == [last_id] else ids
+        return after

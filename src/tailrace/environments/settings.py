@@ -52,6 +52,8 @@ class ToolsSettings(EpisodeSettings):
     on_error: Literal["answer", "end"] = "answer"
     """What a call that raises or takes too long does: its error is the answer to the model, or the episode
     ends. A malformed call is answered in each case."""
+    answer_role: Literal["tool", "user"] = "tool"
+    """Role of the messages that answer calls. "user" is for models whose chat template knows no other."""
     max_answer_chars: int = Field(default=10_000, ge=1, le=2**31)
     """Longer answers of tools are cut off; at least 1."""
 

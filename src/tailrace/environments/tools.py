@@ -46,10 +46,6 @@ class Answer(NamedTuple):
     """One of PROBLEMS; empty: none."""
     text: str
 
-    def message(self, name: str) -> Message:
-        """Return the chat message for the model."""
-        return {"role": "tool", "name": name, "content": f"error: {self.text}" if self.problem else self.text}
-
 
 class Tools:
     """`Environment` (base.py): each turn may call tools; a turn without calls ends the episode."""
@@ -80,7 +76,11 @@ class Tools:
                     counts[answer.problem] += 1
             if self._settings.on_error == "end" and counts["raised"] + counts["timeout"]:
                 return
-            messages = [answer.message(call.name) for call, answer in zip(calls, answers, strict=True)]
+            messages = [self._message(call, answer) for call, answer in zip(calls, answers, strict=True)]
+
+    def _message(self, call: ToolCall, answer: Answer) -> Message:
+        text = f"error: {answer.text}" if answer.problem else answer.text
+        return {"role": self._settings.answer_role, "name": call.name, "content": text}
 
     async def _answer(self, call: ToolCall, caller: Caller, policy: Policy) -> Answer:
         if call.problem:
