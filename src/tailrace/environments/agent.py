@@ -1,8 +1,8 @@
 """`Environment` (base.py) of an agent that talks to the policy as to an OpenAI server.
 
-The agent runs beside the session: a task for an async function, a thread for another one, a process for a
-command. When the episode is interrupted, the agent is stopped; it begins again later, and the requests that
-it repeats get the recorded replies.
+The agent runs beside the session: in a thread where it is a function, in a process where it is a command.
+When the episode is interrupted, the agent is stopped; it begins again later, and the requests that it repeats
+get the recorded replies.
 """
 
 import asyncio
@@ -105,5 +105,6 @@ def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome
 
 
 def _messages(prompt: Prompt) -> list[Message]:
-    given = prompt.given or prompt.text
-    return list(given) if isinstance(given, list) else [{"role": "user", "content": given}]
+    if isinstance(prompt.given, list):
+        return prompt.given
+    return [{"role": "user", "content": prompt.text if prompt.given is None else prompt.given}]

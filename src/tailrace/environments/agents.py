@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tailrace.environments.agent import Agent, Task
+from tailrace.environments.agent_thread import AgentThread
 from tailrace.environments.settings import MODEL, AgentSettings
 from tailrace.environments.tools import in_thread
 from tailrace.errors import ConfigError
@@ -31,16 +32,21 @@ class ProgramFailed(Exception):
     """A program ended with an error. The message has the end of its output."""
 
 
-def make_agent(settings: AgentSettings) -> Agent:
+def make_agent(settings: AgentSettings, thread: AgentThread) -> Agent:
     """Return the agent that the settings name.
+
+    Args:
+        thread: for an async function.
 
     Raises:
         ConfigError: the function cannot be imported or called, or there is no such program.
     """
-    return _from_function(settings.function) if settings.function else _from_command(settings.command)
+    if settings.function:
+        return _from_function(settings.function, thread)
+    return _from_command(settings.command)
 
 
-def _from_function(spec: str) -> Agent:
+def _from_function(spec: str, thread: AgentThread) -> Agent:
     key = "environment.function"
     function: Any = import_function(spec, key)
     parameters = inspect.signature(function).parameters.values()
@@ -58,7 +64,8 @@ def _from_function(spec: str) -> Agent:
         given = {**task._asdict(), "model": MODEL}
         arguments = {name: given[name] for name in names}
         is_async = inspect.iscoroutinefunction(function)
-        reward: float | None = await (function(**arguments) if is_async else in_thread(function, arguments))
+        playing = thread.run(function(**arguments)) if is_async else in_thread(function, arguments)
+        reward: float | None = await playing
         return reward
 
     return play

@@ -8,6 +8,7 @@ from typing import Any
 
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.agent_prompts import RequestEncoder
+from tailrace.environments.agent_thread import AgentThread
 from tailrace.environments.agents import make_agent
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.settings import (
@@ -68,7 +69,7 @@ def check_environment(settings: EnvironmentSettings) -> None:
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
     if isinstance(settings, AgentSettings):
-        make_agent(settings)
+        make_agent(settings, AgentThread())
         if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
             problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
             raise ConfigError("environment.kind", "agent", problem, remedy)
@@ -90,11 +91,12 @@ async def _open_agents(
     from tailrace.environments.agent import AgentEnvironment
     from tailrace.environments.session_server import SessionServer
 
-    server = SessionServer(tokenizer)
+    server, thread = SessionServer(tokenizer), AgentThread()
     try:
-        yield AgentEnvironment(settings, make_agent(settings), encoder, server)
+        yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
     finally:
         await server.close()
+        thread.close()
 
 
 def _import_environment(settings: PythonSettings) -> Environment:

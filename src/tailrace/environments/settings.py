@@ -78,7 +78,8 @@ class AgentSettings(EpisodeSettings):
     function: str | None = None
     """'package.module:name' or 'path/to/file.py:name'. It is called for each episode, with those of the
     arguments `row`, `messages`, `base_url`, `api_key` and `model` that it names, and returns the reward, or
-    None where reward functions score the episode. One that is not async runs in a thread of its own."""
+    None where reward functions score the episode. Async functions share a thread; each call of another
+    one has its own."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program and its arguments, in place of `function`. It is started for each episode, with the row as
     JSON in its input and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. It may give a
