@@ -176,7 +176,7 @@ class Sample:
         """What the turn that is generated now continues: the prompt, the turns before, and the environment's
         tokens."""
         ids = self.response_ids
-        return [*self.prompt.ids, *ids[: len(ids) - (self.num_tokens - self.turn_start)]]
+        return [*self.prompt.ids, *ids[: len(ids) - len(self.turn_ids)]]
 
     @property
     def num_observation_tokens(self) -> int:

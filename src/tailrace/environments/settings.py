@@ -36,7 +36,7 @@ class ToolsSettings(EpisodeSettings):
 
     gives_rewards: ClassVar[bool] = False
 
-    kind: Literal["tools"]
+    kind: Literal["tools"] = "tools"
     """Selects this kind of environment."""
     functions: tuple[str, ...] = Field(min_length=1)
     """The tools: 'package.module:name' or 'path/to/file.py:name'. Their type hints and docstrings tell the
@@ -61,7 +61,7 @@ class ToolsSettings(EpisodeSettings):
 class PythonSettings(EpisodeSettings):
     """An environment of your own."""
 
-    kind: Literal["python"]
+    kind: Literal["python"] = "python"
     """Selects this kind of environment."""
     environment: str
     """'package.module:name' or 'path/to/file.py:name' of an async function of a prompt and a policy that
