@@ -83,6 +83,11 @@ def wishful(base_url: str, browser: object) -> float:
     return 1.0
 
 
-async def answering(messages: list[Any], base_url: str, api_key: str, model: str) -> None:
-    """As `calculating`; reward functions say what the answer is worth."""
-    await calculating({"answer": ""}, base_url, api_key, model, messages)
+async def asking_twice(messages: list[Any], base_url: str, api_key: str, model: str) -> float:
+    """Two turns, and a reward of its own."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        first = await client.chat.completions.create(model=model, messages=messages)
+        again = [*messages, first.choices[0].message, {"role": "user", "content": "12 * 34"}]
+        second = await client.chat.completions.create(model=model, messages=again, max_tokens=3)
+        assert second.usage
+        return float(len(first.choices[0].message.content or "") % 2)
