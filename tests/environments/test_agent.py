@@ -119,10 +119,10 @@ def test_an_agent_that_does_not_repeat_itself_fails_the_sample() -> None:
     play(sample, script, function="agents_of_tests:calculating")
     del sample.turns[-1]
     sample.turns[-1].observation_ids = encode(AFTER_TOOL.replace("408", "409"))
-    with pytest.raises(EnvironmentFailed, match="agent not repeatable"):
+    with pytest.raises(EnvironmentFailed, match="not repeatable"):
         play(sample, script, function="agents_of_tests:calculating")
     sample.turns[0] = Turn(0, "stop", observation_ids=encode("user\n"))
-    with pytest.raises(EnvironmentFailed, match="agent not repeatable"):
+    with pytest.raises(EnvironmentFailed, match="not repeatable"):
         play(sample, script, function="agents_of_tests:calculating")
 
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import Any
 
 import httpx
@@ -85,8 +84,6 @@ class HttpEngine:
         self._link = new_link(name, num_ranks)
         self._version = 0
         """Of the weights that the server has, as far as it was told."""
-        self._max_context_tokens: float = inf
-        """Of a request and its answer, as the server says."""
         self._num_prefilled = 0
         self._requests: dict[Sample, _Request] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -107,9 +104,8 @@ class HttpEngine:
     async def ready(self) -> None:
         """As EngineLife.ready."""
         await self._server.ready()
-        self.connection.dialect = await self._detect(self.connection.client)
+        await self.connection.detect(self._detect)
         self.capabilities = self.dialect.capabilities
-        self._max_context_tokens = (await self.dialect.model()).max_context or inf
         self._watcher = asyncio.create_task(self._watch())
         await self._check(self)
 
@@ -193,12 +189,11 @@ class HttpEngine:
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = min(self._max_completion_tokens, sample.turn_limit) - sample.num_tokens
-            left = min(left, self._max_context_tokens - sample.num_context_tokens)
+            left = self.connection.room(sample, self._max_completion_tokens)
             if left <= 0:
                 sample.finish_reason = "length"
                 return
-            request.attempt = self.connection.attempt(sample, int(left), self._version)
+            request.attempt = self.connection.attempt(sample, left, self._version)
             request.start = sample.num_tokens
             self._num_prefilled += len(request.attempt.ids)
             try:

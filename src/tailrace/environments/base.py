@@ -14,10 +14,6 @@ class EpisodeOver(Exception):
     it to give a reward."""
 
 
-class EpisodeDiverged(Exception):
-    """An episode that was interrupted went on with other messages than the recorded ones."""
-
-
 class Completion(NamedTuple):
     """One turn of the policy.
 
@@ -60,7 +56,7 @@ class Policy(Protocol):
 
         Raises:
             EpisodeOver: no room is left for a turn.
-            EpisodeDiverged: the interrupted episode was opened otherwise.
+            EnvironmentFailed: the interrupted episode was opened otherwise.
             ValueError: `prompt_ids` does not begin with the prompt's tokens.
         """
 
@@ -80,7 +76,7 @@ class Policy(Protocol):
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.
                 The finish reason of the sample is then "length".
-            EpisodeDiverged: the interrupted episode had other messages here.
+            EnvironmentFailed: the interrupted episode had other messages here.
         """
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:

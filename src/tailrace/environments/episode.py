@@ -10,7 +10,8 @@ from math import inf
 
 import msgspec
 
-from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Message
+from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.errors import EnvironmentFailed
 from tailrace.types import Sample, Turn
 
 Serve = Callable[[Sample], Awaitable[None]]
@@ -58,7 +59,7 @@ class Episode:
             raise ValueError("the context of the first turn does not begin with the prompt")
         opening = turns[0].observation_ids if turns and not turns[0].num_tokens else []
         if turns and opening != ids:
-            raise EpisodeDiverged
+            raise _diverged()
         if ids and not turns:
             self._check_room(ids)
             turns.append(Turn(0, "stop", observation_ids=ids))
@@ -118,7 +119,7 @@ class Episode:
         ids = self._observe(messages, last_id)
         if last.observation_ids:
             if last.observation_ids != ids:
-                raise EpisodeDiverged
+                raise _diverged()
             return
         self._check_room(ids, is_cut_off=last.finish_reason == "length")
         last.messages = msgspec.to_builtins(list(messages))
@@ -131,3 +132,7 @@ class Episode:
         if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
             sample.finish_reason = "length"
             raise EpisodeOver
+
+
+def _diverged() -> EnvironmentFailed:
+    return EnvironmentFailed("not repeatable", "after an interruption it said something else than before")

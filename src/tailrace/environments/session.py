@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tailrace.environments.agent_prompts import Encode
-from tailrace.environments.base import Completion, EpisodeDiverged, EpisodeOver, Policy
+from tailrace.environments.base import Completion, EpisodeOver, Policy
 from tailrace.environments.chat_replies import Turn, assistant_message
 from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
 from tailrace.environments.tool_calls import Parse
@@ -90,9 +90,6 @@ class Session:
         except Refused as why:
             if not ask.turn.done():
                 ask.turn.set_exception(why)
-        except EpisodeDiverged as why:
-            detail = "after an interruption the agent began again and sent other messages than before"
-            raise EnvironmentFailed("agent not repeatable", detail) from why
         else:
             if not ask.turn.done():
                 ask.turn.set_result(turn)
