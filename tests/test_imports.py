@@ -46,6 +46,12 @@ INSIDES = {
     ("rollout", "environments.episode"),
     # What stands between two turns is written by the chat template.
     ("environments", "data.tokenizer"),
+    # An agent's first request is encoded like a prompt of the data.
+    ("environments", "data.encoding"),
+    # The endpoint of agents has the requests, replies and guard of the engine's.
+    ("environments", "engine.serve"),
+    # The program of an agent ends with the controller.
+    ("environments", "workers.orphans"),
     # Losses and advantages are pure functions that the trainer applies.
     ("trainer", "algo"),
     # A procedural prompt brings its own scorer.

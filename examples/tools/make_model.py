@@ -15,13 +15,13 @@ import re
 from pathlib import Path
 
 import torch
+from calculator import calculator
 from reasoning_gym.arithmetic.products import ProductsConfig, ProductsDataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from calculator import calculator
 from tailrace.data.procedural import is_held_out
 from tailrace.environments.chat import Chat
 from tailrace.environments.tools import schemas_of

@@ -34,7 +34,7 @@ from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSett
 
 _KINDS = (
     *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
-    *("single_turn", "tools", "python", "verifiers"),
+    *("single_turn", "tools", "python", "agent", "verifiers"),
     *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
@@ -43,6 +43,7 @@ MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("environment.call_timeout_s", "environment.grace_s", "environment.max_failures"),
+    "environment.idle_timeout_s",
     *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
     *("ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -269,7 +270,7 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
     paths = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("weights", "folder"))
     functions = (
         *(("reward", "function"), ("schedule", "name"), ("record", "sinks")),
-        *(("environment", "functions"), ("environment", "environment")),
+        *(("environment", "functions"), ("environment", "environment"), ("environment", "function")),
     )
     for section, key in (*paths, *functions):
         table = tree.get(section)

@@ -77,7 +77,7 @@ class Turn:
     """A turn of the policy that has ended, and what the environment did after it."""
 
     num_tokens: int
-    """Completion tokens of the sample at the end of the turn."""
+    """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
     finish_reason: FinishReason
     results: list[str | None] = field(default_factory=list)
     """What the environment's calls after the turn returned, in the order in which they began. None: no result
@@ -125,6 +125,8 @@ class Sample:
     """Set when generation has ended; in an episode, when the present turn has ended."""
     turns: list[Turn] = field(default_factory=list)
     """The turns of an episode that have ended. Empty without an environment of several turns."""
+    turn_limit: float = float("inf")
+    """Completion tokens at which the turn that is generated now is cut off, below the engine's limit."""
     in_episode: bool = False
     """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
@@ -197,10 +199,15 @@ class Sample:
         return ids + self.completion_ids[start:]
 
     @property
+    def opening_ids(self) -> list[int]:
+        """What an environment has put between the prompt and the first turn."""
+        return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
+
+    @property
     def messages(self) -> list[dict[str, object]]:
         """What follows the prompt, as chat messages. Empty without an environment of several turns."""
         messages: list[dict[str, object]] = []
-        for turn in self.turns:
+        for turn in self.turns[1 if self.opening_ids else 0 :]:
             messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
         return messages
 

@@ -4,11 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tailrace.config import RunConfig
-from tailrace.data.base import ProceduralSettings, sources_of
+from tailrace.data.base import ProceduralSettings, Prompts, sources_of
 from tailrace.data.tokenizer import Tokenizer, text_of
+from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.environments.chat import Chat
 from tailrace.environments.open import check_environment, open_environment
-from tailrace.environments.settings import EpisodeSettings, ToolsSettings
+from tailrace.environments.settings import AgentSettings, EpisodeSettings, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.model_folder import context_length
 from tailrace.rollout.episodes import Episodes
@@ -29,9 +30,25 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
     check_environment(config.environment)
     assert config.data
     for source in sources_of(config.data):
-        if isinstance(config.environment, ToolsSettings) and source.chat_template == "never":
-            problem = "the tools are described to the model by its chat template"
+        settings = config.environment
+        needs_template = isinstance(settings, ToolsSettings) or getattr(settings, "prompt", "") == "data"
+        if needs_template and source.chat_template == "never":
+            problem = "the model reads the tools and the messages of agents through its chat template"
             raise ConfigError("data.chat_template", "never", problem, 'set it to "auto"')
+
+
+def request_encoder(config: RunConfig, tokenizer: Tokenizer) -> RequestEncoder:
+    """Return what encodes the first requests of agents."""
+    assert config.model and config.data
+    return RequestEncoder(config.data, tokenizer, context_length(config.model.path))
+
+
+def prompts_of_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
+    """Return the prompts, or what agents that write their own leave of them."""
+    settings = config.environment
+    if not isinstance(settings, AgentSettings) or settings.prompt == "data":
+        return prompts
+    return AgentPrompts(prompts, request_encoder(config, tokenizer).start())
 
 
 def calls_reward_functions(config: RunConfig) -> bool:
@@ -48,7 +65,7 @@ async def open_play(
 ) -> AsyncIterator[Play | None]:
     """Open the environment of a checked config for the length of the block; None for single turns."""
     settings = config.environment
-    async with open_environment(settings) as environment:
+    async with open_environment(settings, tokenizer, request_encoder(config, tokenizer)) as environment:
         if environment is None or not isinstance(settings, EpisodeSettings):
             yield None
             return

@@ -8,7 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
-from tailrace.commands.environments import calls_reward_functions, check_episodes, open_play
+from tailrace.commands.environments import (
+    calls_reward_functions,
+    check_episodes,
+    open_play,
+    prompts_of_episodes,
+)
 from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
@@ -155,7 +160,7 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
 
 def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     assert config.model and config.data
-    return open_prompts(
+    prompts = open_prompts(
         config.data,
         tokenizer,
         seed=seed,
@@ -163,6 +168,7 @@ def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Spl
         max_context_tokens=context_length(config.model.path),
         tools=tools_of(config.environment),
     )
+    return prompts_of_episodes(config, tokenizer, prompts)
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:

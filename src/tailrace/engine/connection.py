@@ -76,7 +76,7 @@ class Connection:
     def room(self, sample: Sample, max_completion_tokens: int) -> int:
         """Tokens that may still come in the sample's present turn; not above 0: none."""
         context = self._max_context_tokens - sample.num_context_tokens
-        return int(min(max_completion_tokens - sample.num_tokens, context))
+        return int(min(min(max_completion_tokens, sample.turn_limit) - sample.num_tokens, context))
 
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""

@@ -15,11 +15,18 @@ class EpisodeOver(Exception):
 
 
 class Completion(NamedTuple):
-    """One turn of the policy."""
+    """One turn of the policy.
+
+    Args:
+        num_context_tokens: before the turn.
+    """
 
     text: str
     finish_reason: FinishReason
     num_tokens: int
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    num_context_tokens: int = 0
 
 
 class Outcome(NamedTuple):
@@ -40,7 +47,22 @@ class Policy(Protocol):
     id: SampleId
     """The sample. An episode that is interrupted and goes on has the same."""
 
-    async def complete(self, messages: Sequence[Message] = ()) -> Completion:
+    def open(self, prompt_ids: Sequence[int]) -> None:
+        """Set the context of the first turn, before it. Without this call it is the prompt.
+
+        Args:
+            prompt_ids: the prompt's tokens and more. What exceeds the prompt counts as tokens of the
+                environment.
+
+        Raises:
+            EpisodeOver: no room is left for a turn.
+            EnvironmentFailed: the interrupted episode was opened otherwise.
+            ValueError: `prompt_ids` does not begin with the prompt's tokens.
+        """
+
+    async def complete(
+        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+    ) -> Completion:
         """Return the policy's next turn.
 
         The context of the turn is the context of the last turn, its tokens, and the tokens that the chat
@@ -49,10 +71,12 @@ class Policy(Protocol):
         Args:
             messages: what the environment says after the last turn. Empty before the first turn, whose
                 context is the prompt.
+            max_tokens: the turn is cut off there; None: where the limits of the episode are.
 
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.
                 The finish reason of the sample is then "length".
+            EnvironmentFailed: the interrupted episode had other messages here.
         """
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:

@@ -1,12 +1,18 @@
 """Opens the environment that the [environment] section names."""
 
+import importlib.util
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.environments.agent_prompts import RequestEncoder
+from tailrace.environments.agent_thread import AgentThread
+from tailrace.environments.agents import make_agent
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.settings import (
+    AgentSettings,
     EnvironmentSettings,
     PythonSettings,
     SingleTurnSettings,
@@ -31,8 +37,13 @@ class FromFunction:
 
 
 @asynccontextmanager
-async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Environment | None]:
+async def open_environment(
+    settings: EnvironmentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment | None]:
     """Open an environment for the length of the block; None for single turns.
+
+    Args:
+        tokenizer, encoder: for agents.
 
     Raises:
         ConfigError: the settings name what cannot be imported or made.
@@ -44,6 +55,9 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[Envir
             yield Tools(settings, import_tools(settings))
         case PythonSettings():
             yield _import_environment(settings)
+        case AgentSettings():
+            async with _open_agents(settings, tokenizer, encoder) as agents:
+                yield agents
         case VerifiersSettings():
             # Not at the top: verifiers takes seconds to import, and may not be installed.
             from tailrace.environments.verifiers.environment import open_verifiers
@@ -61,6 +75,11 @@ def check_environment(settings: EnvironmentSettings) -> None:
     tools_of(settings)
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
+    if isinstance(settings, AgentSettings):
+        make_agent(settings, AgentThread())
+        if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+            problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
+            raise ConfigError("environment.kind", "agent", problem, remedy)
 
 
 def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
@@ -70,6 +89,21 @@ def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
         ConfigError: a tool cannot be imported or described.
     """
     return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
+
+
+@asynccontextmanager
+async def _open_agents(
+    settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment]:
+    from tailrace.environments.agent import AgentEnvironment
+    from tailrace.environments.session_server import SessionServer
+
+    server, thread = SessionServer(tokenizer), AgentThread()
+    try:
+        yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
+    finally:
+        await server.close()
+        thread.close()
 
 
 def _import_environment(settings: PythonSettings) -> Environment:
