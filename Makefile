@@ -4,6 +4,7 @@
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
 # make test-peers   the reward functions of TRL and verl run unchanged
+# make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of docs/schedules
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 
-.PHONY: quickstart test test-peers test-vllm test-ray gpu-check check install-check docs bench clean
+.PHONY: quickstart test test-peers test-verifiers test-vllm test-ray gpu-check check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -34,6 +35,9 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers
+
+test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
+	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
@@ -67,6 +71,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/crash.py
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
+	$(BIN)/python benchmarks/crash.py --task tools --kills 20
 	$(BIN)/python benchmarks/kl_study.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sandbox.py
@@ -94,5 +99,10 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(PIP) install --no-deps --target .peers -r requirements-peers.txt
 	touch $@
 
+.verifiers/stamp: requirements-verifiers.txt
+	rm -rf .verifiers
+	$(PIP) install --no-deps --target .verifiers -r requirements-verifiers.txt
+	touch $@
+
 clean:
-	rm -rf .peers $(VENV) $(VLLM_VENV) runs
+	rm -rf .peers .verifiers $(VENV) $(VLLM_VENV) runs

@@ -1,7 +1,7 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--repeats N]
-                               [--seed N] [--json F]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools] [--kills N]
+                               [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
@@ -11,6 +11,8 @@ in the end each runs to its last round, where `Run.finish` compares the ledger w
 one engine after another to SIGKILL at random moments, also one that is being restarted. Each run must end by
 itself after its last round.
 
+--task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
+
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
 was trained, and a sink that writes every request down.
 
@@ -18,6 +20,9 @@ was trained, and a sink that writes every request down.
     trained_twice        samples that the surviving lineage of checkpoints contains twice
     lost                 prompts drawn, or samples trained, that the ledger does not know of or forgot
     regenerated          tokens that had arrived and were generated again for the same sample
+    turns_regenerated    (tools) turns that the ledger had as ended, and that were generated again
+    calls_repeated       (tools) calls whose answer the ledger had, and that were made again
+    calls_lost           (tools) calls that had answered less than a flush before a kill, and were made again
 
 The cost (--kill all): the same rounds of the race with the ledger in SQLite and without one, in turn, on the
 same workers.
@@ -33,6 +38,7 @@ from contextlib import closing
 from pathlib import Path
 from statistics import fmean, median
 
+from episodes import EpisodeVictim
 from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
@@ -57,6 +63,8 @@ LOSING: dict[str, dict[str, object]] = {
     "tailrace": {"groups_per_step": 8, "groups_in_flight": 16, "staleness": 2},
 }
 """Schedules that lose engines."""
+ROUNDS_TO_LEARN = 16
+"""Before the first kill: then most episodes call the tool."""
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
 EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
 REPLICAS = {"native": 3, "vllm": 2}
@@ -88,6 +96,35 @@ def crash(kills: int, seed: int) -> dict[str, float]:
         "tokens_wasted_by_kills": crash_tokens,
         "samples_trained_again": again,
     }
+
+
+def crash_tools(kills: int, seed: int) -> dict[str, float]:
+    """Kill and resume a run of episodes with tools; what was found."""
+    chance, here = random.Random(seed), Path(__file__).parent
+    options = OPTIONS | {
+        "environment.functions": json.dumps([f"{here / 'episodes.py'}:calculator"]),
+        "record.sinks": json.dumps([f"{here / 'victims.py'}:requests_sink"]),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        victim = EpisodeVictim("april", KILLED["april"], Path(name), options, "tools.toml")
+        victim.live(ROUNDS_TO_LEARN)
+        for number in range(kills):
+            victim.live_and_die(chance)
+            print(f"kill {number + 1:3} of {kills}: {victim.num_calls} calls", flush=True)
+        victim.live_to_the_end()
+        found, totals = victim.audit(), totals_of(victim.books())
+        return {
+            "kills": kills,
+            "tokens_unaccounted": abs(found.tokens_unaccounted),
+            "trained_twice": found.trained_twice,
+            "lost": found.lost,
+            "turns_regenerated": victim.turns_regenerated,
+            "calls_repeated": victim.calls_repeated,
+            "calls_lost": victim.calls_lost,
+            "calls": victim.num_calls,
+            "tokens_generated": counted_tokens(victim.folder / "counts"),
+            "tokens_wasted_by_kills": totals.wasted_tokens["crash"],
+        }
 
 
 def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
@@ -170,6 +207,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kill", choices=("all", "engines"), default="all", help="what is killed (all)")
+    parser.add_argument("--task", choices=("sums", "tools"), default="sums", help="with --kill all (sums)")
     parser.add_argument("--kills", type=int, default=50, help="0: none (50)")
     parser.add_argument("--engine", choices=tuple(REPLICAS), default="native", help="with --kill engines")
     parser.add_argument("--repeats", type=int, default=7, help="of the cost's measurement; 0: none (7)")
@@ -179,9 +217,11 @@ def main() -> None:
     results: dict[str, float] = {}
     if options.kill == "engines":
         results = lose_engines(options.kills, options.seed, options.engine)
+    elif options.task == "tools":
+        results = crash_tools(options.kills, options.seed)
     elif options.kills:
         results |= crash(options.kills, options.seed)
-    if options.kill == "all" and options.repeats:
+    if options.kill == "all" and options.task == "sums" and options.repeats:
         results |= cost(options.repeats)
     for key, value in results.items():
         print(f"{key:32} {value:.4f}" if isinstance(value, float) else f"{key:32} {value}")

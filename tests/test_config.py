@@ -61,6 +61,20 @@ def test_the_keys_of_a_section_that_may_be_of_two_kinds(tmp_path: Path) -> None:
     )
 
 
+def test_a_key_with_the_name_of_a_kind_is_named_in_full(tmp_path: Path) -> None:
+    """`python` is a key of [engine] and a kind of [environment]."""
+    for text, said in (
+        ("[engine]\nkind = 'vllm'\npython = 3\n", "engine.python = 3: "),
+        ("[environment]\nkind = 'python'\nenvironment = 'a:b'\ngrace_s = -1\n", "environment.grace_s = -1: "),
+    ):
+        assert message(tmp_path, text).startswith(said)
+
+
+def test_the_files_of_an_environment_are_relative_to_the_config(tmp_path: Path) -> None:
+    config = load(tmp_path, "[environment]\nkind = 'tools'\nfunctions = ['a.py:f', 'm:g']\n")
+    assert config.environment.functions == (f"{tmp_path}/a.py:f", "m:g")  # type: ignore[union-attr]
+
+
 def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
     assert message(tmp_path, "", {"run.rounds": "many"}).startswith(
         "run.rounds = 'many': input should be a valid integer"

@@ -30,8 +30,9 @@ ROOMS: Mapping[str, set[str]] = {
     "algo": {"engine"},
     "trainer": {"algo", "weights"},
     "reward": {"data"},
+    "environments": {"data"},
     "ledger": {"record"},
-    "rollout": {"data", "engine", "ledger", "record", "reward", "trainer", "weights"},
+    "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
 }
@@ -41,6 +42,16 @@ ABOVE = ("controller", "config", "schedules", "commands", "api", "cli")
 INSIDES = {
     # The pool writes down the fate of every sample.
     ("rollout", "ledger.ledger"),
+    # A sample is played as an episode.
+    ("rollout", "environments.episode"),
+    # What stands between two turns is written by the chat template.
+    ("environments", "data.tokenizer"),
+    # An agent's first request is encoded like a prompt of the data.
+    ("environments", "data.encoding"),
+    # The endpoint of agents has the requests, replies and guard of the engine's.
+    ("environments", "engine.serve"),
+    # The program of an agent ends with the controller.
+    ("environments", "workers.orphans"),
     # Losses and advantages are pure functions that the trainer applies.
     ("trainer", "algo"),
     # A procedural prompt brings its own scorer.
@@ -49,6 +60,8 @@ INSIDES = {
     ("sim", "reward.timeout"),
     # Simulated rows come in epochs like real ones.
     ("sim", "data.epochs"),
+    # The tasks of a taskset are the data of its environment.
+    ("environments", "data.taskset"),
     # A served engine takes text.
     ("engine", "data.tokenizer"),
     # A vLLM server is told the name of our transfer backend.

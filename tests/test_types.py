@@ -2,7 +2,8 @@
 
 import pytest
 
-from tailrace.types import Group, Prompt, Sample, SampleId, Span, batched, noise_seed, samples_of
+from helpers.episodes import answer, two_turns
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, batched, noise_seed, samples_of
 
 
 def group_of(num_samples: int, need: int | None = None) -> Group:
@@ -72,3 +73,62 @@ def test_noise_depends_on_the_run_s_seed_and_the_sample_and_not_on_the_attempt()
     seeds = {noise_seed(s, SampleId(p, a, n)) for s in (0, 1) for p in (0, 1) for a in (0, 1) for n in (0, 1)}
     assert len(seeds) == 8
     assert all(0 <= noise_seed(seed, SampleId(0, 0, 0)) < 2**63 for seed in range(100))
+
+
+def test_the_tokens_of_an_environment_are_context_and_no_completion() -> None:
+    sample = group_of(1).samples[0]
+    two_turns(sample, [10, 11], [50, 51, 52], [12])
+    assert sample.completion_ids == [10, 11, 12] and sample.num_tokens == 3
+    assert sample.response_ids == [10, 11, 50, 51, 52, 12]
+    assert (sample.num_observation_tokens, sample.num_context_tokens) == (3, 9)
+    assert sample.spans == [Span(0, 2), Span(1, 1)]
+
+
+def test_a_turn_continues_everything_before_it_with_noise_of_its_own() -> None:
+    sample = group_of(1).samples[0]
+    sample.seed = 5
+    seen = []
+    for ids in ([10, 11], [12], [13]):
+        sample.extend(ids, [-0.5] * len(ids), 0)
+        seen.append((sample.turn_context_ids, sample.turn_ids, sample.turn_start))
+        sample.finish_reason = "stop"
+        answer(sample, [50])
+    assert seen == [
+        ([1, 2, 3], [10, 11], 0),
+        ([1, 2, 3, 10, 11, 50], [12], 2),
+        ([1, 2, 3, 10, 11, 50, 12, 50], [13], 3),
+    ]
+
+
+def test_the_first_turn_has_the_seed_of_the_sample_and_each_later_one_its_own() -> None:
+    first, second = group_of(2).samples
+    first.seed, second.seed = 5, 6
+    seeds = [first.turn_seed, second.turn_seed]
+    assert seeds == [5, 6]
+    for _ in range(2):
+        for sample in (first, second):
+            sample.extend([3], [-0.5], 0)
+            sample.finish_reason = "stop"
+            answer(sample, [50])
+            seeds.append(sample.turn_seed)
+    assert len(set(seeds)) == 6 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_an_episode_has_ended_when_its_environment_says_so() -> None:
+    sample = group_of(1).samples[0]
+    sample.in_episode, sample.finish_reason = True, "stop"
+    assert not sample.ended
+    sample.in_episode = False
+    assert sample.ended
+
+
+def test_an_episode_as_chat_messages() -> None:
+    sample = group_of(1).samples[0]
+    assert sample.messages == []
+    tool: dict[str, object] = {"role": "tool", "content": "7"}
+    sample.turns = [Turn(2, "stop", text="3 + 4", messages=[tool]), Turn(4, "stop", text="It is 7.")]
+    assert sample.messages == [
+        {"role": "assistant", "content": "3 + 4"},
+        tool,
+        {"role": "assistant", "content": "It is 7."},
+    ]

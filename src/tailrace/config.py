@@ -18,8 +18,9 @@ from pydantic import Field, ValidationError, model_validator
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.check import check_algorithm
 from tailrace.controller.base import RunSettings
-from tailrace.data.base import DataSettings
+from tailrace.data.base import TASKSET_KEYS, DataSettings
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
+from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings
 from tailrace.record.base import RecordSettings
@@ -33,6 +34,7 @@ from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSett
 
 _KINDS = (
     *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
+    *("single_turn", "tools", "python", "agent", "verifiers"),
     *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
@@ -40,6 +42,8 @@ _KINDS = (
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
+    *("environment.call_timeout_s", "environment.grace_s", "environment.max_failures"),
+    "environment.idle_timeout_s",
     *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
     *("ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -78,6 +82,7 @@ class RunConfig(Settings):
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
     reward: RewardSettings = RewardSettings()
+    environment: EnvironmentSettings = SingleTurnSettings()
     engine: EngineSettings = NativeEngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
@@ -88,6 +93,16 @@ class RunConfig(Settings):
     ledger: LedgerSettings = LedgerSettings()
     record: RecordSettings = RecordSettings()
     sim: SimSettings = SimSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_tasks_as_data(cls, tree: Any) -> Any:
+        """The tasks of a taskset of verifiers are the data: [data] takes over what names them."""
+        environment = tree.get("environment") if isinstance(tree, dict) else None
+        if not isinstance(environment, dict) or environment.get("kind") != "verifiers":
+            return tree
+        names = {key: environment[key] for key in TASKSET_KEYS if key in environment}
+        return {**tree, "data": {"kind": "verifiers", **(tree.get("data") or {}), **names}}
 
     @model_validator(mode="after")
     def _check_together(self) -> "RunConfig":
@@ -197,7 +212,7 @@ def _joined(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
-    parts = [*prefix.split("."), *(str(part) for part in detail["loc"] if part not in _KINDS)]
+    parts = [*prefix.split("."), *_without_tags(detail["loc"])]
     key = ".".join(part for part in parts if part)
     value, kind = detail.get("input"), detail["type"]
     if kind == "extra_forbidden":
@@ -206,6 +221,15 @@ def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
         return ConfigError(key, None, "it is missing", "set it")
     message = str(detail["msg"])
     return ConfigError(key, value, message[0].lower() + message[1:], "change it")
+
+
+def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:
+    """Yield the parts of a path that users write. What follows a tag is a key, such as `engine.python`."""
+    is_tag = False
+    for part in loc:
+        is_tag = part in _KINDS and not is_tag
+        if not is_tag:
+            yield str(part)
 
 
 def _suggest(parts: Sequence[str]) -> str:
@@ -244,7 +268,10 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
     paths = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("weights", "folder"))
-    functions = (("reward", "function"), ("schedule", "name"), ("record", "sinks"))
+    functions = (
+        *(("reward", "function"), ("schedule", "name"), ("record", "sinks")),
+        *(("environment", "functions"), ("environment", "environment"), ("environment", "function")),
+    )
     judges = (("reward", "path"), ("reward", "cache_folder"))
     for section, key in (*paths, *judges, *functions):
         table = tree.get(section)

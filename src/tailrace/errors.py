@@ -156,6 +156,34 @@ class RewardFailed(TailraceError):
         self.reason, self.detail, self.is_defect = reason, detail, is_defect
 
 
+class EnvironmentFailed(TailraceError):
+    """An environment cannot play an episode to its end: the sample fails.
+
+    Args:
+        reason: what the metrics count it under, a few words.
+        detail: what is known of the cause.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class EnvironmentBroken(TailraceError):
+    """So many episodes failed in sequence that the run ends.
+
+    Args:
+        num_failures: consecutive failures.
+        first: reason and traceback of the first of them.
+    """
+
+    def __init__(self, num_failures: int, first: str) -> None:
+        super().__init__(
+            f"the last {num_failures} episodes in sequence failed (environment.max_failures); the first "
+            f"failure: {first}"
+        )
+
+
 class BadRow(TailraceError):
     """A row of the data has no usable prompt. Metrics count it under `reason`."""
 

@@ -40,8 +40,12 @@ def noise_seed(seed: int, id: SampleId) -> int:
     It depends on the run's seed, the prompt and the sample number, and not on the attempt. A restarted sample
     therefore draws the same noise again, and deferring prompts does not bias response lengths.
     """
-    digest = blake2b(f"{seed} {id.prompt}/{id.number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _hash(f"{seed} {id.prompt}/{id.number}")
+
+
+def _hash(text: str) -> int:
+    """A number of 63 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Span(NamedTuple):
@@ -68,14 +72,38 @@ class Prompt:
     """Name of the data source; empty where the data name none."""
 
 
+@dataclass(slots=True)
+class Turn:
+    """A turn of the policy that has ended, and what the environment did after it."""
+
+    num_tokens: int
+    """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
+    finish_reason: FinishReason
+    results: list[str | None] = field(default_factory=list)
+    """What the environment's calls after the turn returned, in the order in which they began. None: no result
+    yet."""
+    observation_ids: list[int] = field(default_factory=list)
+    """The environment's tokens between this turn and the next one: context that is not trained, without
+    log-probs and versions. Empty until the environment has answered."""
+    text: str = ""
+    """The policy's tokens of the turn as text."""
+    messages: list[dict[str, object]] = field(default_factory=list)
+    """The environment's answer as chat messages."""
+
+
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One response to a prompt."""
+    """One response to a prompt: one turn of the policy, or an episode of several turns with an environment.
+
+    The completion is what the policy generated, in all turns. `turns` says where the environment's tokens
+    stand in between.
+    """
 
     id: SampleId
     group: "Group"
     seed: int = 0
-    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch."""
+    """The sampling noise of token t is a function of (seed, t), on any engine and in any batch. In a later
+    turn of an episode, t counts from the start of the turn, and the seed is `turn_seed`."""
     greedy: bool = False
     """Each token is the most likely one. There is no sampling noise."""
     temperature: float | None = None
@@ -94,9 +122,15 @@ class Sample:
     engine: str | None = None
     """Engine that serves the sample or served it last; it may still hold the sample's KV cache."""
     finish_reason: FinishReason | None = None
-    """Set when generation has ended."""
+    """Set when generation has ended; in an episode, when the present turn has ended."""
+    turns: list[Turn] = field(default_factory=list)
+    """The turns of an episode that have ended. Empty without an environment of several turns."""
+    turn_limit: float = float("inf")
+    """Completion tokens at which the turn that is generated now is cut off, below the engine's limit."""
+    in_episode: bool = False
+    """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
-    """The completion as text, set when the sample is scored."""
+    """What follows the prompt as text, the environment's tokens included; set when the sample is scored."""
     reward: float | None = None
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """The value of each of several reward functions, and the numbers that functions report, by name."""
@@ -115,6 +149,67 @@ class Sample:
     @property
     def prompt(self) -> Prompt:
         return self.group.prompt
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is generated."""
+        return self.finish_reason is not None and not self.in_episode
+
+    @property
+    def turn_start(self) -> int:
+        """Completion tokens before the turn that is generated now."""
+        return next((turn.num_tokens for turn in reversed(self.turns) if turn.observation_ids), 0)
+
+    @property
+    def turn_seed(self) -> int:
+        """Seed of the turn that is generated now; that of the first turn is `seed`."""
+        number = sum(bool(turn.observation_ids) for turn in self.turns)
+        return _hash(f"{self.seed} turn {number}") if number else self.seed
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """Completion tokens of the turn that is generated now."""
+        return self.completion_ids[self.turn_start :]
+
+    @property
+    def turn_context_ids(self) -> list[int]:
+        """What the turn that is generated now continues: the prompt, the turns before, and the environment's
+        tokens."""
+        ids = self.response_ids
+        return [*self.prompt.ids, *ids[: len(ids) - len(self.turn_ids)]]
+
+    @property
+    def num_observation_tokens(self) -> int:
+        """Tokens of the environment."""
+        return sum(len(turn.observation_ids) for turn in self.turns)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt, of the completion and of the environment."""
+        return len(self.prompt.ids) + self.num_tokens + self.num_observation_tokens
+
+    @property
+    def response_ids(self) -> list[int]:
+        """What follows the prompt: the completion with the environment's tokens in their places."""
+        ids: list[int] = []
+        start = 0
+        for turn in self.turns:
+            ids += [*self.completion_ids[start : turn.num_tokens], *turn.observation_ids]
+            start = turn.num_tokens
+        return ids + self.completion_ids[start:]
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """What an environment has put between the prompt and the first turn."""
+        return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
+
+    @property
+    def messages(self) -> list[dict[str, object]]:
+        """What follows the prompt, as chat messages. Empty without an environment of several turns."""
+        messages: list[dict[str, object]] = []
+        for turn in self.turns[1 if self.opening_ids else 0 :]:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        return messages
 
     @property
     def oldest_version(self) -> int:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from helpers.episodes import answer
 from helpers.fakes.connect import (
     NUM_TOKENS,
     compare_with_records,
@@ -151,6 +152,34 @@ def test_tokens_and_versions_equal_the_servers_records_through_aborts_and_update
                 assert fake.model.violations == []
                 assert fake.ignored == set()
                 assert fake.model.version == 4
+
+    run(main())
+
+
+@each_server
+def test_a_later_turn_asks_for_what_is_left_after_the_environments_tokens(
+    generation: str, model: Path
+) -> None:
+    context = 512
+
+    async def main() -> None:
+        with fake_server(generation, model, max_context=context) as fake:
+            async with connected(fake) as (engine,):
+                sample, full = distinct_samples(2)
+                for each, num in ((sample, 20), (full, context - NUM_TOKENS)):
+                    each.extend([5] * 8, [-1.0] * 8, 0)
+                    each.finish_reason = "stop"
+                    answer(each, [6] * num)
+                await engine.generate(sample)
+                await engine.generate(full)
+            assert (sample.num_tokens, sample.finish_reason) == (NUM_TOKENS, "length")
+            assert sample.spans == [Span(0, NUM_TOKENS)]
+            assert full.num_context_tokens == context and full.finish_reason == "length"
+            one, two = fake.model.requests[-2:]
+            assert one.ids == [*sample.prompt.ids, *[5] * 8, *[6] * 20]
+            assert two.ids == [*full.prompt.ids, *[5] * 8, *[6] * (context - NUM_TOKENS)]
+            assert one.tokens == sample.completion_ids[8:]
+            assert one.logprobs == sample.behavior_logprobs[8:]
 
     run(main())
 

@@ -1,6 +1,7 @@
 """The journal: what changed, no more; committed in order, and never on the critical path."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -17,7 +18,7 @@ from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
-from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId, Turn
 
 
 class Cuts(MemoryStore):
@@ -143,3 +144,46 @@ def test_a_thread_commits_while_the_loop_goes_on() -> None:
         assert get_ident() not in store.threads and len(store.threads) == 1
 
     clock.run(main(), virtual=False)
+
+
+def test_each_change_of_an_episode_is_written() -> None:
+    """A turn ends, a call begins, it answers, the environment's tokens follow, the episode ends."""
+
+    async def main() -> None:
+        store, starting_point = Cuts(), first_life()
+        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
+        journal.follow(ledger)
+        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+        sample = Sample(SampleId(0, 0, 0), group, in_episode=True)
+        group.samples = [sample]
+        ledger.draw(group)
+        sample.extend([5, 6], [-0.5, -0.25], 0)
+        sample.finish_reason = "stop"
+        await journal.finish()
+        turn = Turn(2, "stop", text="56")
+
+        async def written(change: Callable[[], object]) -> SampleRow:
+            change()
+            await journal.finish()
+            (row,) = store.cuts[-1].rows
+            assert isinstance(row, SampleRow) and row.ended_turns == sample.turns
+            return row
+
+        num_cuts = len(store.cuts)
+        rows = [
+            await written(lambda: sample.turns.append(turn)),
+            await written(lambda: turn.results.append(None)),
+            await written(lambda: turn.results.__setitem__(0, "7")),
+            await written(lambda: turn.observation_ids.extend([8, 9])),
+            await written(lambda: setattr(sample, "in_episode", False)),
+        ]
+        assert [row.in_episode for row in rows] == [True, True, True, True, False]
+        await journal.finish()
+        assert len(store.cuts) == num_cuts + 5, "nothing changed after that"
+        ledger.waste(sample, "low ess")
+        await journal.finish()
+        (last,) = store.rows(SampleRow)
+        assert isinstance(last, SampleRow) and last.pruned and last.ended_turns == []
+
+    clock.run(main(), virtual=True)

@@ -20,10 +20,18 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
-from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
+from tailrace.types import Group, Prompt, Sample, SampleId, Turn, noise_seed
 
 SEED = 3
 TREE = ((1, 0, 0), (2, 1, 2), (3, 1, 1))
+
+
+def turns(num_tokens: int) -> st.SearchStrategy[list[Turn]]:
+    """Two turns, the second of which may not be answered."""
+    first = Turn(1, "stop", ["4", "\u00e4"], [5, 6], "3 + 1", [{"role": "tool", "content": "4"}])
+    results = st.lists(st.none() | st.text(st.characters(exclude_categories=["Cs"])), max_size=2)
+    last = st.builds(Turn, st.just(num_tokens), st.just("length"), results, st.just([]) | st.just([7]))
+    return last.map(lambda turn: [first, turn])
 
 
 @st.composite
@@ -40,6 +48,9 @@ def groups(draw: st.DrawFn, index: int) -> Group:
             ids = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=3))
             sample.extend(ids, [-0.125 * n for n in range(len(ids))], version)
         sample.finish_reason = draw(st.sampled_from([None, "stop", "length"]))
+        if sample.num_tokens > 1:
+            sample.in_episode = draw(st.booleans())
+            sample.turns = draw(st.just([]) | turns(sample.num_tokens))
         if sample.finish_reason:
             sample.reward = draw(st.none() | st.floats(-1, 1))
             sample.failure = draw(st.none() | st.just("reward timeout"))
@@ -62,6 +73,8 @@ def looks(group: Group) -> list[object]:
         "spans",
         "num_tokens",
         "finish_reason",
+        "turns",
+        "in_episode",
         "text",
     )
     judged = ("reference_logprobs", "reward", "reward_metrics", "reward_columns", "failure", "fate", "scored")

@@ -41,7 +41,11 @@ ROWS = [
     MarkRow(1, 2, 2, 4, "round_000002", "[0]"),
     GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", None),
     SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None),
-    SampleRow(0, 0, 1, "[[1,0,2],[1,1,2]]", "stop", "a\n\u00e4", 0.5, None, "trained"),
+    SampleRow(
+        *(0, 0, 1, "[[1,0,2],[1,1,2]]", "stop", "a\n\u00e4", 0.5, None, "trained"),
+        turns='[{"num_tokens":2,"finish_reason":"stop","results":["\u00e4"],"observation_ids":[7]}]',
+        in_episode=True,
+    ),
     TokensRow(0, 0, 0, 0, TWO, TWO),
     TokensRow(0, 0, 1, 0, TWO, TWO),
     TokensRow(0, 0, 1, 2, TWO, TWO),
@@ -96,6 +100,16 @@ def test_tokens_that_do_not_add_up_are_damage(stores: tuple[Store, Again]) -> No
     store.commit(Cut([*ROWS, TokensRow(0, 0, 0, 2, TWO, TWO)]))
     with pytest.raises(
         LedgerError, match=r"damaged \(sample 0\.0/0 has 4 tokens stored, and produced 2\); put"
+    ):
+        read_books(store)
+
+
+def test_turns_that_do_not_fit_the_tokens_are_damage(stores: tuple[Store, Again]) -> None:
+    store, _ = stores
+    turns = '[{"num_tokens":3,"finish_reason":"stop"}]'
+    store.commit(Cut([*ROWS, SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None, turns=turns)]))
+    with pytest.raises(
+        LedgerError, match=r"damaged \(the turns of sample 0\.0/0 end at \[3\] of 2 tokens\); put"
     ):
         read_books(store)
 
@@ -207,7 +221,7 @@ def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger:
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     store = SqliteStore.create(tmp_path / "ledger.sqlite")
     store.commit(Cut([RunRow(FORMAT + 1, 0, 0)]))
-    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 3\)"):
+    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 4\)"):
         read_books(store)
 
 

@@ -30,7 +30,7 @@ from tailrace.record.lags import Lags
 from tailrace.record.rows import Row
 from tailrace.record.steps import StepMeter
 from tailrace.trainer.base import StepStats
-from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId
+from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId, Turn
 
 
 def make_group(prompt: int, lengths: list[int], rewards: list[float], *, version: int = 0) -> Group:
@@ -46,6 +46,15 @@ def make_group(prompt: int, lengths: list[int], rewards: list[float], *, version
         group.samples.append(sample)
     group.kept = list(group.samples)
     return group
+
+
+def make_episode(sample: Sample) -> None:
+    """Make a sample of four tokens an episode of two turns, with one call and three tokens in between."""
+    tool: dict[str, object] = {"role": "tool", "content": "7"}
+    sample.turns = [
+        Turn(2, "stop", results=["7"], observation_ids=[30, 31, 32], text="3 + 4", messages=[tool]),
+        Turn(4, "stop", text="It is 7."),
+    ]
 
 
 @dataclass

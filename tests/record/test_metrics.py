@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
-from record_story import WALL_TIME, Story, make_group, pipelined_round, play, rows_of
+from record_story import WALL_TIME, Story, make_episode, make_group, pipelined_round, play, rows_of
 
 from tailrace.record.events import (
     BooksClosed,
@@ -245,6 +245,25 @@ def test_the_means_of_functions_and_of_sources_are_in_a_steps_row(tmp_path: Path
     assert not [key for key in lines[1] if key.startswith(("rewards/", "reward/"))]
     row = read_rows(path)[0]
     assert isinstance(row, StepRow) and row.rewards == {"format": 0.375, "math": 1.0}
+
+
+def test_turns_calls_and_the_environments_tokens_are_figures_of_a_step_with_episodes(tmp_path: Path) -> None:
+    story = pipelined_round()
+    stepped = [event for event in story.events if isinstance(event, Stepped)]
+    make_episode(stepped[0].samples[0])
+    path = tmp_path / "metrics.jsonl"
+    first, second = write(story, path)
+    own = ("num_turns/", "environment_tokens/", "tools/")
+    assert {key: value for key, value in first.items() if key.startswith(own)} == {
+        "num_turns/mean": 1.0,
+        "num_turns/max": 2,
+        "environment_tokens/mean": 1.5,
+        "tools/call_frequency": 0.5,
+    }
+    assert (first["num_tokens"], first["tokens/trained"]) == (17, 10), "3 more than without"
+    assert not [key for key in second if key.startswith(own)]
+    row = read_rows(path)[0]
+    assert isinstance(row, StepRow) and row.num_turns == {"mean": 1.0, "max": 2} and row.calls == 0.5
 
 
 def test_figures_of_evaluation_sets_are_read_back(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 import json
 from pathlib import Path
 
-from record_story import make_group, pipelined_round, play
+from record_story import make_episode, make_group, pipelined_round, play
 
-from tailrace.record.events import Evaluated, EvaluatedSample
+from tailrace.record.events import Evaluated, EvaluatedSample, Stepped
 from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter
 
@@ -69,3 +69,37 @@ def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -
 def test_an_evaluation_without_samples_leaves_no_file(tmp_path: Path) -> None:
     play([Evaluated(1.0, 4, 8, 0.5, 3.0)], SamplesWriter(tmp_path))
     assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+def test_the_turns_of_an_episode_are_recorded_with_what_its_environment_said(tmp_path: Path) -> None:
+    story = pipelined_round()
+    first = next(event for event in story.events if isinstance(event, Stepped)).samples[0]
+    make_episode(first)
+    play(story.events, SamplesWriter(tmp_path))
+    lines = (tmp_path / "round_000000.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert ["turns" in record for record in records] == [True, False, False, False]
+    tool = {"role": "tool", "content": "7"}
+    assert records[0]["messages"] == [
+        {"role": "assistant", "content": "3 + 4"},
+        tool,
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    assert records[0]["turns"] == [
+        {
+            "num_tokens": 2,
+            "finish_reason": "stop",
+            "results": ["7"],
+            "observation_ids": [30, 31, 32],
+            "text": "3 + 4",
+            "messages": [tool],
+        },
+        {
+            "num_tokens": 4,
+            "finish_reason": "stop",
+            "results": [],
+            "observation_ids": [],
+            "text": "It is 7.",
+            "messages": [],
+        },
+    ]

@@ -203,3 +203,30 @@ def test_the_state_of_an_engine_is_a_mark_in_its_process(tmp_path: Path) -> None
         (processes["engine0"], "engine0 is dead", "p", 1_000_000, {"why": "signal SIGKILL"}),
         (processes["engine1"], "engine1 is open", "p", 2_000_000, {"why": "it was restarted"}),
     ]
+
+
+def test_between_two_turns_a_sample_stands_among_those_that_are_scored(tmp_path: Path) -> None:
+    """Two turns of one sample, a second apart; every lane is given back."""
+    one, other = SampleId(0, 0, 0), SampleId(1, 0, 0)
+    events: list[Event] = [
+        RoundStarted(10.0, 0, version=0),
+        RequestStarted(10.0, one, "engine0", 0),
+        RequestEnded(12.0, one, "engine0", 4, 4, "stop"),
+        RequestStarted(13.0, one, "engine0", 4),
+        RequestEnded(15.0, one, "engine0", 6, 2, "stop"),
+        SampleScored(16.0, one, 1.0, None, 6),
+        RequestStarted(17.0, other, "engine0", 0),
+        RequestEnded(18.0, other, "engine0", 1, 1, "stop"),
+        SampleScored(19.0, other, 0.0, None, 1),
+    ]
+    slices = [
+        r for r in trace_of(events, tmp_path / "trace.json") if r["ph"] == "X" and "sample" in r["args"]
+    ]
+    assert [(r["args"]["sample"], r["args"]["outcome"], r["tid"], r["ts"], r["dur"]) for r in slices] == [
+        ("0.0/0", "stop", 1, 0, 2_000_000),
+        ("0.0/0", "next turn", 1, 2_000_000, 1_000_000),
+        ("0.0/0", "stop", 1, 3_000_000, 2_000_000),
+        ("0.0/0", "reward 1.0", 1, 5_000_000, 1_000_000),
+        ("1.0/0", "stop", 1, 7_000_000, 1_000_000),
+        ("1.0/0", "reward 0.0", 1, 8_000_000, 1_000_000),
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.bubblewrap import needs_bubblewrap
+from helpers.episodes import two_turns
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
 from tailrace.reward import code as module
 from tailrace.reward.base import CodeSettings, Rewards, TimeoutSettings
@@ -52,6 +53,24 @@ def test_the_last_block_of_a_completion_is_its_program() -> None:
     assert extract_code(text) == "print(2)\n"
     assert extract_code("print(3)") == "print(3)"
     assert extract_code("```python\nprint(1)") == "```python\nprint(1)"
+
+
+def test_the_program_is_the_policys_and_the_text_has_the_environments_too() -> None:
+    """What a sandbox is asked to run, after the environment showed a program of its own."""
+    first, observed, last = "```python\nprint(1)\n```", "```python\nprint(2)\n```", "So it is."
+    sample = saying("")
+    two_turns(sample, first.encode(), observed.encode(), last.encode())
+    programs = []
+
+    class Asked:
+        async def run(self, job: Mapping[str, object], stdin: str, limit_s: float) -> Execution:
+            programs.append(job["program"])
+            raise SandboxFailed("enough")
+
+    with pytest.raises(RewardFailed):
+        asyncio.run(rewards_of(Asked(), CodeSettings()).score(sample))
+    assert set(programs) == {"print(1)\n"}
+    assert sample.text == first + observed + last
 
 
 @needs_bubblewrap

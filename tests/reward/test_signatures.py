@@ -83,6 +83,23 @@ def test_completions_are_chat_messages_where_the_prompt_is():
     assert scores_of(reward, given=MESSAGES).reward == 2.0
 
 
+def test_the_turns_of_an_episode_are_chat_messages_where_the_prompt_is():
+    said = [
+        {"role": "assistant", "content": "1+1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+
+    def roles(completions):
+        return [float([each["role"] for each in completions[0]].count("tool"))]
+
+    def text(completions):
+        return [float(completions[0])]
+
+    assert scores_of(roles, given=MESSAGES, messages=said).reward == 1.0
+    assert scores_of(text, given="1+1", messages=said).reward == 2.0
+
+
 def test_an_asynchronous_function_of_trls_signature_is_awaited():
     async def reward(completions):
         return [1.5 for _ in completions]

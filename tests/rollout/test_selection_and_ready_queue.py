@@ -10,7 +10,7 @@ from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.ready_queue import ReadyQueue
 from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
-from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId, Turn
 
 
 def group_of(index: int, lengths: list[int], num_prompt_tokens: int = 0) -> Group:
@@ -28,6 +28,12 @@ def test_a_trainer_computes_prompts_too_but_not_samples_without_a_reward() -> No
     group = group_of(0, [10, 20, 30], num_prompt_tokens=5)
     group.samples[1].reward = None
     assert trained_tokens(group) == 10 + 30 + 2 * 5
+
+
+def test_a_trainer_computes_the_environments_tokens_too() -> None:
+    group = group_of(0, [10, 20], num_prompt_tokens=5)
+    group.samples[0].turns = [Turn(4, "stop", observation_ids=[1] * 7), Turn(10, "stop")]
+    assert trained_tokens(group) == 10 + 7 + 20 + 2 * 5
 
 
 SIZES = st.lists(st.integers(1, 60), max_size=30)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.episodes import answer
 from helpers.virtual import EXACT, change
 from tailrace import clock
 from tailrace.errors import EngineDied, Evicted
@@ -228,3 +229,21 @@ def test_a_response_as_long_as_the_limit_is_cut_off(length: int, reason: str) ->
         assert (one.num_tokens, one.finish_reason) == (length, reason)
 
     clock.run(whole(), virtual=True)
+
+
+def test_the_environments_tokens_are_computed_and_cached_as_context() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample(0, 4)
+        one.grow(6, 0)
+        one.finish_reason = "stop"
+        answer(one, [7] * 5)
+        task = asyncio.ensure_future(engine.generate(one))
+        await asyncio.sleep(2)
+        assert engine.usage().kv_tokens == 4 + 6 + 5 + 2
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.generate(one)
+        assert engine.usage().num_prefilled == 4 + 6 + 5, "what it kept is not computed again"
+        assert (one.num_tokens, engine.usage().kv_tokens) == (10, 0)
+
+    on_engine(change(TEN, prefill_tokens_per_s=1e9), main)

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from helpers.episodes import answer, two_turns
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Group, Prompt, Sample, SampleId
 
@@ -37,3 +38,22 @@ def test_a_sample_without_a_prompt_is_a_defect() -> None:
 def test_a_token_without_a_log_prob_is_a_defect() -> None:
     with pytest.raises(AssertionError, match="2 tokens, 1 log-probs"):
         TrainingSample(SAMPLE.id, [5], [8, 9], [-0.5], 0.0)
+
+
+def test_the_environments_tokens_stand_at_their_places() -> None:
+    group = Group(Prompt(0, [1]), num_required=1, samples=[])
+    sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5)
+    two_turns(sample, [10, 11], [50, 51, 52], [12])
+    crossing = TrainingSample.of(sample, published=1)
+    assert crossing.observations == [(2, [50, 51, 52])]
+    assert (crossing.completion_ids, crossing.num_carried) == ([10, 11, 12], 2)
+    assert crossing.num_input_tokens == 6, "the last token is a target only"
+
+
+def test_an_observation_that_no_token_follows_is_left_out() -> None:
+    group = Group(Prompt(0, [1]), num_required=1, samples=[])
+    sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5, finish_reason="length")
+    sample.extend([10, 11], [-0.5, -0.5], 0)
+    answer(sample, [50])
+    crossing = TrainingSample.of(sample)
+    assert (crossing.observations, crossing.num_input_tokens) == ([], 2)

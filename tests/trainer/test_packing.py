@@ -3,6 +3,7 @@ from collections import Counter
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.packing import MicroBatch, pack, share
@@ -103,3 +104,32 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.carried.tolist() == [False, False, False, True, True, True, False]
     assert batch.advantages.tolist() == [0.5, 1.5, 2.5]
     assert batch.num_tokens.tolist() == [3, 1, 3]
+
+
+def test_observations_are_inputs_and_no_targets() -> None:
+    episode = TrainingSample(
+        SampleId(0, 0, 0),
+        [100, 101],
+        [0, 1, 2, 3],
+        [-0.5, -1.5, -2.5, -3.5],
+        advantage=1.0,
+        num_carried=3,
+        observations=[(1, [50, 51]), (3, [52])],
+    )
+    batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[100, 101, 0, 50, 51, 1, 2, 52, 100, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]]
+    assert batch.boundaries.tolist() == [0, 8, 10] and batch.max_length == 8
+    assert batch.predictors.tolist() == [1, 4, 5, 7, 8, 9]
+    assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.behavior_logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5, 0.0, -1.0]
+    assert batch.carried.tolist() == [True, True, True, False, True, False]
+    assert batch.num_tokens.tolist() == [4, 2]
+
+
+def test_the_limit_of_a_micro_batch_counts_observations() -> None:
+    plain = sample(0, 1, 3)
+    episode = replace(plain, id=SampleId(0, 0, 1), observations=[(1, [50] * 5)])
+    assert (plain.num_input_tokens, episode.num_input_tokens) == (3, 8)
+    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 10)] == [[1], [0]]
+    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 11)] == [[1, 0]]

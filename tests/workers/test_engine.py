@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from worker_cases import DEADLINE_S, process_of
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
+from helpers.episodes import answer
 from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest
 from tailrace.engine.counter import TokenCounter
@@ -24,6 +25,9 @@ from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EngineDied
+from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.reference import TorchReference
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
 from tailrace.workers.engine import RemoteEngine
@@ -244,6 +248,37 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
         assert aborted.num_tokens == NUM_TOKENS
 
     served.run(main())
+
+
+def test_turns_share_one_limit_and_their_log_probs_are_those_of_the_whole_episode(served: Served) -> None:
+    """The second turn is interrupted in one of two equal episodes."""
+    whole, parked = (fresh_samples(1)[0] for _ in range(2))
+    reference = TorchReference.load(served.model, TrainerSettings(), temperature=1.0)
+
+    async def cut_after(sample: Sample, num: int) -> None:
+        generation = asyncio.create_task(served.engines[0].generate(sample))
+        while sample.num_tokens < num:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        generation.cancel()
+        await asyncio.wait([generation])
+
+    async def main() -> None:
+        await cut_after(whole, 20)
+        # Both have the first turn that the cut happened to leave.
+        parked.extend(whole.completion_ids, whole.behavior_logprobs, 0)
+        for sample in (whole, parked):
+            sample.finish_reason = "stop"
+            answer(sample, [9, 8, 7, 6])
+        await served.engines[0].generate(whole)
+        await cut_after(parked, parked.num_tokens + 5)
+        await served.engines[1].generate(parked)
+
+    served.run(main())
+    assert whole.num_tokens == NUM_TOKENS and whole.finish_reason == "length"
+    assert parked.completion_ids == whole.completion_ids
+    for sample in (whole, parked):
+        (recomputed,) = reference.logprobs([TrainingSample.of(sample)])
+        assert sample.behavior_logprobs == pytest.approx(recomputed, abs=1e-4)
 
 
 def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(

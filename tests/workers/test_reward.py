@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from worker_cases import Letters, is_running, make_samples, until_gone
 
+from helpers.episodes import two_turns
 from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings, Scores
@@ -86,6 +87,10 @@ def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
             assert await pool.score(wrong) == 6 + len("what?") / 8
             assert await pool.score(right) == 5 + len("what?") / 8 + 1
             assert (wrong.text, right.text) == ("wrongs", "right")
+            (episode,) = make_samples(1, row={"answer": "right"})
+            two_turns(episode, *(Letters().encode(part) for part in ("ri", "gh", "t")))
+            assert await pool.score(episode) == 5 + len("what?") / 8 + 1
+            assert (episode.text, episode.num_tokens) == ("right", 3), "the environment's text is scored, too"
             asked: list[str] = []
             call = one.call
             one.call = lambda call_: (asked.append(call_.completion), call(call_))[1]  # type: ignore

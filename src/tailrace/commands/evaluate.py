@@ -87,4 +87,4 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
             temperature=config.run.eval_temperature,
             per_prompt=config.run.eval_samples,
         )
-        return await evaluate(samples, Router(parts.engines, Recorder()), parts.rewards)
+        return await evaluate(samples, Router(parts.engines, Recorder(), parts.play), parts.rewards)

@@ -3,6 +3,7 @@
 The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.open import open_store
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.types import Turn
 
 NUM_OLDEST = 5
 
@@ -97,6 +99,8 @@ class SampleLife(msgspec.Struct):
     fate: str | None
     steps: list[str]
     """The optimizer steps that trained it."""
+    turns: list[Turn]
+    """The turns of its episode that have ended; none once its tokens are removed."""
 
 
 class GroupLife(msgspec.Struct):
@@ -190,7 +194,9 @@ def _sample(books: Books, row: SampleRow) -> SampleLife:
         for training in books.trainings.values()
         if training.id == row.id
     ]
-    return SampleLife(str(row.id), row.origins, row.finish_reason, row.reward, row.failure, row.fate, steps)
+    ended = None if row.in_episode else row.finish_reason
+    turns = row.ended_turns
+    return SampleLife(str(row.id), row.origins, ended, row.reward, row.failure, row.fate, steps, turns)
 
 
 def _balance_tables(balance: Balance) -> list[Table]:
@@ -227,6 +233,8 @@ def _number(number: int | None) -> str:
 
 def _group_table(group: GroupLife) -> Table:
     table = Table("sample", "tokens by life and version", "ended", "reward", "fate", "steps")
+    if any(sample.turns for sample in group.samples):
+        table.add_column("turns: tokens (environment's, calls)")
     table.title = (
         f"prompt {group.prompt}: drawn in round {group.round} of life {group.life}, parked {group.deferrals} "
         f"times, {group.attempts} attempts; {group.reason or group.fate or 'alive'}"
@@ -236,5 +244,14 @@ def _group_table(group: GroupLife) -> Table:
         spans = " + ".join(f"{span.num_tokens} by {span.life}.{span.version}" for span in sample.spans)
         reward = sample.failure or ("" if sample.reward is None else f"{sample.reward:g}")
         fate = sample.fate or "alive"
-        table.add_row(sample.id, spans, sample.finish_reason or "", reward, fate, "; ".join(sample.steps))
+        known = (sample.id, spans, sample.finish_reason or "", reward, fate, "; ".join(sample.steps))
+        table.add_row(*known, *([_turns(sample.turns)] if len(table.columns) > len(known) else []))
     return table
+
+
+def _turns(turns: Sequence[Turn]) -> str:
+    starts = [0, *(turn.num_tokens for turn in turns)]
+    return ", ".join(
+        f"{turn.num_tokens - start} ({len(turn.observation_ids)}, {len(turn.results)})"
+        for start, turn in zip(starts, turns, strict=False)
+    )

@@ -9,6 +9,12 @@ from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.commands.judges import check_judges, open_judges
+from tailrace.commands.environments import (
+    calls_reward_functions,
+    check_episodes,
+    open_play,
+    prompts_of_episodes,
+)
 from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
@@ -23,6 +29,7 @@ from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings,
 from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
+from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.user_sinks import import_sinks
@@ -33,6 +40,7 @@ from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
+from tailrace.rollout.episodes import NoRewards
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
@@ -62,6 +70,7 @@ def check_live(config: RunConfig) -> None:
             max_prompt_tokens=source.max_prompt_tokens,
         )
     tokenizer = load_tokenizer(config.model.path)
+    check_episodes(config, tokenizer)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     _open_prompts(config, tokenizer, config.run.seed, "eval")
     first = usable_prompts(prompts, CHECKED_ROWS)
@@ -91,13 +100,14 @@ def _check_trainer(config: RunConfig) -> None:
 def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
     assert config.data
     reward = config.reward
-    if reward.calls_functions:
+    calls_functions = calls_reward_functions(config)
+    if calls_functions:
         scorer = Scorer.load(reward, config.data)
         scorer.check_columns({column: None for row in rows for column in row})
         if reward.named():
             print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
     if reward.code:
-        check_cases(rows, reward.code, others=reward.calls_functions or bool(reward.judges))
+        check_cases(rows, reward.code, others=calls_functions or bool(reward.judges))
         if reward.sandbox == "bubblewrap":
             check_installed()
 
@@ -154,13 +164,15 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
 
 def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     assert config.model and config.data
-    return open_prompts(
+    prompts = open_prompts(
         config.data,
         tokenizer,
         seed=seed,
         split=split,
         max_context_tokens=context_length(config.model.path),
+        tools=tools_of(config.environment),
     )
+    return prompts_of_episodes(config, tokenizer, prompts)
 
 
 async def rewind(parts: Parts, folder: Path, version: int) -> None:
@@ -203,6 +215,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         data=config.data,
         tokenizer=tokenizer,
         folder=folder,
+        scores=calls_reward_functions(config),
         broker=config.broker,
         life=life,
         devices=devices,
@@ -229,19 +242,20 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
             _check_sleep(config, opened.engines)
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             anchors = Anchors()
-            yield Parts(
-                engines=opened.engines,
-                trainer=opened.trainer,
-                rewards=with_judges(
-                    await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
-                ),
-                prompts=prompts,
-                held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
-                reference=opened.reference,
-                shared=shared(config),
-                anchors=anchors,
-                synchronous_rewards=config.reward.synchronous,
-            )
+            rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
+            async with open_play(config, tokenizer, opened.reference) as play:
+                yield Parts(
+                    engines=opened.engines,
+                    trainer=opened.trainer,
+                    rewards=with_judges(rewards),
+                    prompts=prompts,
+                    held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
+                    reference=opened.reference,
+                    shared=shared(config),
+                    anchors=anchors,
+                    synchronous_rewards=config.reward.synchronous,
+                    play=play,
+                )
 
 
 def _check_sleep(config: RunConfig, engines: Sequence[Engine]) -> None:
@@ -272,8 +286,7 @@ async def _checked_rewards(
                 print(f"tailrace: warning: {warning}", file=sys.stderr)
     others = functions or (NoFunctions() if config.reward.judges else None)
     if code is None:
-        assert others
-        return others
+        return others or NoRewards()
     sandbox = Sandbox(config.reward.sandbox, code)
     await sandbox.check()
     workers = config.reward.workers

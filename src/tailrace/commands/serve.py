@@ -5,12 +5,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -28,9 +27,6 @@ from tailrace.settings import Settings
 from tailrace.workers.messages import EngineJob
 from tailrace.workers.served_engine import ServedEngine
 from tailrace.workers.spawner import LocalSpawner
-
-if TYPE_CHECKING:
-    import uvicorn
 
 S = TypeVar("S", bound=Settings)
 
@@ -108,6 +104,7 @@ class _Server:
         import uvicorn
 
         from tailrace.engine.serve.app import make_app
+        from tailrace.engine.serve.listening import Server
         from tailrace.engine.serve.requests import Requests
 
         requests = Requests(process)
@@ -115,7 +112,7 @@ class _Server:
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=round(GRACE_S), lifespan="off"
         )
-        server = _uvicorn_without_signals(config)
+        server = Server(config)
         received: list[int] = []
 
         def stop(signal: int) -> None:
@@ -154,18 +151,6 @@ class _Server:
         except OSError as why:
             problem = f"the server cannot listen there: {why}"
             raise ConfigError("--host, --port", f"{host}:{port}", problem, "choose another") from why
-
-
-def _uvicorn_without_signals(config: "uvicorn.Config") -> "uvicorn.Server":
-    """A server that leaves signals to this module."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Generator[None, None, None]:
-            yield
-
-    return Server(config)
 
 
 def given(kind: type[S], values: Mapping[str, object]) -> S:

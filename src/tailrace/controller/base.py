@@ -10,6 +10,7 @@ from tailrace.engine.base import Engine
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.router import Play
 from tailrace.settings import Settings
 from tailrace.trainer.base import Reference, Trainer
 
@@ -73,3 +74,5 @@ class Parts:
     """What the rewards know of the time that correct responses take. A run saves and restores it."""
     synchronous_rewards: bool = False
     """Whether rewards wait until no request is served."""
+    play: Play | None = None
+    """How turns become a sample (rollout/episodes.py). None: a sample is one turn."""

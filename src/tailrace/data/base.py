@@ -1,8 +1,8 @@
 """The contract of the data room: prompts by index, in an order that the seed fixes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,10 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 """Arguments of `apply_chat_template` that the data room sets itself."""
 HELD_OUT_ONE_IN = 16
 """Share of the different prompts that is held out for evaluation when there is no evaluation set."""
+
+
+TASKSET_KEYS = ("taskset", "args", "verifiers", "agent")
+"""Keys of [environment] that name the tasks of a taskset of verifiers."""
 
 
 class PromptSettings(Settings):
@@ -106,6 +110,24 @@ class RowsSettings(PromptSettings):
     `validation`."""
 
 
+class TasksetSettings(PromptSettings):
+    """The tasks of a taskset of verifiers. [environment] with kind "verifiers" names the taskset."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    """Selects this kind of data. It is the default where [environment] has this kind."""
+    num_tasks: int | None = Field(default=None, ge=2)
+    """The first tasks, which are used; at least 2. Without it all are. One sixteenth is held out for
+    evaluation."""
+    taskset: str = Field(min_length=1)
+    """Set from environment.taskset."""
+    args: Mapping[str, Any] = {}
+    """Set from environment.args."""
+    verifiers: Mapping[str, Any] = {}
+    """Set from environment.verifiers."""
+    agent: str = ""
+    """Set from environment.agent."""
+
+
 class MixedSettings(Settings):
     """What a source of a mixture has beside the settings of its kind."""
 
@@ -146,10 +168,12 @@ class MixtureSettings(Settings):
 Split = Literal["train", "eval"]
 """Which of the two disjoint sets of prompts."""
 
-DataSettings = Annotated[ProceduralSettings | RowsSettings | MixtureSettings, Field(discriminator="kind")]
+DataSettings = Annotated[
+    ProceduralSettings | RowsSettings | TasksetSettings | MixtureSettings, Field(discriminator="kind")
+]
 
 
-def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSettings]:
+def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSettings | TasksetSettings]:
     """Return the sources of the data: those of a mixture, or the data themselves."""
     return settings.sources if isinstance(settings, MixtureSettings) else (settings,)
 

@@ -19,16 +19,21 @@ class PromptEncoder:
     """Applies the chat template, encodes, and enforces the length limit."""
 
     def __init__(
-        self, settings: PromptSettings, tokenizer: Tokenizer, max_context_tokens: int | None = None
+        self,
+        settings: PromptSettings,
+        tokenizer: Tokenizer,
+        max_context_tokens: int | None = None,
+        tools: Tools = (),
     ) -> None:
         """
         Args:
             max_context_tokens: positions of the model; None: unlimited.
+            tools: tools of every prompt, before those of its row; they need the chat template.
 
         Raises:
             ConfigError: the settings need a chat template and the tokenizer has none.
         """
-        self._settings, self._tokenizer = settings, tokenizer
+        self._settings, self._tokenizer, self._tools = settings, tokenizer, tools
         limits = [settings.max_prompt_tokens, max_context_tokens and max_context_tokens - 1]
         self._max_tokens = min((limit for limit in limits if limit is not None), default=None)
         self.has_template = tokenizer.chat_template is not None
@@ -51,6 +56,7 @@ class PromptEncoder:
         """
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
+        tools = [*self._tools, *(tools or ())] or None
         templated = self.has_template and self._settings.chat_template != "never"
         if isinstance(prompt, str) and not templated:
             if tools:

@@ -1,10 +1,18 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
-from tailrace.data.base import DataSettings, MixtureSettings, ProceduralSettings, Prompts, Split
-from tailrace.data.encoding import PromptEncoder
+from tailrace.data.base import (
+    DataSettings,
+    MixtureSettings,
+    ProceduralSettings,
+    Prompts,
+    Split,
+    TasksetSettings,
+)
+from tailrace.data.encoding import PromptEncoder, Tools
 from tailrace.data.mixture import MixedPrompts
 from tailrace.data.procedural import ProceduralPrompts, Task
 from tailrace.data.rows import RowPrompts
+from tailrace.data.tasks import TaskPrompts
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import ConfigError
 
@@ -16,12 +24,14 @@ def open_prompts(
     seed: int,
     split: Split,
     max_context_tokens: int | None = None,
+    tools: Tools = (),
 ) -> Prompts:
     """Open the prompts of one split, in the order that the seed fixes. The splits share no prompt.
 
     Args:
         max_context_tokens: positions of the model, prompt and completion together; None: unlimited. A prompt
             that leaves no room for one completion token is a BadRow.
+        tools: tools of every prompt, as JSON schemas.
 
     Raises:
         ConfigError: the settings name no data that can be read, or no prompt of it fits.
@@ -29,13 +39,22 @@ def open_prompts(
     if isinstance(settings, MixtureSettings):
         names, weights = zip(*((source.name, source.weight) for source in settings.sources), strict=True)
         opened = [
-            open_prompts(source, tokenizer, seed=seed, split=split, max_context_tokens=max_context_tokens)
+            open_prompts(
+                source,
+                tokenizer,
+                seed=seed,
+                split=split,
+                max_context_tokens=max_context_tokens,
+                tools=tools,
+            )
             for source in settings.sources
         ]
         return MixedPrompts(names, opened, weights, seed)
-    encoder = PromptEncoder(settings, tokenizer, max_context_tokens)
+    encoder = PromptEncoder(settings, tokenizer, max_context_tokens, tools)
     if isinstance(settings, ProceduralSettings):
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
+    if isinstance(settings, TasksetSettings):
+        return TaskPrompts(settings, encoder, seed, split)
     return RowPrompts(settings, encoder, seed, split)
 
 

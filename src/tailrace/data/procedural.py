@@ -152,13 +152,15 @@ class ProceduralPrompts:
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index) if self._epochs else None
-        return Prompt(index, *self._made(index if row_number is None else row_number), row_number)
+        ids, text, row, question = self._made(index if row_number is None else row_number)
+        return Prompt(index, ids, text, row, row_number, question)
 
-    def _make(self, index: int) -> tuple[list[int], str, dict[str, object]]:
-        """Return the token ids, the text and the row of a prompt."""
+    def _make(self, index: int) -> tuple[list[int], str, dict[str, object], str]:
+        """Return the token ids, the text and the row of a prompt, and its question."""
         entry = self._entry_of_split(index)
-        text, ids = self._encoder.encode(self._task.question(entry))
-        return ids, text, row_of(entry)
+        question = self._task.question(entry)
+        text, ids = self._encoder.encode(question)
+        return ids, text, row_of(entry), question
 
     def _first_questions(self) -> Iterator[str]:
         for index in range(PROBED_PROMPTS):

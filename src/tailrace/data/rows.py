@@ -35,7 +35,7 @@ class RowPrompts:
         self._check_prompts(str(path), digests)
         places: Sequence[int] = range(len(digests))
         if shared:
-            held_out = _held_out(key, str(path), digests)
+            held_out = hold_out(key, str(path), digests)
             places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
         self._places, self._epochs = places, Epochs(len(places), seed)
         usable = (self._table[place][self._column] for place in places if digests[place] is not None)
@@ -93,7 +93,7 @@ def _digest(table: Table, place: int, column: str) -> int | None:
     return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
 
 
-def _held_out(key: str, path: str, digests: list[int | None]) -> set[int]:
+def hold_out(key: str, path: str, digests: list[int | None]) -> set[int]:
     """Return the digests of the different prompts that are held out: at least one."""
     different = sorted({digest for digest in digests if digest is not None})
     if len(different) < 2:

@@ -35,11 +35,13 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     """Start a completion, or continue one.
 
     Args:
+        prompt_ids: in a later turn of an episode, everything before the turn.
         completion_ids: the tokens it already has.
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
         temperature: in place of that of `sampling`, which stays in all else.
+        max_completion_tokens: as `temperature`.
     """
 
     id: str
@@ -49,6 +51,7 @@ class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
     greedy: bool = False
     sampling: SamplingParams | None = None
     temperature: float | None = None
+    max_completion_tokens: int | None = None
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
@@ -144,7 +147,7 @@ class Engine(Protocol):
     """Called after each change of `state`, with the reason in words. The router sets it."""
 
     async def generate(self, sample: Sample) -> None:
-        """Extend the sample in place, from the tokens it has, until it ends.
+        """Extend the sample in place, from the tokens it has, until its present turn ends.
 
         The call may be cancelled at any token. The sample then holds every token that was generated, and
         another call, on any replica, continues from them.

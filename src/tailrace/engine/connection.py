@@ -2,9 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from math import inf
 from typing import Any, Protocol
 
 import httpx
@@ -51,6 +52,8 @@ class Connection:
         self.name, self.url, self.timeout_s = name, url, timeout_s
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
+        self._max_context_tokens: float = inf
+        """Of a request and its answer, as the server says."""
         self.figures = CacheFigures()
         """As of the last deep health check."""
         # No connection is used twice: a server may close an idle one at the moment of the next request.
@@ -65,11 +68,21 @@ class Connection:
         """Tells the requests and the prefix cache of this connection from all others at the server."""
         self._num_attempts = 0
 
+    async def detect(self, detect: Callable[[httpx.AsyncClient], Awaitable[Dialect]]) -> None:
+        """Ask the server what it can do, and how long a request and its answer may be."""
+        self.dialect = await detect(self.client)
+        self._max_context_tokens = (await self.dialect.model()).max_context or inf
+
+    def room(self, sample: Sample, max_completion_tokens: int) -> int:
+        """Tokens that may still come in the sample's present turn; not above 0: none."""
+        context = self._max_context_tokens - sample.num_context_tokens
+        return int(min(min(max_completion_tokens, sample.turn_limit) - sample.num_tokens, context))
+
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
-        """A request for the rest of a sample, with an id that was not used before."""
+        """A request for the rest of a sample's present turn, with an id that was not used before."""
         seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
         return self.probe(
-            [*sample.prompt.ids, *sample.completion_ids],
+            [*sample.prompt.ids, *sample.response_ids],
             max_tokens,
             seed=int.from_bytes(seed, "little") >> 1,
             greedy=sample.greedy,

@@ -104,7 +104,7 @@ class HttpEngine:
     async def ready(self) -> None:
         """As EngineLife.ready."""
         await self._server.ready()
-        self.connection.dialect = await self._detect(self.connection.client)
+        await self.connection.detect(self._detect)
         self.capabilities = self.dialect.capabilities
         self._watcher = asyncio.create_task(self._watch())
         await self._check(self)
@@ -153,7 +153,7 @@ class HttpEngine:
         return Usage(
             num_running=len(running),
             num_waiting=len(self._requests) - len(running),
-            kv_tokens=sum(len(each.sample.prompt.ids) + each.sample.num_tokens for each in running),
+            kv_tokens=sum(each.sample.num_context_tokens for each in running),
             num_generated=self.counter.num,
             num_prefilled=self._num_prefilled,
             **asdict(self.connection.figures),
@@ -185,11 +185,11 @@ class HttpEngine:
             raise TransferFailed(f"{self.name}: {refused}") from refused
 
     async def _complete(self, request: _Request) -> None:
-        """Ask until the sample has ended. A broken stream is asked for again while the server is well."""
+        """Ask until the turn has ended. A broken stream is asked for again while the server is well."""
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = self._max_completion_tokens - sample.num_tokens
+            left = self.connection.room(sample, self._max_completion_tokens)
             if left <= 0:
                 sample.finish_reason = "length"
                 return

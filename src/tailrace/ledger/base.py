@@ -23,9 +23,9 @@ from pydantic import Field, model_validator
 
 from tailrace.errors import LedgerError
 from tailrace.settings import Settings
-from tailrace.types import FinishReason, SampleId
+from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 3
+FORMAT = 4
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -149,11 +149,15 @@ class SampleRow(Row, frozen=True, array_like=True):
     fate: str | None
     """trained, or the reason for which its tokens were wasted."""
     pruned: bool = False
-    """Its tokens, text and reference log-probs were removed from the store."""
+    """Its tokens, turns, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
     """Log-probs of its tokens under the reference model, float32."""
     reward_report: str = "[{},{}]"
     """What its reward functions report, as JSON: metrics, and columns of its record."""
+    turns: str = "[]"
+    """The turns of its episode that have ended (types.Turn), as JSON."""
+    in_episode: bool = False
+    """Its episode has not ended."""
 
     @property
     def id(self) -> SampleId:
@@ -166,6 +170,10 @@ class SampleRow(Row, frozen=True, array_like=True):
     @property
     def num_tokens(self) -> int:
         return sum(origin.num_tokens for origin in self.origins)
+
+    @property
+    def ended_turns(self) -> list[Turn]:
+        return msgspec.json.decode(self.turns, type=list[Turn])
 
 
 class TokensRow(Row, frozen=True, array_like=True):

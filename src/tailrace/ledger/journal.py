@@ -35,7 +35,7 @@ from tailrace.types import Group, Sample, SampleId
 MIN_PAUSE_RATIO = 50
 """After a scan of all groups the journal pauses at least this many times as long as the scan took."""
 
-_SampleState = tuple[int, str | None, float | None, str | None]
+_SampleState = tuple[int, str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""
@@ -238,6 +238,8 @@ class Journal:
             fate=sample.fate,
             reference_logprobs=array("f", sample.reference_logprobs).tobytes(),
             reward_report=_json([sample.reward_metrics, sample.reward_columns]),
+            turns=_json(sample.turns),
+            in_episode=sample.in_episode,
         )
 
     def _spans(self, sample: Sample) -> list[Origin]:
@@ -285,12 +287,16 @@ def _json(value: object) -> str:
 
 
 def _pruned(row: SampleRow) -> SampleRow:
-    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"")
+    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"", turns="[]")
 
 
 def _state_of(sample: Sample) -> _SampleState:
     """Return the fields of a sample whose change makes it due to be written."""
-    return (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
+    turns = tuple(
+        (len(turn.observation_ids), len(turn.results), turn.results.count(None)) for turn in sample.turns
+    )
+    state = (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
+    return (*state, sample.in_episode, turns)
 
 
 def _retrieve_error(commit: asyncio.Future[None]) -> None:

@@ -70,6 +70,9 @@ def _contradictions(books: Books) -> Iterator[str]:
             yield f"sample {id} has no group"
         if any(origin.life not in books.lives for origin in sample.origins):
             yield f"sample {id} belongs to a life that is not recorded"
+        ends = [turn.num_tokens for turn in sample.ended_turns]
+        if ends != sorted(ends) or max(ends, default=0) > sample.num_tokens:
+            yield f"the turns of sample {id} end at {ends} of {sample.num_tokens} tokens"
     for training in books.trainings.values():
         if training.id not in books.samples:
             yield f"sample {training.id} was trained and is missing"

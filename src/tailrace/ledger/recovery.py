@@ -273,6 +273,8 @@ class _Restoration:
             group,
             seed=noise_seed(self.seed, row.id),
             finish_reason=row.finish_reason,
+            turns=row.ended_turns,
+            in_episode=row.in_episode,
             reference_logprobs=list(array("f", row.reference_logprobs)),
             text=row.text,
             reward=row.reward,

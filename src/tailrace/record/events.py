@@ -46,7 +46,7 @@ class RequestStarted(Moment, frozen=True):
 
 
 class RequestEnded(Moment, frozen=True):
-    """A sample left an engine."""
+    """A sample left an engine: its turn ended, or was interrupted."""
 
     sample: SampleId
     engine: str

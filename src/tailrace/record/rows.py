@@ -90,6 +90,12 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     lengths: LengthStats = field(name="completions")
     clipped_ratio: float = field(name="completions/clipped_ratio")
     """Share of samples that ended at the length limit."""
+    num_turns: dict[str, float] = {}
+    """`mean` and `max` turns of a sample. This and the next two only where an environment takes part."""
+    environment_tokens: float | None = field(name="environment_tokens/mean", default=None)
+    """Tokens of the environment in a sample: context that is not trained."""
+    calls: float | None = field(name="tools/call_frequency", default=None)
+    """Calls of the environment in a sample; mean over samples, as TRL counts tools."""
 
     loss: float
     grad_norm: float

@@ -51,6 +51,8 @@ def _trained_line(sample: Sample, step: int) -> bytes:
         "num_tokens": sample.num_tokens,
         "spans": sample.spans,
     }
+    if sample.turns:
+        record |= {"turns": sample.turns, "messages": sample.messages}
     return msgspec.json.encode(record) + b"\n"
 
 

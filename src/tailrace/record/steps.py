@@ -9,6 +9,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from tailrace.record.episodes import episode_figures
 from tailrace.record.events import (
     Accumulated,
     BooksClosed,
@@ -214,7 +215,7 @@ class StepMeter:
         stats, samples, lags = event.stats, event.samples, event.lags
         step_s = event.end_s - self._last_end_s
         self._step, self._last_end_s = stats.num_steps, event.end_s
-        self._num_tokens += sum(len(sample.prompt.ids) + sample.num_tokens for sample in samples)
+        self._num_tokens += sum(sample.num_context_tokens for sample in samples)
         groups = list(dict.fromkeys(sample.group for sample in samples))
         stds = [standard_deviation(_known_rewards(group.trainable)) for group in groups]
         counted_tokens = lags.publications.total()
@@ -266,6 +267,7 @@ class StepMeter:
             controller_lag_s=max(self._controller_lags, default=None),
             tokens_per_s=stats.num_tokens / step_s if step_s else 0.0,
             counts=self._take_counts(),
+            **episode_figures(samples),
         )
         self._guards.clear()
         self._controller_lags.clear()

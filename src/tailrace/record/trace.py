@@ -89,6 +89,7 @@ class TraceWriter:
             self._origin_s = self._now_s
         match event:
             case RequestStarted():
+                self._end_scoring(event.sample, "next turn")
                 self._requests[event.sample] = self._open(event.engine, event.num_tokens)
             case RequestEnded():
                 self._end_request(event)
@@ -156,7 +157,8 @@ class TraceWriter:
             self._unscored[event.sample] = self._open(SCORING, event.num_tokens)
 
     def _end_scoring(self, sample: SampleId, outcome: str) -> None:
-        """A sample that finished in an earlier life of the run has no lane."""
+        """End the slice after a sample's last request. A sample that finished in an earlier life of the run
+        has no lane."""
         if sample in self._unscored:
             self._end_slice(self._unscored, sample, outcome)
 

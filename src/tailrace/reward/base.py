@@ -144,6 +144,8 @@ class Call(msgspec.Struct, array_like=True):
     """Name of the data source; empty where the data name none."""
     version: int = 0
     """Version of the policy that generated the last token."""
+    messages: Sequence[Mapping[str, object]] = ()
+    """The completion as chat messages, where an environment took part in it."""
 
     @classmethod
     def of(cls, sample: Sample) -> "Call":
@@ -158,6 +160,7 @@ class Call(msgspec.Struct, array_like=True):
             prompt.given,
             prompt.source,
             sample.spans[-1].version if sample.spans else 0,
+            sample.messages,
         )
 
     def arguments(self) -> dict[str, object]:

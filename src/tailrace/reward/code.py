@@ -75,9 +75,9 @@ class CodeRewards:
         value = column_of(sample.prompt.row, self._settings.column)
         if value is None and self._others is not None:
             return await self._others.score(sample)
-        sample.text = self._text_of(sample.completion_ids)
+        sample.text = self._text_of(sample.response_ids[len(sample.opening_ids) :])
         cases = parse_cases(value)
-        program = extract_code(sample.text)
+        program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
         if not program.strip():
             return self._reward(sample, Counter(), len(cases))
         verdicts, longest_s = await self._run_all(sample, program, cases)

@@ -113,13 +113,13 @@ class TrlSignature:
 
     def arguments(self, call: Call, report: Report) -> dict[str, object]:
         is_chat = isinstance(call.given, list)
-        text = call.completion
+        completion = call.messages or [{"role": "assistant", "content": call.completion}]
         columns: dict[str, object] = {
             name: [value] for name, value in call.row.items() if name not in ("prompt", "completion")
         }
         return columns | {
             "prompts": [call.prompt if call.given is None else call.given],
-            "completions": [[{"role": "assistant", "content": text}] if is_chat else text],
+            "completions": [list(completion) if is_chat else call.completion],
             "completion_ids": [list(call.completion_ids)],
             "trainer_state": TrainerState(call.version),
             "log_extra": report.log_extra,

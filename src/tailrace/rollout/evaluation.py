@@ -69,6 +69,8 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
     async def score(sample: Sample) -> EvaluatedSample:
         async with slots:
             await router.serve(sample)
+        if sample.scored:  # by the environment
+            return EvaluatedSample.of(sample, sample.reward or 0.0, sample.failure)
         try:
             return EvaluatedSample.of(sample, await rewards.score(sample))
         except RewardFailed as failed:

@@ -228,8 +228,8 @@ class Elastic(Colocated):
         for engine in self._engines:
             engine.report()
         samples = [sample for group in self._pool.groups for sample in group.samples]
-        unfinished = [sample for sample in samples if not sample.finish_reason]
-        contexts = [len(sample.prompt.ids) + sample.num_tokens for sample in unfinished]
+        unfinished = [sample for sample in samples if not sample.ended]
+        contexts = [sample.num_context_tokens for sample in unfinished]
         more = self._pool.progress.lengths.expected_more([sample.num_tokens for sample in unfinished])
         return peak_kv(contexts, more)
 

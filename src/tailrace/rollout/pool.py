@@ -193,7 +193,7 @@ class Pool:
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         for sample in group.samples:
-            if sample.finish_reason is None:
+            if not sample.ended:
                 self._samples.wait(sample)
         self._look(group)
 
@@ -219,7 +219,7 @@ class Pool:
     def _keep_finished(self, group: Group) -> None:
         for sample in group.samples:
             full = len(group.kept) >= group.num_required
-            if sample.finish_reason and not full and sample not in group.kept:
+            if sample.ended and not full and sample not in group.kept:
                 group.kept.append(sample)
                 self.progress.finished(sample)
 

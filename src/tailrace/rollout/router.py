@@ -1,10 +1,11 @@
 """Router: chooses the engine for a request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
+from tailrace.environments.episode import Serve
 from tailrace.errors import Evicted, LedgerError
 from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
@@ -13,13 +14,25 @@ SLACK = 1 / 8
 """Share of an engine's slots. The engine that served a request before gets it again if its load is at most
 this much above the least loaded engine's, because it may still hold the request's KV cache."""
 
+Play = Callable[[Sample, Serve, Recorder], Awaitable[None]]
+"""Extends a sample until it ends, with a function that generates the rest of a turn."""
+
+
+async def single_turn(sample: Sample, serve: Serve, recorder: Recorder) -> None:
+    """`Play` of a sample that is one response."""
+    await serve(sample)
+
 
 class Router:
     """Serves a sample on the engine that served it last if that has room, else on the least loaded engine. If
-    an engine gives a request back, another engine continues it."""
+    an engine gives a request back, another engine continues it.
 
-    def __init__(self, engines: Sequence[Engine], recorder: Recorder) -> None:
-        self.engines = engines
+    Args:
+        play: how turns become a sample; None: a sample is one turn.
+    """
+
+    def __init__(self, engines: Sequence[Engine], recorder: Recorder, play: Play | None = None) -> None:
+        self.engines, self._play = engines, play or single_turn
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
@@ -66,6 +79,9 @@ class Router:
 
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""
+        await self._play(sample, self._serve_turn, self._recorder)
+
+    async def _serve_turn(self, sample: Sample) -> None:
         while sample.finish_reason is None:
             engine = await self._pick(sample)
             sample.engine = engine.name

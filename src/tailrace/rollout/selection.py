@@ -45,6 +45,6 @@ def feasible(groups: Iterable[Group], max_tokens: int) -> Iterator[list[Group]]:
 
 
 def trained_tokens(group: Group) -> int:
-    """Tokens that a trainer computes for a group: its trainable samples, prompts included."""
-    samples = samples_of([group])
-    return len(samples) * len(group.prompt.ids) + sum(sample.num_tokens for sample in samples)
+    """Tokens that a trainer computes for a group: its trainable samples, prompts and the environment's tokens
+    included."""
+    return sum(sample.num_context_tokens for sample in samples_of([group]))

@@ -260,7 +260,7 @@ class SimEngine:
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.slots:
             sample = next(iter(self._queue))
-            context = len(sample.prompt.ids) + sample.num_tokens
+            context = sample.num_context_tokens
             if self._running and self._kv_tokens + context > self._kv_capacity:
                 return
             self._kv_base += context - self._steps
@@ -282,7 +282,8 @@ class SimEngine:
 
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request. Running requests have precedence over it."""
-        self._suspended[sample] = len(sample.prompt.ids) + self._running[sample].base + self._steps
+        context = len(sample.prompt.ids) + sample.num_observation_tokens
+        self._suspended[sample] = context + self._running[sample].base + self._steps
         self._suspended_tokens += self._suspended[sample]
 
     def _evict_suspended(self) -> None:
@@ -310,5 +311,5 @@ class SimEngine:
             self._prompts[sample.group] -= 1
             if not self._prompts[sample.group]:
                 del self._prompts[sample.group]
-        self._kv_base -= len(sample.prompt.ids) + request.base
+        self._kv_base -= len(sample.prompt.ids) + sample.num_observation_tokens + request.base
         return request.future

@@ -29,6 +29,9 @@ class TrainingSample(msgspec.Struct, frozen=True):
     """[num_tokens]: log-probs under the reference model. Empty if there is none."""
     num_carried: int = 0
     """Number of leading tokens up to the last one that an older version than the published one generated."""
+    observations: list[tuple[int, list[int]]] = []
+    """The environment's tokens, each time with the number of completion tokens before them. The model reads
+    them; they are not trained. The last token is one of the completion."""
 
     @classmethod
     def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
@@ -39,6 +42,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         """
         ends = itertools.accumulate(span.num_tokens for span in sample.spans)
         carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
+        observations = [(turn.num_tokens, turn.observation_ids) for turn in sample.turns]
         return cls(
             sample.id,
             list(sample.prompt.ids),
@@ -47,6 +51,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
             sample.advantage,
             sample.reference_logprobs,
             max(carried, default=0),
+            [each for each in observations if each[1] and each[0] < sample.num_tokens],
         )
 
     def __post_init__(self) -> None:
@@ -58,4 +63,5 @@ class TrainingSample(msgspec.Struct, frozen=True):
     @property
     def num_input_tokens(self) -> int:
         """Tokens that a forward pass computes: the last completion token is a target only."""
-        return len(self.prompt_ids) + max(0, len(self.completion_ids) - 1)
+        num_observed = sum(len(ids) for _, ids in self.observations)
+        return len(self.prompt_ids) + num_observed + max(0, len(self.completion_ids) - 1)

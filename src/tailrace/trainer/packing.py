@@ -1,6 +1,7 @@
 """Packing: samples are laid end to end in micro-batches of a bounded number of tokens, without padding.
 
-The last token of a completion predicts nothing: it is a target and not an input.
+The last token of a completion predicts nothing: it is a target and not an input. The environment's tokens of
+an episode are inputs and no targets.
 
 Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
 only if it is a single sample; the result depends on the samples and their order only.
@@ -64,9 +65,14 @@ class MicroBatch:
         predictors: list[int] = []
         boundaries = [0]
         for sample in samples:
-            input_ids += sample.prompt_ids + sample.completion_ids[:-1]
+            input_ids += sample.prompt_ids
+            start = 0
+            for end, observation in [*sample.observations, (len(sample.completion_ids), [])]:
+                predictors += range(len(input_ids) - 1, len(input_ids) - 1 + end - start)
+                input_ids += sample.completion_ids[start:end] + observation
+                start = end
+            input_ids.pop()
             position_ids += range(sample.num_input_tokens)
-            predictors += range(len(input_ids) - len(sample.completion_ids), len(input_ids))
             boundaries.append(len(input_ids))
 
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -60,15 +60,17 @@ class RemoteEngine(EngineProcess):
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
         are in the sample. Cancelling it again in the meantime has no effect."""
         id = str(sample.id)
+        limit = min(self.job.sampling.max_completion_tokens, sample.turn_limit)
         with _deaths():
             self.process.send(
                 GenerationRequest(
                     id,
-                    sample.prompt.ids,
-                    sample.completion_ids,
-                    sample.seed,
+                    sample.turn_context_ids,
+                    sample.turn_ids,
+                    sample.turn_seed,
                     sample.greedy,
                     temperature=sample.temperature,
+                    max_completion_tokens=int(limit) - sample.turn_start,
                 )
             )
             self._requests[id] = request = _Request(sample, self.process.promise())

@@ -62,6 +62,7 @@ async def open_local(
     data: DataSettings,
     tokenizer: Tokenizer,
     folder: Path,
+    scores: bool = True,
     broker: BrokerSettings | None = None,
     life: int | None = None,
     devices: DeviceMap | None = None,
@@ -76,6 +77,7 @@ async def open_local(
     Args:
         model: a Hugging Face folder, for engines and trainer.
         folder: folder of the run; the workers' output goes to its `logs/`.
+        scores: whether reward functions are called; an environment may give the rewards.
         broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         devices: of each engine and rank of the trainer; None: any.
@@ -148,7 +150,7 @@ async def open_local(
                 min_context=longest,
                 trainer=remote_trainer,
             )
-        num_scorers = reward.workers if reward.calls_functions else 0
+        num_scorers = reward.workers if scores and reward.calls_functions else 0
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         judges = [await start(RemoteJudge, f"judge-{each.judge.name}", each) for each in judge_jobs(reward)]
         reference: Reference | None = None

@@ -114,7 +114,7 @@ class RewardPool:
         Raises:
             WorkerDied: a reward worker as a whole ended.
         """
-        sample.text = self._text_of(sample.completion_ids)
+        sample.text = self._text_of(sample.response_ids[len(sample.opening_ids) :])
         match await self._call(Call.of(sample)):
             case Failed(reason="timeout") if self._settings.on_timeout == "zero":
                 sample.timed_out = True
@@ -122,7 +122,8 @@ class RewardPool:
             case Failed() as failed:
                 raise RewardFailed(failed.reason, failed.detail, is_defect=failed.is_defect)
             case Scores(reward, metrics, columns):
-                sample.reward_metrics, sample.reward_columns = metrics, columns
+                sample.reward_metrics |= metrics  # beside those of an environment
+                sample.reward_columns = columns
                 return reward
 
     async def check_one_row(self, prompt: Prompt, understood: str) -> str | None:

@@ -147,3 +147,12 @@ def test_a_request_may_have_a_temperature_of_its_own(make_engine):
     assert ended["cold"].ids == ended["greedy"].ids
     assert ended["cold"].behavior_logprobs == pytest.approx([0.0] * len(ended["cold"].ids), abs=1e-3)
     assert min(ended["plain"].behavior_logprobs) < -0.01
+
+
+def test_a_request_may_have_a_limit_of_its_own(make_engine):
+    engine = make_engine(max_completion_tokens=20)
+    engine.submit(GenerationRequest("plain", PROMPTS["17"], (), 7))
+    engine.submit(GenerationRequest("short", PROMPTS["17"], (), 7, max_completion_tokens=5))
+    ended = finish(engine)
+    assert ended["short"].ids == ended["plain"].ids[:5]
+    assert ended["short"].finish_reason == "length"

@@ -194,3 +194,15 @@ def test_an_id_that_is_being_served_is_refused_and_free_again_afterwards(make_en
     assert {id: len(output.ids) for id, output in finish(engine).items()} == {"runs": 3, "waits": 3}
     engine.submit(GenerationRequest("runs", [1, 2], (), 0))
     assert set(finish(engine)) == {"runs"}
+
+
+def test_the_samples_of_a_group_share_no_prefill_once_their_contexts_differ(make_engine):
+    """As in the later turns of episodes: each has its own completion and observation in its prompt."""
+    engine, prompt = make_engine(), random_ids(0, 10)
+    contexts = {"a": [*prompt, 7, 1], "b": [*prompt, 8, 1], "c": [*prompt, 7, 1]}
+    submit_all(engine, contexts)
+    engine.step()
+    assert engine.usage().num_prefilled == 2 * 11
+    alone = make_engine()
+    alone.submit(GenerationRequest("b", contexts["b"], (), 1))
+    assert finish(engine)["b"].ids == finish(alone)["b"].ids

@@ -101,6 +101,9 @@ class NativeEngine:
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
         if request.temperature is not None:
             sampling = msgspec.structs.replace(sampling, temperature=request.temperature)
+        if request.max_completion_tokens is not None:
+            limit = request.max_completion_tokens
+            sampling = msgspec.structs.replace(sampling, max_completion_tokens=limit)
         sequence = Sequence(request.id, tokens, len(request.prompt_ids), noise, sampling, request.greedy)
         if not tokens or self._stops.exhausted(sequence):
             self._finished.append(self._output(sequence, "length"))

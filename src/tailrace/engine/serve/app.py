@@ -1,22 +1,18 @@
 """The HTTP application: all routes, guarded, over one engine process."""
 
-import json
-from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
 from tailrace import __version__
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.serve.base import ComputingEngine
 from tailrace.engine.serve.control import Control
 from tailrace.engine.serve.control_routes import control_routes
+from tailrace.engine.serve.errors import add_error_handlers, answer
 from tailrace.engine.serve.formats import Context
 from tailrace.engine.serve.generation import generation_routes
-from tailrace.engine.serve.guard import Guard, error_body
+from tailrace.engine.serve.guard import Guard
 from tailrace.engine.serve.info_routes import info_routes
 from tailrace.engine.serve.offered_weights import OfferedWeights
 from tailrace.engine.serve.requests import Requests
@@ -60,11 +56,9 @@ def make_app(
         max_body_bytes=settings.max_body_bytes,
         all_guarded=not is_loopback(settings.host),
     )
-    app.add_exception_handler(HTTPException, _answer(lambda why: (why.status_code, str(why.detail))))
-    app.add_exception_handler(RequestValidationError, _answer(lambda why: (400, _words(why))))
-    app.add_exception_handler(UnicodeEncodeError, _answer(lambda why: (400, "the text is not valid Unicode")))
+    add_error_handlers(app)
     for kind in (WeightsRefused, TransferFailed):
-        app.add_exception_handler(kind, _answer(lambda why: (400, str(why))))
+        app.add_exception_handler(kind, answer(lambda why: (400, str(why))))
     return app
 
 
@@ -74,19 +68,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _answer(describe: Callable[[Any], tuple[int, str]]) -> Callable[[Request, Exception], Response]:
-    """An exception handler that replies in OpenAI's form, in ASCII: messages may quote the client's."""
-
-    def handle(request: Request, why: Exception) -> Response:
-        status, message = describe(why)
-        return Response(json.dumps(error_body(status, message)), status, media_type="application/json")
-
-    return handle
-
-
-def _words(why: RequestValidationError) -> str:
-    """The first defect of a body; the value is not repeated."""
-    defect = why.errors()[0]
-    return f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}"

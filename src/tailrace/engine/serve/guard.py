@@ -50,7 +50,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        if scope["path"] not in self._open and not self._bears_token(headers):
+        if not self.allows(scope["path"], headers.get(b"authorization", b"")):
             await _refuse(send, 401, "this route needs the server's token: Authorization: Bearer TOKEN")
             return
         length = headers.get(b"content-length", b"0")
@@ -59,8 +59,9 @@ class Guard:
             return
         await self._app(scope, self._limited(receive), send)
 
-    def _bears_token(self, headers: Mapping[bytes, bytes]) -> bool:
-        return secrets.compare_digest(headers.get(b"authorization", b""), self._expected)
+    def allows(self, path: str, authorization: bytes) -> bool:
+        """Whether a request may reach its route."""
+        return path in self._open or secrets.compare_digest(authorization, self._expected)
 
     @property
     def _too_large(self) -> str:

@@ -4,7 +4,7 @@ Fields that change nothing here, such as `user`, are ignored. Fields that ask fo
 are refused: a reply that silently lacks it would be wrong.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -58,13 +58,17 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    carried_out: ClassVar[frozenset[str]] = frozenset()
+    """Those of _NEUTRAL that a subclass carries out."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for name, neutral in _NEUTRAL.items():
-                if (value := data.get(name)) is not None and value not in neutral:
+                if name in cls.carried_out or (value := data.get(name)) is None:
+                    continue
+                if value not in neutral:
                     raise ValueError(f"{name} is not supported by this engine; leave it out")
         return data
 

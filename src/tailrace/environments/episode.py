@@ -1,0 +1,138 @@
+"""One episode: the policy that an environment talks to, over the record in the sample.
+
+The record is the sample itself: its tokens, its turns and the results of calls. An interrupted episode is
+continued by playing the environment again over that record; nothing else is kept.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+
+import msgspec
+
+from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.errors import EnvironmentFailed
+from tailrace.types import Sample, Turn
+
+Serve = Callable[[Sample], Awaitable[None]]
+"""Generates the rest of a turn. It may be cancelled at any token."""
+Observe = Callable[[Sequence[Message], int | None], list[int]]
+"""The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
+and the last token of the turn (None in a simulation, which has no tokens)."""
+Decode = Callable[[Sequence[int]], str]
+
+
+class Episode:
+    """A `Policy` (base.py).
+
+    Args:
+        max_completion_tokens: of all turns together.
+        max_context_tokens: of the prompt, the turns and the environment together.
+        grace_s: seconds for which an action that is under way is awaited when the episode is parked.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        serve: Serve,
+        observe: Observe,
+        decode: Decode,
+        *,
+        max_completion_tokens: int,
+        max_context_tokens: int,
+        grace_s: float,
+    ) -> None:
+        self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
+        self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
+        self._grace_s = grace_s
+        self.id = sample.id
+        self._num_turns = self._num_calls = 0
+        """Turns, and calls after the last of them, that the environment has seen."""
+        self._num_openings = 0
+        """1: the first recorded turn is no turn of the policy, but what `open` has put after the prompt."""
+
+    def open(self, prompt_ids: Sequence[int]) -> None:
+        """As Policy.open."""
+        turns, prompt = self._sample.turns, list(self._sample.prompt.ids)
+        ids = list(prompt_ids[len(prompt) :])
+        if list(prompt_ids[: len(prompt)]) != prompt:
+            raise ValueError("the context of the first turn does not begin with the prompt")
+        opening = turns[0].observation_ids if turns and not turns[0].num_tokens else []
+        if turns and opening != ids:
+            raise _diverged()
+        if ids and not turns:
+            self._check_room(ids)
+            turns.append(Turn(0, "stop", observation_ids=ids))
+        self._num_turns = self._num_openings = 1 if ids else 0
+
+    async def complete(
+        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+    ) -> Completion:
+        """As Policy.complete."""
+        turns = self._sample.turns
+        if self._num_turns > self._num_openings:
+            self._continue(turns[self._num_turns - 1], messages)
+        if self._num_turns == len(turns):
+            self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
+            await self._serve(self._sample)
+            assert self._sample.finish_reason is not None
+            text = self._decode(self._sample.turn_ids)
+            turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
+        start = turns[self._num_turns - 1].num_tokens if self._num_turns else 0
+        turn = turns[self._num_turns]
+        self._num_turns, self._num_calls = self._num_turns + 1, 0
+        ids = self._sample.completion_ids[start : turn.num_tokens]
+        logprobs = self._sample.behavior_logprobs[start : turn.num_tokens]
+        before = turns[: self._num_turns - 1]
+        num_context = len(self._sample.prompt.ids) + start + sum(len(each.observation_ids) for each in before)
+        return Completion(turn.text, turn.finish_reason, turn.num_tokens - start, ids, logprobs, num_context)
+
+    async def call(self, action: Callable[[], Awaitable[str]]) -> str:
+        """As Policy.call."""
+        if not self._num_turns:
+            raise RuntimeError("an environment called Policy.call before the first Policy.complete")
+        results = self._sample.turns[self._num_turns - 1].results
+        place, self._num_calls = self._num_calls, self._num_calls + 1
+        if place == len(results):
+            results.append(None)
+        if (known := results[place]) is not None:
+            return known
+        task = asyncio.ensure_future(action())
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task], timeout=self._grace_s)
+            raise
+        finally:
+            if task.done() and not task.cancelled() and not task.exception():
+                # A ledger stores it, so it must be Unicode: the environment sees what will be read again.
+                results[place] = str(task.result()).encode(errors="replace").decode()
+            task.cancel()
+        result = results[place]
+        assert result is not None
+        return result
+
+    def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
+        """Put the environment's tokens after the last turn, unless they are there."""
+        sample = self._sample
+        last_id = sample.completion_ids[last.num_tokens - 1] if sample.completion_ids else None
+        ids = self._observe(messages, last_id)
+        if last.observation_ids:
+            if last.observation_ids != ids:
+                raise _diverged()
+            return
+        self._check_room(ids, is_cut_off=last.finish_reason == "length")
+        last.messages = msgspec.to_builtins(list(messages))
+        last.observation_ids, sample.finish_reason = ids, None
+
+    def _check_room(self, ids: Sequence[int], *, is_cut_off: bool = False) -> None:
+        """Raises EpisodeOver if no turn fits after these tokens of the environment."""
+        sample = self._sample
+        is_full = sample.num_context_tokens + len(ids) >= self._max_context_tokens
+        if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
+            sample.finish_reason = "length"
+            raise EpisodeOver
+
+
+def _diverged() -> EnvironmentFailed:
+    return EnvironmentFailed("not repeatable", "after an interruption it said something else than before")

@@ -1,0 +1,123 @@
+"""Opens the environment that the [environment] section names."""
+
+import importlib.util
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tailrace.data.tokenizer import Tokenizer
+from tailrace.environments.agent_prompts import RequestEncoder
+from tailrace.environments.agent_thread import AgentThread
+from tailrace.environments.agents import make_agent
+from tailrace.environments.base import Environment, Outcome, Policy
+from tailrace.environments.settings import (
+    AgentSettings,
+    EnvironmentSettings,
+    PythonSettings,
+    SingleTurnSettings,
+    ToolsSettings,
+    VerifiersSettings,
+)
+from tailrace.environments.tools import Tools, import_tools, schemas_of
+from tailrace.errors import ConfigError
+from tailrace.importing import import_function
+from tailrace.types import Prompt
+
+
+class FromFunction:
+    """`Environment` (base.py) from an async function."""
+
+    def __init__(self, function: Callable[[Prompt, Policy], Awaitable[Outcome]]) -> None:
+        self._function = function
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As Environment.run."""
+        return await self._function(prompt, policy)
+
+
+@asynccontextmanager
+async def open_environment(
+    settings: EnvironmentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment | None]:
+    """Open an environment for the length of the block; None for single turns.
+
+    Args:
+        tokenizer, encoder: for agents.
+
+    Raises:
+        ConfigError: the settings name what cannot be imported or made.
+    """
+    match settings:
+        case SingleTurnSettings():
+            yield None
+        case ToolsSettings():
+            yield Tools(settings, import_tools(settings))
+        case PythonSettings():
+            yield _import_environment(settings)
+        case AgentSettings():
+            async with _open_agents(settings, tokenizer, encoder) as agents:
+                yield agents
+        case VerifiersSettings():
+            # Not at the top: verifiers takes seconds to import, and may not be installed.
+            from tailrace.environments.verifiers.environment import open_verifiers
+
+            async with open_verifiers(settings) as environment:
+                yield environment
+
+
+def check_environment(settings: EnvironmentSettings) -> None:
+    """Check what can be checked before anything starts.
+
+    Raises:
+        ConfigError: as `open_environment` and `tools_of`.
+    """
+    tools_of(settings)
+    if isinstance(settings, PythonSettings):
+        _import_environment(settings)
+    if isinstance(settings, AgentSettings):
+        make_agent(settings, AgentThread())
+        if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+            problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
+            raise ConfigError("environment.kind", "agent", problem, remedy)
+
+
+def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
+    """Return the tools that each prompt describes to the model, as JSON schemas.
+
+    Raises:
+        ConfigError: a tool cannot be imported or described.
+    """
+    return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
+
+
+@asynccontextmanager
+async def _open_agents(
+    settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+) -> AsyncIterator[Environment]:
+    from tailrace.environments.agent import AgentEnvironment
+    from tailrace.environments.session_server import SessionServer
+
+    server, thread = SessionServer(tokenizer), AgentThread()
+    try:
+        yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
+    finally:
+        await server.close()
+        thread.close()
+
+
+def _import_environment(settings: PythonSettings) -> Environment:
+    key, spec = "environment.environment", settings.environment
+    found: Any = import_function(spec, key)
+    if inspect.iscoroutinefunction(found):
+        return FromFunction(found)
+    try:
+        environment: Any = found(**settings.arguments)
+    except Exception as why:
+        remedy = "check environment.arguments"
+        raise ConfigError(key, spec, f"it cannot be made ({type(why).__name__}: {why})", remedy) from why
+    if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
+        remedy = "write `async def run(self, prompt, policy)`, which returns an Outcome"
+        raise ConfigError(key, spec, "it has no async method `run`", remedy)
+    made: Environment = environment
+    return made

@@ -1,0 +1,136 @@
+"""The [environment] section."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from tailrace.environments.tool_calls import ParserName
+from tailrace.settings import Settings
+
+MODEL = "policy"
+"""The name that agents give the model."""
+
+
+class SingleTurnSettings(Settings):
+    """A sample is one response to its prompt."""
+
+    kind: Literal["single_turn"] = "single_turn"
+    """Selects this kind of environment."""
+
+
+class EpisodeSettings(Settings):
+    """What the settings of all environments of several turns have in common."""
+
+    gives_rewards: ClassVar[bool] = True
+    """Whether it may give rewards itself, so that a run may go without reward functions."""
+
+    grace_s: float = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
+    """Seconds for which an action that is under way, such as a call of a tool, is awaited when its episode is
+    parked; 0 to a day. After that it is cancelled, and made again when the episode goes on."""
+    max_failures: int = Field(default=100, ge=1, le=1_000_000_000)
+    """Consecutive episodes that fail because the environment raises, which end the run; at least 1."""
+
+
+class ToolsSettings(EpisodeSettings):
+    """The model calls Python functions, in as many turns as it needs. Reward functions score the episode."""
+
+    gives_rewards: ClassVar[bool] = False
+
+    kind: Literal["tools"] = "tools"
+    """Selects this kind of environment."""
+    functions: tuple[str, ...] = Field(min_length=1)
+    """The tools: 'package.module:name' or 'path/to/file.py:name'. Their type hints and docstrings tell the
+    chat template of the prompt what they do."""
+    parser: ParserName = "hermes"
+    """How the model writes a call. "hermes" (also Qwen): <tool_call>JSON</tool_call>. "llama3_json": the
+    whole turn is JSON."""
+    max_turns: int = Field(default=8, ge=1, le=100_000)
+    """Turns of the model in an episode; at least 1."""
+    call_timeout_s: float = Field(default=30.0, gt=0, le=86_400, allow_inf_nan=False)
+    """Seconds after which a call is given up; above 0, at most a day. A function that is not async keeps its
+    thread until it returns."""
+    on_error: Literal["answer", "end"] = "answer"
+    """What a call that raises or takes too long does: its error is the answer to the model, or the episode
+    ends. A malformed call is answered in each case."""
+    answer_role: Literal["tool", "user"] = "tool"
+    """Role of the messages that answer calls. "user" is for models whose chat template knows no other."""
+    max_answer_chars: int = Field(default=10_000, ge=1, le=2**31)
+    """Longer answers of tools are cut off; at least 1."""
+
+
+class PythonSettings(EpisodeSettings):
+    """An environment of your own."""
+
+    kind: Literal["python"] = "python"
+    """Selects this kind of environment."""
+    environment: str
+    """'package.module:name' or 'path/to/file.py:name' of an async function of a prompt and a policy that
+    returns an Outcome, or of a class that has such a method `run`."""
+    arguments: dict[str, str | bool | int | float | list[str]] = {}
+    """Arguments of the class."""
+
+
+class AgentSettings(EpisodeSettings):
+    """An agent written for OpenAI's API: a function or a program, which talks to the policy over HTTP."""
+
+    kind: Literal["agent"]
+    """Selects this kind of environment."""
+    function: str | None = None
+    """'package.module:name' or 'path/to/file.py:name'. It is called for each episode, with those of the
+    arguments `row`, `messages`, `base_url`, `api_key` and `model` that it names, and returns the reward, or
+    None where reward functions score the episode. Async functions share a thread; each call of another
+    one has its own."""
+    command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """A program and its arguments, in place of `function`. It is started for each episode, with the row as
+    JSON in its input and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. It may give a
+    reward in its last line of output: {"reward": 1.0}."""
+    prompt: Literal["agent", "data"] = "agent"
+    """What the prompt of a sample is. "agent": the first request of the agent, with its own system prompt and
+    tools. "data": the prompt of the data, which the first request must repeat; engines then compute it once
+    for a group."""
+    parser: ParserName = "hermes"
+    """How the model writes tool calls, which the agent gets as `tool_calls`: "hermes" (also Qwen):
+    <tool_call>JSON</tool_call>; "llama3_json": the whole turn is JSON."""
+    idle_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Seconds without a request after which an episode fails; above 0, at most a day. The time in which the
+    policy generates does not count."""
+
+    @model_validator(mode="after")
+    def _check_that_there_is_one(self) -> "AgentSettings":
+        if bool(self.function) == bool(self.command):
+            raise ValueError("an agent needs either `function` or `command`")
+        return self
+
+
+class VerifiersSettings(EpisodeSettings):
+    """The environment of a taskset of verifiers, whose tasks are the data."""
+
+    kind: Literal["verifiers"]
+    """Selects this kind of environment."""
+    taskset: str = Field(min_length=1)
+    """The taskset: the name of an installed package, as verifiers takes it."""
+    args: Mapping[str, Any] = {}
+    """Arguments of the taskset: the keys of its own config."""
+    verifiers: Mapping[str, Any] = {}
+    """Keys of verifiers' config of the environment: `id`, or for an agent its `model`, `client`, `harness`,
+    `runtime`, limits."""
+    agent: str = ""
+    """The agent that is trained. Without it the first one of the environment."""
+    parser: ParserName = "hermes"
+    """How the model writes a call, as in the environment "tools"."""
+
+
+def _kind_of(value: Any) -> str:
+    default = "single_turn"
+    return str(value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default))
+
+
+EnvironmentSettings = Annotated[
+    Annotated[SingleTurnSettings, Tag("single_turn")]
+    | Annotated[ToolsSettings, Tag("tools")]
+    | Annotated[PythonSettings, Tag("python")]
+    | Annotated[AgentSettings, Tag("agent")]
+    | Annotated[VerifiersSettings, Tag("verifiers")],
+    Discriminator(_kind_of),
+]

@@ -1,0 +1,181 @@
+"""Episodes in which the model calls Python functions."""
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from typing import Any, NamedTuple
+
+from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
+from tailrace.environments.settings import ToolsSettings
+from tailrace.environments.tool_calls import PARSERS, ToolCall
+from tailrace.errors import ConfigError
+from tailrace.importing import import_function
+from tailrace.types import Prompt, SampleId
+
+Function = Callable[..., Any]
+
+PROBLEMS = ("malformed", "unknown", "raised", "timeout")
+"""Reasons under which calls without a result are counted: the text is no call, or its arguments do not fit
+the function; there is no such function; the function raised; it took too long."""
+
+
+class Caller(NamedTuple):
+    """Who calls a tool.
+
+    Args:
+        turn, number: of the call, from 0.
+    """
+
+    sample: SampleId
+    turn: int
+    number: int
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""Inside a tool: who calls it."""
+
+
+class Answer(NamedTuple):
+    """What a call returned, or why it returned nothing."""
+
+    problem: str
+    """One of PROBLEMS; empty: none."""
+    text: str
+
+
+class Tools:
+    """`Environment` (base.py): each turn may call tools; a turn without calls ends the episode."""
+
+    def __init__(self, settings: ToolsSettings, functions: Mapping[str, Function]) -> None:
+        self._settings, self._functions = settings, functions
+        self._parse = PARSERS[settings.parser]
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As Environment.run."""
+        counts = dict.fromkeys(("turns", "calls", *PROBLEMS), 0)
+        with suppress(EpisodeOver):
+            await self._play(policy, counts)
+        return Outcome(metrics=counts)
+
+    async def _play(self, policy: Policy, counts: dict[str, int]) -> None:
+        messages: Sequence[Message] = ()
+        for turn in range(self._settings.max_turns):
+            calls = self._parse((await policy.complete(messages)).text)
+            counts["turns"] += 1
+            counts["calls"] += len(calls)
+            if not calls:
+                return
+            callers = [Caller(policy.id, turn, number) for number in range(len(calls))]
+            answers = await asyncio.gather(*map(self._answer, calls, callers, [policy] * len(calls)))
+            for answer in answers:
+                if answer.problem:
+                    counts[answer.problem] += 1
+            if self._settings.on_error == "end" and counts["raised"] + counts["timeout"]:
+                return
+            messages = [self._message(call, answer) for call, answer in zip(calls, answers, strict=True)]
+
+    def _message(self, call: ToolCall, answer: Answer) -> Message:
+        text = f"error: {answer.text}" if answer.problem else answer.text
+        return {"role": self._settings.answer_role, "name": call.name, "content": text}
+
+    async def _answer(self, call: ToolCall, caller: Caller, policy: Policy) -> Answer:
+        if call.problem:
+            return Answer("malformed", call.problem)
+        function = self._functions.get(call.name)
+        if function is None:
+            return Answer(
+                "unknown", f"there is no tool {call.name!r}; there are: {', '.join(self._functions)}"
+            )
+        try:
+            inspect.signature(function).bind(**call.arguments)
+        except TypeError as why:
+            return Answer("malformed", f"{call.name}: {why}")
+
+        async def action() -> str:
+            return json.dumps(await self._call(function, call.arguments, caller))
+
+        return Answer(*json.loads(await policy.call(action)))
+
+    async def _call(self, function: Function, arguments: Mapping[str, Any], caller: Caller) -> Answer:
+        """Call a function within the time limit. Its errors are recorded like results."""
+        limit_s = self._settings.call_timeout_s
+        token = CALLER.set(caller)
+        try:
+            is_async = inspect.iscoroutinefunction(function)
+            made = function(**arguments) if is_async else in_thread(function, arguments)
+            result = await asyncio.wait_for(made, limit_s)
+        except TimeoutError:
+            return Answer("timeout", f"no result within {limit_s:g} s")
+        except Exception as why:
+            return Answer("raised", f"{type(why).__name__}: {why}"[: self._settings.max_answer_chars])
+        finally:
+            CALLER.reset(token)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        return Answer("", text[: self._settings.max_answer_chars])
+
+
+def in_thread(function: Function, arguments: Mapping[str, Any]) -> "asyncio.Future[Any]":
+    """Call a function in a thread of its own, which does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = copy_context()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if future.done():  # it was given up
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(lambda: function(**arguments))
+        except BaseException as why:  # SystemExit, too, is an answer
+            error = why if isinstance(why, Exception) else RuntimeError(repr(why))
+        with suppress(RuntimeError):  # the run has ended meanwhile
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True).start()
+    return future
+
+
+def import_tools(settings: ToolsSettings) -> dict[str, Function]:
+    """Import the functions by their names.
+
+    Raises:
+        ConfigError: one cannot be imported, or two have one name.
+    """
+    functions: dict[str, Function] = {}
+    for spec in settings.functions:
+        function = import_function(spec, "environment.functions")
+        if function.__name__ in functions:
+            problem = f"two tools have the name {function.__name__!r}"
+            raise ConfigError("environment.functions", spec, problem, "rename one of them")
+        functions[function.__name__] = function
+    return functions
+
+
+def schemas_of(functions: Mapping[str, Function]) -> list[dict[str, object]]:
+    """Return the JSON schemas of tools for the chat template, from type hints and docstrings.
+
+    Raises:
+        ConfigError: a function has no docstring, or a parameter has no type or no description.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for name, function in functions.items():
+        try:
+            schemas.append(get_json_schema(function))
+        except Exception as why:  # of several types of transformers' own
+            remedy = "give it type hints and a docstring with a section Args:"
+            raise ConfigError(
+                "environment.functions", name, f"it cannot be described ({why})", remedy
+            ) from why
+    return schemas

@@ -1,0 +1,132 @@
+"""Episodes: how a sample is played between the router, which generates turns, and an environment."""
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+
+from tailrace.clock import now
+from tailrace.environments.base import Environment, EpisodeOver, Outcome
+from tailrace.environments.episode import Episode, Observe, Serve
+from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed
+from tailrace.record.events import Recorder, SampleScored
+from tailrace.trainer.base import Reference
+from tailrace.types import Sample
+
+MAX_DETAIL = 4000
+"""Characters of a traceback that are kept; the end tells most."""
+
+
+class Episodes:
+    """Plays samples with an environment.
+
+    Args:
+        observe, max_completion_tokens, max_context_tokens, grace_s: as Episode.
+        decode: text of token ids.
+        max_failures: consecutive episodes that fail, which end the run.
+        reference: log-probs of the samples that the environment rewards; the others get theirs when they are
+            scored. None: the algorithm needs none.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        observe: Observe,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_completion_tokens: int,
+        max_context_tokens: int,
+        grace_s: float,
+        max_failures: int,
+        reference: Reference | None = None,
+    ) -> None:
+        self._environment, self._observe, self._decode = environment, observe, decode
+        self._limits = {
+            "max_completion_tokens": max_completion_tokens,
+            "max_context_tokens": max_context_tokens,
+        }
+        self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
+        self._num_failures, self._first_failure = 0, ""
+
+    async def play(self, sample: Sample, serve: Serve, recorder: Recorder) -> None:
+        """Play an episode, or go on with one, until it ends.
+
+        If the environment raises, the sample fails with the reason "environment NAME".
+
+        Raises:
+            EnvironmentBroken: too many episodes in sequence have failed.
+        """
+        broken: list[Exception] = []  # errors of the engines, which end the run
+
+        async def serve_turn(sample: Sample) -> None:
+            try:
+                await serve(sample)
+            except Exception as why:
+                broken.append(why)
+                raise
+
+        sample.in_episode = True
+        episode = Episode(
+            sample, serve_turn, self._observe, self._decode, **self._limits, grace_s=self._grace_s
+        )
+        detail = ""
+        try:
+            outcome = await self._run(sample, episode)
+        except EpisodeOver:
+            outcome = Outcome()
+        except Exception as why:
+            if broken:
+                raise broken[0] from None
+            outcome, detail = Outcome(), self._fail(sample, why)
+        else:
+            self._num_failures = 0
+        self._end(sample, outcome)
+        if sample.scored and sample.id.prompt >= 0:
+            scored = SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
+            recorder.emit(scored)
+
+    async def _run(self, sample: Sample, episode: Episode) -> Outcome:
+        outcome = await self._environment.run(sample.prompt, episode)
+        if not sample.turns:
+            raise EnvironmentFailed("no turn", "it ended before the first turn of the policy")
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            raise EnvironmentFailed("reward", f"its reward is {outcome.reward}")
+        if outcome.reward is not None and self._reference:
+            logprobs = await self._reference.logprobs(sample)
+            if not all(map(math.isfinite, logprobs)):
+                raise EnvironmentFailed("reference", "a log-prob under the reference model is not finite")
+            sample.reference_logprobs = logprobs
+        return outcome
+
+    def _end(self, sample: Sample, outcome: Outcome) -> None:
+        """All at once, because the sample may be written down at any await."""
+        sample.reward_metrics = {f"environment/{name}": value for name, value in outcome.metrics.items()}
+        if outcome.reward is not None:
+            sample.reward = float(outcome.reward)
+        if sample.scored:
+            sample.text = self._decode(sample.response_ids[len(sample.opening_ids) :])
+        sample.finish_reason = sample.finish_reason or "stop"
+        sample.in_episode = False
+
+    def _fail(self, sample: Sample, why: Exception) -> str:
+        """Count the failure. Returns what is known of it."""
+        if isinstance(why, EnvironmentFailed):
+            reason, detail = why.reason, why.detail
+        else:
+            reason = type(why).__name__
+            detail = "".join(traceback.format_exception(why))[-MAX_DETAIL:]
+        sample.failure = f"environment {reason}"
+        self._first_failure = self._first_failure if self._num_failures else f"{reason}: {detail}"
+        self._num_failures += 1
+        if self._num_failures >= self._max_failures:
+            raise EnvironmentBroken(self._num_failures, self._first_failure)
+        return detail
+
+
+class NoRewards:
+    """`Rewards` (reward/base.py) of a run whose environment gives the rewards."""
+
+    async def score(self, sample: Sample) -> float:
+        """Raises a ConfigError: the environment gave no reward."""
+        problem = f"the environment gave no reward to episode {sample.id}, and no reward function is named"
+        remedy = "name one, or let the environment return Outcome(reward=...)"
+        raise ConfigError("reward.function", None, problem, remedy)

@@ -1,0 +1,92 @@
+"""One episode over its record: what was recorded is returned, and only the rest is done."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.environments.episode import Episode
+from tailrace.types import Group, Prompt, Sample, SampleId, Turn
+
+END = 9
+
+
+def new_sample() -> Sample:
+    return Sample(SampleId(0, 0, 0), Group(Prompt(0, [1, 2]), 1, []), in_episode=True)
+
+
+class Engine:
+    """Ends each turn after two tokens of its own and an end token."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    async def serve(self, sample: Sample) -> None:
+        self.served += 1
+        if sample.finish_reason is None:
+            sample.extend([5, 6, END], [-1.0] * 3, 0)
+            sample.finish_reason = "stop"
+
+
+def episode(sample: Sample, engine: Engine, **limits: int) -> Episode:
+    def observe(messages: Sequence[Message], last_id: int | None) -> list[int]:
+        assert last_id == END
+        return [7] * len(messages)
+
+    bounds = {"max_completion_tokens": 100, "max_context_tokens": 100, "grace_s": 5, **limits}
+    return Episode(sample, engine.serve, observe, lambda ids: " ".join(map(str, ids)), **bounds)  # type: ignore[arg-type]
+
+
+async def play(policy: Episode, made: list[str]) -> list[Completion | str]:
+    async def action() -> str:
+        made.append("call")
+        return "answer"
+
+    first = await policy.complete()
+    answer = await policy.call(action)
+    return [first, answer, await policy.complete([{"role": "tool", "content": answer}])]
+
+
+def test_an_episode_that_begins_again_returns_what_was_recorded_and_does_nothing_twice() -> None:
+    sample, engine, made = new_sample(), Engine(), list[str]()
+    turn = Completion("5 6 9", "stop", 3)
+    for _ in range(2):
+        assert asyncio.run(play(episode(sample, engine), made)) == [turn, "answer", turn]
+    assert (engine.served, made) == (2, ["call"])
+    assert sample.response_ids == [5, 6, END, 7, 5, 6, END]
+
+
+def test_a_turn_that_ended_just_before_the_interruption_is_not_generated_again() -> None:
+    """The tokens and the finish reason were written down; the turn was not."""
+    sample, engine = new_sample(), Engine()
+    asyncio.run(engine.serve(sample))
+    assert asyncio.run(episode(sample, engine).complete()) == Completion("5 6 9", "stop", 3)
+    assert [(turn.num_tokens, turn.finish_reason) for turn in sample.turns] == [(3, "stop")]
+
+
+def test_a_call_without_a_recorded_result_is_made_again() -> None:
+    sample, engine, made = new_sample(), Engine(), list[str]()
+    asyncio.run(engine.serve(sample))
+    sample.turns.append(Turn(3, "stop", results=[None]))
+    asyncio.run(play(episode(sample, engine), made))
+    assert made == ["call"] and sample.turns[0].results == ["answer"]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_completion_tokens": 3}, {"max_context_tokens": 6}], ids=lambda limits: next(iter(limits))
+)
+def test_an_episode_without_room_is_over_each_time_it_is_played(limits: dict[str, int]) -> None:
+    sample, engine = new_sample(), Engine()
+    for _ in range(2):
+        with pytest.raises(EpisodeOver):
+            asyncio.run(play(episode(sample, engine, **limits), []))
+    assert (sample.finish_reason, engine.served, sample.response_ids) == ("length", 1, [5, 6, END])
+
+
+def test_a_call_before_the_first_turn_is_an_error() -> None:
+    async def action() -> str:
+        return ""
+
+    with pytest.raises(RuntimeError, match=r"before the first Policy\.complete"):
+        asyncio.run(episode(new_sample(), Engine()).call(action))

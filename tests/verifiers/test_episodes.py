@@ -1,0 +1,152 @@
+"""Episodes of tasksets over an engine that says what the test tells it to."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+import scratchpad
+from chatty_model import CALLS, END, chatty_tokenizer
+
+from tailrace.data.base import TasksetSettings
+from tailrace.data.encoding import PromptEncoder
+from tailrace.data.taskset import Taskset
+from tailrace.environments.base import Outcome
+from tailrace.environments.chat import Chat
+from tailrace.environments.episode import Episode
+from tailrace.environments.settings import VerifiersSettings
+from tailrace.environments.verifiers.environment import VerifiersEnvironment, open_verifiers
+from tailrace.errors import EnvironmentFailed
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+pytestmark = pytest.mark.verifiers
+
+TOKENIZER = chatty_tokenizer()
+CHAT = Chat(TOKENIZER, "verifiers", {})
+WRITE, _, READ, FIRST, _ = CALLS
+
+
+def decode(ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+class Script:
+    """An engine that writes given turns token by token.
+
+    Args:
+        turns: the text of each turn.
+        stop_at: completion tokens at which it hangs, once each.
+    """
+
+    def __init__(self, turns: Sequence[str], stop_at: Sequence[int] = ()) -> None:
+        self._ids = [TOKENIZER.encode(turn + END, add_special_tokens=False) for turn in turns]
+        self._stop_at = list(stop_at)
+        self.num_generated = 0
+        self.hangs = asyncio.Event()
+
+    async def serve(self, sample: Sample) -> None:
+        turn = sum(1 for each in sample.turns if each.observation_ids)
+        for id in self._ids[turn][sample.num_tokens - sample.turn_start :]:
+            if self._stop_at and sample.num_tokens == self._stop_at[0]:
+                self._stop_at.pop(0)
+                self.hangs.set()
+                await asyncio.Event().wait()
+            sample.extend([id], [-1.0], 0)
+            self.num_generated += 1
+        sample.finish_reason = "stop"
+
+    def episode(self, sample: Sample) -> Episode:
+        limits = {"max_completion_tokens": 500, "max_context_tokens": 4000}
+        return Episode(sample, self.serve, CHAT.observe, decode, **limits, grace_s=5.0)
+
+
+def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None, agent: str = "") -> Sample:
+    loaded = Taskset(TasksetSettings(taskset=taskset, num_tasks=num_tasks, agent=agent))
+    task = loaded.load()[place]
+    messages, tools = loaded.opening(task)
+    text, ids = PromptEncoder(TasksetSettings(taskset=taskset), TOKENIZER).encode(messages, tools)
+    prompt = Prompt(place, ids, text, {"task": loaded.row(task), "tools": tools}, given=messages)
+    group = Group(prompt, 1, [])
+    group.samples.append(Sample(SampleId(place, 0, 0), group))
+    return group.samples[0]
+
+
+async def played(environment: VerifiersEnvironment, sample: Sample, script: Script) -> Outcome:
+    return await environment.run(sample.prompt, script.episode(sample))
+
+
+def play(taskset: str, sample: Sample, turns: Sequence[str]) -> Outcome:
+    async def main() -> Outcome:
+        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset=taskset)) as environment:
+            return await played(environment, sample, Script(turns))
+
+    return asyncio.run(main())
+
+
+def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token() -> None:
+    sample = sample_of("alphabet_sort", num_tasks=2)
+    first, second = sample.prompt.row["task"]["user_turns"]  # type: ignore[index]
+    truths = sample.prompt.row["task"]["truths"]  # type: ignore[index]
+    outcome = play("alphabet_sort", sample, truths)
+    assert outcome == Outcome(1.0, {"similarity": 1.0, "rewritten_history": 0.0})
+    assert TOKENIZER.decode([*sample.prompt.ids, *sample.response_ids]) == (
+        f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n{truths[0]}<|im_end|>\n"
+        f"<|im_start|>user\n{second}<|im_end|>\n<|im_start|>assistant\n{truths[1]}<|im_end|>"
+    )
+
+
+def test_an_episode_that_is_parked_in_each_turn_repeats_no_token_and_no_call() -> None:
+    """The state that tools have written is there again, too."""
+    sample = sample_of("scratchpad")
+    scratchpad.CALLED.clear()
+
+    async def main() -> tuple[Outcome, int]:
+        script = Script([WRITE, READ + FIRST, "alpha"], stop_at=[1, 3, 6])
+        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset="scratchpad")) as environment:
+            for _ in range(3):
+                script.hangs.clear()
+                playing = asyncio.create_task(played(environment, sample, script))
+                await script.hangs.wait()
+                playing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await playing
+            return await played(environment, sample, script), script.num_generated
+
+    outcome, num_generated = asyncio.run(main())
+    assert outcome == Outcome(1.0, {"written": 1.0, "rewritten_history": 0.0})
+    assert num_generated == sample.num_tokens == 11
+    assert scratchpad.CALLED == ["write alpha", "read"]
+    results = [[json.loads(result or "") for result in turn.results] for turn in sample.turns]
+    assert [[each["content"] for each in of_turn] for of_turn in results] == [["written"], ["alpha", "a"], []]
+    assert results[0][0]["state"]["slot"] == "alpha"
+
+
+def test_rollouts_that_share_a_tool_have_states_of_their_own() -> None:
+    async def main() -> list[Outcome]:
+        samples = [sample_of("scratchpad", place) for place in (0, 1)]
+        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset="scratchpad")) as environment:
+            scripts = [Script([call, READ, "."]) for call in CALLS[:2]]
+            return await asyncio.gather(*map(played, [environment] * 2, samples, scripts))
+
+    assert [outcome.reward for outcome in asyncio.run(main())] == [1.0, 1.0]
+
+
+def test_a_malformed_call_and_an_unknown_tool_are_answered() -> None:
+    sample = sample_of("scratchpad")
+    play("scratchpad", sample, ["<tool_call>{</tool_call>", CALLS[4], "."])
+    first, second = (turn.results[0] or "" for turn in sample.turns[:2])
+    assert "error: the call is malformed: this is not JSON" in first
+    assert "error: unknown tool 'nothing'" in second
+
+
+def test_a_harness_that_rewrites_history_ends_the_episode_and_is_counted() -> None:
+    sample = sample_of("rewriting")
+    outcome = play("rewriting", sample, ["one", "two"])
+    assert outcome == Outcome(1.0, {"turns": 1.0, "rewritten_history": 1.0})
+    assert len(sample.turns) == 1 and decode(sample.completion_ids) == "one"
+
+
+def test_a_reward_that_raises_is_the_failure_of_the_episode() -> None:
+    with pytest.raises(EnvironmentFailed) as failed:
+        play("faulty", sample_of("faulty"), ["one"])
+    assert failed.value.reason == "TaskError" and "ZeroDivisionError: no" in failed.value.detail
