@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from tailrace.memory import ModelShape, gib
 from tailrace.reward.judge_memory import IN_TRANSIT, MIB, LayerBudget
 from tailrace.reward.judge_model import ModelJudge
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 
 VOCABULARY = 8192
 WORDS = [f"w{number}" for number in range(VOCABULARY)]
@@ -66,7 +66,7 @@ def make_model(folder: Path, num_layers: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
 
 
-def judge_process(parent: Connection, settings: ModelJudgeSettings, texts: Sequence[str]) -> None:
+def judge_process(parent: Connection, settings: LocalJudgeSettings, texts: Sequence[str]) -> None:
     """Load the judge; score the texts as often as the parent asks; say the peak of the memory."""
     torch.set_num_threads(settings.threads)
     is_cpu = settings.device == "cpu"
@@ -88,7 +88,7 @@ def status_bytes(name: str) -> int:
 
 
 def measure(
-    settings: dict[str, ModelJudgeSettings], texts: Sequence[str], repeats: int
+    settings: dict[str, LocalJudgeSettings], texts: Sequence[str], repeats: int
 ) -> dict[str, dict[str, float | None]]:
     """Let the judges score in turn."""
     context = multiprocessing.get_context("spawn")
@@ -139,9 +139,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder, arguments.layers)
-        whole = ModelJudgeSettings.model_validate(
+        whole = LocalJudgeSettings.model_validate(
             {
-                "kind": "model",
+                "kind": "local",
                 "path": folder,
                 "template": "{completion}",
                 "labels": ("w1", "w2"),

@@ -17,7 +17,7 @@ from tailrace.reward.judge import (
     messages_of,
     render,
 )
-from tailrace.reward.judge_settings import EndpointJudgeSettings, ModelJudgeSettings
+from tailrace.reward.judge_settings import EndpointJudgeSettings, LocalJudgeSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -97,7 +97,7 @@ def test_a_template_that_names_no_column_of_the_data_is_refused() -> None:
 
 
 def test_a_reward_model_without_a_template_reads_the_conversation() -> None:
-    settings = ModelJudgeSettings.model_validate({"kind": "model", "path": "m", "system": "Be fair."})
+    settings = LocalJudgeSettings.model_validate({"kind": "local", "path": "m", "system": "Be fair."})
     assert messages_of(settings, called()) == [
         {"role": "system", "content": "Be fair."},
         {"role": "user", "content": "1 + 1 ="},

@@ -12,16 +12,16 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.reward.judge_memory import PROCESS_BYTES, LayerBudget, check_folder, judge_memory
 from tailrace.reward.judge_model import ModelJudge, batches
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
 
 LAYERS = 5
 TEXTS = ["ABC", "ABCDEFGHIJ", "Z", "ABD", "XYZXYZ"]
 
 
-def settings(path: Path, **changes: object) -> ModelJudgeSettings:
-    given = {"kind": "model", "path": path, "labels": ("B", "C"), "template": "{completion}", **changes}
-    return ModelJudgeSettings.model_validate(given)
+def settings(path: Path, **changes: object) -> LocalJudgeSettings:
+    given = {"kind": "local", "path": path, "labels": ("B", "C"), "template": "{completion}", **changes}
+    return LocalJudgeSettings.model_validate(given)
 
 
 def asked(text: str) -> list[dict[str, str]]:

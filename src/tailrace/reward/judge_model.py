@@ -15,7 +15,7 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
 from tailrace.reward.judge_memory import LayerBudget, is_reward_model
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
 
 KEY = "reward.judges"
@@ -49,7 +49,7 @@ class WeightFiles:
 class ModelJudge:
     """Scores conversations in batches."""
 
-    def __init__(self, settings: ModelJudgeSettings, model: Any, layers: StreamedLayers) -> None:
+    def __init__(self, settings: LocalJudgeSettings, model: Any, layers: StreamedLayers) -> None:
         self._settings, self._model, self._layers = settings, model, layers
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
@@ -58,7 +58,7 @@ class ModelJudge:
 
     @classmethod
     @torch.no_grad()
-    def load(cls, settings: ModelJudgeSettings) -> "ModelJudge":
+    def load(cls, settings: LocalJudgeSettings) -> "ModelJudge":
         """Load a checked folder.
 
         Raises:
