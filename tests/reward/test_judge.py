@@ -87,6 +87,11 @@ def test_a_row_without_the_column_fails_its_sample() -> None:
         render("{gold}", called())
 
 
+def test_a_row_whose_text_is_not_unicode_fails_its_sample() -> None:
+    with pytest.raises(RewardFailed, match="judge template: the text is not valid Unicode"):
+        messages_of(endpoint(template="{gold}"), called({"gold": "\ud800"}))
+
+
 def test_a_template_that_names_no_column_of_the_data_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         check_templates([endpoint(template="{gold} {completion}")], [{"answer": 1}])

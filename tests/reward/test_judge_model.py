@@ -104,6 +104,20 @@ def test_a_text_that_is_too_long_fails_alone(language_model: tuple[Path, PreTrai
     assert isinstance(second, float)
 
 
+def test_a_text_that_the_chat_template_refuses_fails_alone(
+    language_model: tuple[Path, PreTrainedModel],
+) -> None:
+    judge = ModelJudge.load(settings(language_model[0]))
+    judge._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    first, second = judge.scores([[{"role": "system", "content": "A"}, *asked("B")], asked("AB")])
+    assert isinstance(first, RewardFailed)
+    assert str(first) == "judge template: the judge's chat template refuses it: no system"
+    assert isinstance(second, float)
+
+
 def test_batches_have_similar_lengths_and_a_bound() -> None:
     assert batches([0, 1, 2, 3], [2, 9, 3, 10], 20) == [[3, 1], [2, 0]]
     assert batches([0, 1, 2], [5, 5, 5], 4) == [[0], [1], [2]]
