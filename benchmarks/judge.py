@@ -29,12 +29,13 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from tailrace.memory import ModelShape, gib
+from tailrace.memory import ModelShape
 from tailrace.reward.judge_memory import IN_TRANSIT, MIB, LayerBudget
 from tailrace.reward.judge_model import ModelJudge
 from tailrace.reward.judge_settings import LocalJudgeSettings
@@ -89,7 +90,7 @@ def status_bytes(name: str) -> int:
 
 def measure(
     settings: dict[str, LocalJudgeSettings], texts: Sequence[str], repeats: int
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, dict[str, Any]]:
     """Let the judges score in turn."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
@@ -162,9 +163,9 @@ def main() -> None:
         }
         rows = measure(settings, texts, arguments.repeats)
     for name, row in rows.items():
-        budget_words = f" of {gib(row['budget_bytes'])}" if row["budget_bytes"] else ""
+        budget_words = f" of {row['budget_bytes'] / MIB:.0f} MiB" if row["budget_bytes"] else ""
         print(
-            f"{name:9} peak {gib(row['peak_bytes'] or 0)}{budget_words}, {row['seconds']:.3f} s for "
+            f"{name:9} peak {row['peak_bytes'] / MIB:.0f} MiB{budget_words}, {row['seconds']:.3f} s for "
             f"{arguments.texts} texts of {arguments.tokens} tokens; {shape.num_parameters / 1e6:.0f}M "
             f"parameters, {arguments.dtype}, {arguments.device}, {arguments.threads} threads"
         )
@@ -176,7 +177,7 @@ def main() -> None:
         "time_ratio": streamed["seconds"] / resident["seconds"],
         "modes": rows,
     }
-    print(f"saved {gib(found['saved_bytes'])}, time ratio {found['time_ratio']:.2f}")
+    print(f"saved {found['saved_bytes'] / MIB:.0f} MiB, time ratio {found['time_ratio']:.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
