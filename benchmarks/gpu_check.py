@@ -49,8 +49,8 @@ SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
 """Gives its memory back when it sleeps."""
 
 JUDGES = (
-    f'[{{ kind = "model", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", labels = ["1", "2"], '
-    'device = "cuda", dtype = "bfloat16", memory_mib = 1, max_tokens = 64 }]'
+    f'[{{ kind = "local", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", '
+    'labels = ["1", "2"], device = "cuda", dtype = "bfloat16", memory_mib = 2, max_tokens = 400 }]'
 )
 """The model that is trained judges, with less memory than its layers need."""
 

@@ -29,15 +29,16 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from tailrace.memory import ModelShape, gib
+from tailrace.memory import ModelShape
 from tailrace.reward.judge_memory import IN_TRANSIT, MIB, LayerBudget
 from tailrace.reward.judge_model import ModelJudge
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 
 VOCABULARY = 8192
 WORDS = [f"w{number}" for number in range(VOCABULARY)]
@@ -66,7 +67,7 @@ def make_model(folder: Path, num_layers: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
 
 
-def judge_process(parent: Connection, settings: ModelJudgeSettings, texts: Sequence[str]) -> None:
+def judge_process(parent: Connection, settings: LocalJudgeSettings, texts: Sequence[str]) -> None:
     """Load the judge; score the texts as often as the parent asks; say the peak of the memory."""
     torch.set_num_threads(settings.threads)
     is_cpu = settings.device == "cpu"
@@ -88,8 +89,8 @@ def status_bytes(name: str) -> int:
 
 
 def measure(
-    settings: dict[str, ModelJudgeSettings], texts: Sequence[str], repeats: int
-) -> dict[str, dict[str, float | None]]:
+    settings: dict[str, LocalJudgeSettings], texts: Sequence[str], repeats: int
+) -> dict[str, dict[str, Any]]:
     """Let the judges score in turn."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
@@ -139,9 +140,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder, arguments.layers)
-        whole = ModelJudgeSettings.model_validate(
+        whole = LocalJudgeSettings.model_validate(
             {
-                "kind": "model",
+                "kind": "local",
                 "path": folder,
                 "template": "{completion}",
                 "labels": ("w1", "w2"),
@@ -162,9 +163,9 @@ def main() -> None:
         }
         rows = measure(settings, texts, arguments.repeats)
     for name, row in rows.items():
-        budget_words = f" of {gib(row['budget_bytes'])}" if row["budget_bytes"] else ""
+        budget_words = f" of {row['budget_bytes'] / MIB:.0f} MiB" if row["budget_bytes"] else ""
         print(
-            f"{name:9} peak {gib(row['peak_bytes'] or 0)}{budget_words}, {row['seconds']:.3f} s for "
+            f"{name:9} peak {row['peak_bytes'] / MIB:.0f} MiB{budget_words}, {row['seconds']:.3f} s for "
             f"{arguments.texts} texts of {arguments.tokens} tokens; {shape.num_parameters / 1e6:.0f}M "
             f"parameters, {arguments.dtype}, {arguments.device}, {arguments.threads} threads"
         )
@@ -176,7 +177,7 @@ def main() -> None:
         "time_ratio": streamed["seconds"] / resident["seconds"],
         "modes": rows,
     }
-    print(f"saved {gib(found['saved_bytes'])}, time ratio {found['time_ratio']:.2f}")
+    print(f"saved {found['saved_bytes'] / MIB:.0f} MiB, time ratio {found['time_ratio']:.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 

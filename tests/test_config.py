@@ -261,3 +261,37 @@ def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None
 def test_how_a_run_is_compared_does_not_make_it_another(tmp_path: Path) -> None:
     changed = changed_keys(load(tmp_path).to_json(), load(tmp_path, "[compare]\nrepeats = 3\n"))
     assert changed == {"compare.repeats": (5, 3)} and may_change("compare.repeats")
+
+
+JUDGES = """
+[[reward.judges]]
+kind = "endpoint"
+url = "{url}"
+model = "m"
+template = "{template}"
+cache_folder = "answers"
+
+[[reward.judges]]
+kind = "local"
+name = "own"
+path = "judge"
+"""
+
+
+def test_the_paths_of_judges_are_relative_to_the_file(tmp_path: Path) -> None:
+    text = JUDGES.format(url="http://host/v1", template="x")
+    endpoint, own = load(tmp_path, text).reward.judges
+    assert endpoint.model_dump()["cache_folder"] == tmp_path / "answers"
+    assert own.model_dump()["path"] == tmp_path / "judge"
+
+
+def test_a_resumed_run_may_ask_its_judges_elsewhere_but_not_otherwise(tmp_path: Path) -> None:
+    old = load(tmp_path, JUDGES.format(url="http://old/v1", template="x")).to_json()
+    check_resumable(old, load(tmp_path, JUDGES.format(url="http://new/v1", template="x")))
+    with pytest.raises(ConfigError, match=r"reward.judges.0.template = 'y': the run was begun with 'x'"):
+        check_resumable(old, load(tmp_path, JUDGES.format(url="http://old/v1", template="y")))
+
+
+def test_a_wrong_value_of_a_judge_is_named_without_its_kind(tmp_path: Path) -> None:
+    text = JUDGES.format(url="host", template="x")
+    assert message(tmp_path, text).startswith("reward.judges.0.url = 'host': string should match pattern")

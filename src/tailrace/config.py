@@ -34,7 +34,7 @@ from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSett
 
 _KINDS = (
     *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
-    *("single_turn", "tools", "python", "agent", "verifiers"),
+    *("single_turn", "tools", "python", "agent", "verifiers", "endpoint"),
     *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
@@ -44,6 +44,9 @@ MAY_CHANGE = (
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
     *("environment.call_timeout_s", "environment.grace_s", "environment.max_failures"),
     "environment.idle_timeout_s",
+    *("reward.judges.*.url", "reward.judges.*.api_key_env", "reward.judges.*.cache_*"),
+    *("reward.judges.*.concurrency", "reward.judges.*.give_up_s", "reward.judges.*.device"),
+    *("reward.judges.*.threads", "reward.judges.*.memory_mib", "reward.judges.*.max_tokens"),
     *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
     *("ledger.*", "record.*", "sim.*", "compare.*"),
 )
@@ -193,8 +196,11 @@ def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key with its value; None is as good as absent."""
+    """Yield each dotted key with its value; None is as good as absent. Tables of an array have their number
+    as the key."""
     for name, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(number): each for number, each in enumerate(value)}
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
         elif value is not None:

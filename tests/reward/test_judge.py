@@ -17,7 +17,7 @@ from tailrace.reward.judge import (
     messages_of,
     render,
 )
-from tailrace.reward.judge_settings import EndpointJudgeSettings, ModelJudgeSettings
+from tailrace.reward.judge_settings import EndpointJudgeSettings, LocalJudgeSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -87,6 +87,11 @@ def test_a_row_without_the_column_fails_its_sample() -> None:
         render("{gold}", called())
 
 
+def test_a_row_whose_text_is_not_unicode_fails_its_sample() -> None:
+    with pytest.raises(RewardFailed, match="judge template: the text is not valid Unicode"):
+        messages_of(endpoint(template="{gold}"), called({"gold": "\ud800"}))
+
+
 def test_a_template_that_names_no_column_of_the_data_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         check_templates([endpoint(template="{gold} {completion}")], [{"answer": 1}])
@@ -97,7 +102,7 @@ def test_a_template_that_names_no_column_of_the_data_is_refused() -> None:
 
 
 def test_a_reward_model_without_a_template_reads_the_conversation() -> None:
-    settings = ModelJudgeSettings.model_validate({"kind": "model", "path": "m", "system": "Be fair."})
+    settings = LocalJudgeSettings.model_validate({"kind": "local", "path": "m", "system": "Be fair."})
     assert messages_of(settings, called()) == [
         {"role": "system", "content": "Be fair."},
         {"role": "user", "content": "1 + 1 ="},

@@ -124,6 +124,16 @@ def test_a_refused_question_is_not_retried_and_the_key_is_not_told(monkeypatch: 
     assert str(failed.value) == 'judge refused: HTTP 400: {"error": "400 for ***"}'
 
 
+def test_a_redirection_is_no_answer() -> None:
+    with pytest.raises(RewardFailed, match="judge refused: HTTP 307"):
+        judged(ask_once, 307)
+
+
+def test_an_address_without_a_number_as_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'http://host:x/v1': this is no address"):
+        EndpointJudge(settings("http://host:x/v1"), 1.0)
+
+
 def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(judge: EndpointJudge, endpoint: Endpoint) -> str:
         await judge.judge(said("x"))

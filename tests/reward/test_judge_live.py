@@ -45,7 +45,7 @@ template = "{{prompt}}{{completion}}"
 cache_folder = "answers"
 
 [[reward.judges]]
-kind = "model"
+kind = "local"
 name = "streamed"
 path = "judge"
 template = "{{completion}}{{answer}}"

@@ -12,16 +12,16 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.reward.judge_memory import PROCESS_BYTES, LayerBudget, check_folder, judge_memory
 from tailrace.reward.judge_model import ModelJudge, batches
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
 
 LAYERS = 5
 TEXTS = ["ABC", "ABCDEFGHIJ", "Z", "ABD", "XYZXYZ"]
 
 
-def settings(path: Path, **changes: object) -> ModelJudgeSettings:
-    given = {"kind": "model", "path": path, "labels": ("B", "C"), "template": "{completion}", **changes}
-    return ModelJudgeSettings.model_validate(given)
+def settings(path: Path, **changes: object) -> LocalJudgeSettings:
+    given = {"kind": "local", "path": path, "labels": ("B", "C"), "template": "{completion}", **changes}
+    return LocalJudgeSettings.model_validate(given)
 
 
 def asked(text: str) -> list[dict[str, str]]:
@@ -101,6 +101,20 @@ def test_a_text_that_is_too_long_fails_alone(language_model: tuple[Path, PreTrai
     first, second = judge.scores([asked("ABCDE"), asked("AB")])
     assert isinstance(first, RewardFailed)
     assert str(first) == "judge length: 5 tokens, and 1 to 4 fit (reward.judges.max_tokens)"
+    assert isinstance(second, float)
+
+
+def test_a_text_that_the_chat_template_refuses_fails_alone(
+    language_model: tuple[Path, PreTrainedModel],
+) -> None:
+    judge = ModelJudge.load(settings(language_model[0]))
+    judge._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    first, second = judge.scores([[{"role": "system", "content": "A"}, *asked("B")], asked("AB")])
+    assert isinstance(first, RewardFailed)
+    assert str(first) == "judge template: the judge's chat template refuses it: no system"
     assert isinstance(second, float)
 
 

@@ -12,7 +12,7 @@ from tailrace.errors import ConfigError
 from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import context_length
 from tailrace.reward.judge_memory import judge_memory
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.trainer.adapter import adapted_modules
 from tailrace.trainer.memory import TrainerWork, trainer_memory
 from tailrace.weights.base import KEPT_VERSIONS, ProcessGroupSettings, SharedMemorySettings
@@ -66,7 +66,7 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
         kept_versions = {"versions": (KEPT_VERSIONS + 1) * published}
         yield ProcessMemory("weights in /dev/shm", "cpu", kept_versions, {})
     for judge in config.reward.judges:
-        if isinstance(judge, ModelJudgeSettings):
+        if isinstance(judge, LocalJudgeSettings):
             yield judge_memory(judge)
     small = {"process": SMALL_PROCESS_BYTES}
     yield ProcessMemory("controller and reward workers", "cpu", small, {}, config.reward.workers + 1)

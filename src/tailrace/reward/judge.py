@@ -87,7 +87,21 @@ def transcript(call: Call) -> str:
 
 
 def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
-    """Return what the judge reads: the template filled in, or without one the conversation."""
+    """Return what the judge reads: the template filled in, or without one the conversation.
+
+    Raises:
+        RewardFailed: the row lacks a column, or holds text that is not Unicode.
+    """
+    messages = _messages(settings, call)
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError as why:  # JSON can spell halves of surrogate pairs
+        raise RewardFailed("judge template", f"the text is not valid Unicode ({why})") from why
+    return messages
+
+
+def _messages(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
     system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
     if settings.template is not None:
         return [*system, {"role": "user", "content": render(settings.template, call)}]

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -36,7 +35,7 @@ class EndpointJudge:
         timeout_s: seconds for one answer; waiting for a free place does not count.
 
     Raises:
-        ConfigError: the environment variable of the API key is not set.
+        ConfigError: the address is malformed, or the environment variable of the API key is not set.
     """
 
     def __init__(self, settings: EndpointJudgeSettings, timeout_s: float) -> None:
@@ -46,7 +45,11 @@ class EndpointJudge:
         self._cache = AnswerCache(settings.cache_size, settings.cache_folder)
         self._open: dict[str, asyncio.Task[Verdict]] = {}
         self._places = asyncio.Semaphore(settings.concurrency)
-        is_local = (urlsplit(settings.url).hostname or "") in ("localhost", "127.0.0.1", "::1")
+        try:
+            is_local = httpx.URL(settings.url).host in ("localhost", "127.0.0.1", "::1")
+        except httpx.InvalidURL as why:
+            remedy = "write http://host:port/v1"
+            raise ConfigError(f"{KEY}.url", settings.url, f"this is no address ({why})", remedy) from None
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
             headers={"authorization": f"Bearer {self._secret}"} if self._secret else {},
@@ -120,13 +123,13 @@ class EndpointJudge:
             try:
                 async with self._places, asyncio.timeout(self._timeout_s):
                     reply = await self._client.post("chat/completions", json=body)
-                if reply.status_code < 400:
+                if reply.is_success:
                     return reply
                 problem = f"HTTP {reply.status_code}: {self._without_secret(reply.text)[:300]}"
                 if reply.status_code not in RETRIED:
                     raise RewardFailed("judge refused", problem)
                 pause_s = max(pause_s, _retry_after_s(reply))
-            except httpx.TransportError as why:
+            except httpx.HTTPError as why:
                 problem = f"{type(why).__name__}: {why}"
             if now() + pause_s > begun + self.settings.give_up_s:
                 raise RewardFailed("judge unavailable", problem)
@@ -139,7 +142,7 @@ class EndpointJudge:
             async with asyncio.timeout(self._timeout_s):
                 reply = await self._client.get("models")
             return [str(model["id"]) for model in reply.json()["data"]] if reply.is_success else []
-        except (httpx.TransportError, TimeoutError, LookupError, TypeError, ValueError):
+        except (httpx.HTTPError, TimeoutError, LookupError, TypeError, ValueError):
             return []
 
     def _without_secret(self, text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from tailrace.errors import ConfigError
 from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import check_files, read_config
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 
 IN_TRANSIT = 2
 """Layers on the device that do not stay there."""
@@ -42,7 +42,7 @@ class LayerBudget:
     token_bytes: int
 
     @classmethod
-    def of(cls, shape: ModelShape, settings: ModelJudgeSettings) -> "LayerBudget":
+    def of(cls, shape: ModelShape, settings: LocalJudgeSettings) -> "LayerBudget":
         """Return the budget of a judge."""
         size = ITEM_BYTES[settings.dtype]
         wide = 4 * shape.hidden_size + 3 * shape.mlp_size + 2 * (shape.query_size + shape.kv_size)
@@ -80,7 +80,7 @@ class LayerBudget:
         return whole if self.total_bytes is None else min(whole, self.total_bytes)
 
 
-def judge_memory(settings: ModelJudgeSettings) -> ProcessMemory:
+def judge_memory(settings: LocalJudgeSettings) -> ProcessMemory:
     """Estimate the memory of the process of a judge whose folder was checked. On a CPU the layers in host
     memory are pages of its files, which the kernel can take back."""
     shape = ModelShape.read(settings.path)
@@ -98,7 +98,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
     return _architecture(config).endswith(REWARD_MODEL)
 
 
-def check_folder(settings: ModelJudgeSettings) -> None:
+def check_folder(settings: LocalJudgeSettings) -> None:
     """Check a judge's folder and memory before anything starts.
 
     Raises:

@@ -15,7 +15,7 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
 from tailrace.reward.judge_memory import LayerBudget, is_reward_model
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
 
 KEY = "reward.judges"
@@ -49,7 +49,7 @@ class WeightFiles:
 class ModelJudge:
     """Scores conversations in batches."""
 
-    def __init__(self, settings: ModelJudgeSettings, model: Any, layers: StreamedLayers) -> None:
+    def __init__(self, settings: LocalJudgeSettings, model: Any, layers: StreamedLayers) -> None:
         self._settings, self._model, self._layers = settings, model, layers
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
@@ -58,13 +58,15 @@ class ModelJudge:
 
     @classmethod
     @torch.no_grad()
-    def load(cls, settings: ModelJudgeSettings) -> "ModelJudge":
+    def load(cls, settings: LocalJudgeSettings) -> "ModelJudge":
         """Load a checked folder.
 
         Raises:
             ConfigError: its files do not fit its architecture, or its labels begin with the same token.
         """
         device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)  # streams belong to the current device
         is_reward = is_reward_model(read_config(settings.path))
         kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
         config = AutoConfig.from_pretrained(settings.path, local_files_only=True)
@@ -92,13 +94,19 @@ class ModelJudge:
     def scores(self, conversations: Sequence[Messages]) -> list[float | RewardFailed]:
         """Score each conversation: the output of a reward model, or the probability of the first label among
         the labels. One that has no score has its failure."""
-        texts = [self._encode(each) for each in conversations]
+        texts: list[list[int]] = []
         found: dict[int, float | RewardFailed] = {}
+        for number, each in enumerate(conversations):
+            try:
+                texts.append(self._encode(each))
+            except Exception as why:  # templates are programs: they raise errors of their own
+                texts.append([])
+                found[number] = RewardFailed("judge template", f"the judge's chat template refuses it: {why}")
         fitting = []
         for number, ids in enumerate(texts):
             if 0 < len(ids) <= self._max_tokens:
                 fitting.append(number)
-            else:
+            elif number not in found:
                 detail = f"{len(ids)} tokens, and 1 to {self._max_tokens} fit (reward.judges.max_tokens)"
                 found[number] = RewardFailed("judge length", detail)
         for batch in batches(fitting, [len(ids) for ids in texts], self._settings.max_tokens):

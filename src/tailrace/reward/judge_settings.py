@@ -30,7 +30,7 @@ class JudgeBase(Settings):
 class EndpointJudgeSettings(JudgeBase):
     """A model behind an OpenAI-compatible endpoint, which answers in words."""
 
-    kind: Literal["endpoint"]
+    kind: Literal["endpoint"] = "endpoint"
     """Where the model runs."""
     url: str = Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")
     """Base address, such as `http://127.0.0.1:8000/v1`."""
@@ -88,15 +88,15 @@ class EndpointJudgeSettings(JudgeBase):
         return self
 
 
-class ModelJudgeSettings(JudgeBase):
-    """A model folder that a process of this run loads, on a device that it may share with an engine.
+class LocalJudgeSettings(JudgeBase):
+    """A model that a process of this run loads, on a device that it may share with an engine.
 
     A reward model (one output) scores the conversation. A causal language model scores the template with the
     probability of `labels[0]` among the labels as the next token. Layers that do not fit `memory_mib` stay in
     host memory and are copied to the device while the layers before them compute (RollPacker 4.3).
     """
 
-    kind: Literal["model"]
+    kind: Literal["local"] = "local"
     """Where the model runs."""
     path: Path
     """A Hugging Face folder."""
@@ -116,4 +116,4 @@ class ModelJudgeSettings(JudgeBase):
     """Tokens of a batch, padding included; a longer text fails its sample."""
 
 
-JudgeSettings = Annotated[EndpointJudgeSettings | ModelJudgeSettings, Field(discriminator="kind")]
+JudgeSettings = Annotated[EndpointJudgeSettings | LocalJudgeSettings, Field(discriminator="kind")]

@@ -5,7 +5,7 @@ import msgspec
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Call
 from tailrace.reward.judge import Verdict, messages_of
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.judge_messages import FromJudge, Judged, JudgeJob, Judging
 from tailrace.workers.remote import RemoteWorker
@@ -18,7 +18,7 @@ class RemoteJudge(RemoteWorker[JudgeJob]):
 
     module = "tailrace.workers.judge_child"
     decoder = msgspec.msgpack.Decoder(FromJudge)
-    settings: ModelJudgeSettings
+    settings: LocalJudgeSettings
 
     def __init__(self, process: Conversation, job: JudgeJob) -> None:
         super().__init__(process, job)

@@ -4,7 +4,7 @@
 import msgspec
 
 from tailrace.reward.base import RewardSettings
-from tailrace.reward.judge_settings import ModelJudgeSettings
+from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.workers.messages import Job, Ready, Refused
 from tailrace.workers.reward_messages import Failed
 
@@ -12,12 +12,12 @@ from tailrace.workers.reward_messages import Failed
 class JudgeJob(Job):
     """Score completions with a model."""
 
-    judge: ModelJudgeSettings
+    judge: LocalJudgeSettings
 
 
 def judge_jobs(reward: RewardSettings) -> list[JudgeJob]:
     """Return the jobs of the judges that are worker processes."""
-    models = [each for each in reward.judges if isinstance(each, ModelJudgeSettings)]
+    models = [each for each in reward.judges if isinstance(each, LocalJudgeSettings)]
     return [JudgeJob(threads=each.threads, judge=each) for each in models]
 
 
