@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
-from tailrace.commands.judges import check_judges, open_judges
 from tailrace.commands.environments import (
     calls_reward_functions,
     check_episodes,
     open_play,
     prompts_of_episodes,
 )
+from tailrace.commands.judges import check_judges, open_judges
 from tailrace.commands.memory import check_memory, run_memory
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
