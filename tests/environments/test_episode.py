@@ -7,6 +7,7 @@ import pytest
 
 from tailrace.environments.base import Completion, EpisodeOver, Message
 from tailrace.environments.episode import Episode
+from tailrace.errors import EnvironmentFailed
 from tailrace.types import Group, Prompt, Sample, SampleId, Turn
 
 END = 9
@@ -38,6 +39,10 @@ def episode(sample: Sample, engine: Engine, **limits: int) -> Episode:
     return Episode(sample, engine.serve, observe, lambda ids: " ".join(map(str, ids)), **bounds)  # type: ignore[arg-type]
 
 
+def turn(num_context_tokens: int) -> Completion:
+    return Completion("5 6 9", "stop", 3, [5, 6, END], [-1.0] * 3, num_context_tokens)
+
+
 async def play(policy: Episode, made: list[str]) -> list[Completion | str]:
     async def action() -> str:
         made.append("call")
@@ -50,18 +55,73 @@ async def play(policy: Episode, made: list[str]) -> list[Completion | str]:
 
 def test_an_episode_that_begins_again_returns_what_was_recorded_and_does_nothing_twice() -> None:
     sample, engine, made = new_sample(), Engine(), list[str]()
-    turn = Completion("5 6 9", "stop", 3)
     for _ in range(2):
-        assert asyncio.run(play(episode(sample, engine), made)) == [turn, "answer", turn]
+        assert asyncio.run(play(episode(sample, engine), made)) == [turn(2), "answer", turn(6)]
     assert (engine.served, made) == (2, ["call"])
     assert sample.response_ids == [5, 6, END, 7, 5, 6, END]
+
+
+def test_an_episode_that_does_not_repeat_itself_fails() -> None:
+    sample, engine = new_sample(), Engine()
+    asyncio.run(play(episode(sample, engine), []))
+
+    async def play_otherwise(policy: Episode) -> None:
+        await policy.complete()
+        await policy.complete([{"role": "tool", "content": "one"}, {"role": "tool", "content": "more"}])
+
+    with pytest.raises(EnvironmentFailed, match="not repeatable"):
+        asyncio.run(play_otherwise(episode(sample, engine)))
+
+
+def test_what_is_opened_stands_between_the_prompt_and_the_first_turn() -> None:
+    sample, engine = new_sample(), Engine()
+    for _ in range(2):
+        opened = episode(sample, engine)
+        opened.open([1, 2, 3, 4])
+        assert asyncio.run(play(opened, [])) == [turn(4), "answer", turn(8)]
+    assert engine.served == 2
+    assert (sample.opening_ids, sample.turn_start) == ([3, 4], 3)
+    assert sample.response_ids == [3, 4, 5, 6, END, 7, 5, 6, END]
+    assert [message["content"] for message in sample.messages] == ["5 6 9", "answer", "5 6 9"]
+
+
+@pytest.mark.parametrize("ids", [[1], [1, 3, 4]])
+def test_what_is_opened_begins_with_the_prompt(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="does not begin with the prompt"):
+        episode(new_sample(), Engine()).open(ids)
+
+
+def test_what_is_opened_otherwise_after_an_interruption_fails() -> None:
+    sample, engine = new_sample(), Engine()
+    episode(sample, engine).open([1, 2, 3])
+    for other in ([1, 2], [1, 2, 4]):
+        with pytest.raises(EnvironmentFailed, match="not repeatable"):
+            episode(sample, engine).open(other)
+
+
+def test_the_limit_of_a_turn_counts_from_its_start() -> None:
+    sample, engine, limits = new_sample(), Engine(), list[float]()
+
+    async def serve(sample: Sample) -> None:
+        limits.append(sample.turn_limit)
+        await Engine.serve(engine, sample)
+
+    engine.serve = serve  # type: ignore[method-assign]
+
+    async def play_limited(policy: Episode) -> None:
+        await policy.complete(max_tokens=5)
+        await policy.complete([{"role": "user", "content": ""}], max_tokens=5)
+        await policy.complete([{"role": "user", "content": ""}])
+
+    asyncio.run(play_limited(episode(sample, engine)))
+    assert limits == [5, 8, float("inf")]
 
 
 def test_a_turn_that_ended_just_before_the_interruption_is_not_generated_again() -> None:
     """The tokens and the finish reason were written down; the turn was not."""
     sample, engine = new_sample(), Engine()
     asyncio.run(engine.serve(sample))
-    assert asyncio.run(episode(sample, engine).complete()) == Completion("5 6 9", "stop", 3)
+    assert asyncio.run(episode(sample, engine).complete()) == turn(2)
     assert [(turn.num_tokens, turn.finish_reason) for turn in sample.turns] == [(3, "stop")]
 
 
