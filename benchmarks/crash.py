@@ -22,7 +22,8 @@ was trained, and a sink that writes every request down.
     regenerated          tokens that had arrived and were generated again for the same sample
     turns_regenerated    (tools) turns that the ledger had as ended, and that were generated again
     calls_repeated       (tools) calls whose answer the ledger had, and that were made again
-    calls_lost           (tools) calls that had answered less than a flush before a kill, and were made again
+    calls_lost           (tools) calls that returned just before a kill, whose answer no episode had used, and
+                         that were made again
 
 The cost (--kill all): the same rounds of the race with the ledger in SQLite and without one, in turn, on the
 same workers.

@@ -187,3 +187,43 @@ def test_each_change_of_an_episode_is_written() -> None:
         assert isinstance(last, SampleRow) and last.pruned and last.ended_turns == []
 
     clock.run(main(), virtual=True)
+
+
+def test_those_who_wait_for_the_same_moment_share_a_commit() -> None:
+    async def main() -> None:
+        book = Book(store=Cuts(), commit_s=1.0)
+        starting_point = first_life()
+        journal = book.open(starting_point)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
+        journal.follow(ledger)
+
+        def draw(prompt: int) -> None:
+            ledger.draw(Group(Prompt(prompt, [1]), 1, [], num_launched=1))
+
+        draw(0)
+        first = [asyncio.create_task(journal.written()) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        draw(1)  # while the first commit is under way
+        second = [asyncio.create_task(journal.written()) for _ in range(3)]
+        await asyncio.wait(first)
+        assert clock.now() == 1.0
+        await asyncio.wait(second)
+        assert clock.now() == 2.0
+        assert isinstance(book.store, Cuts)
+        drawn = [[row.prompt for row in cut.rows if isinstance(row, GroupRow)] for cut in book.store.cuts]
+        assert drawn[-2:] == [[0], [1]]
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_store_that_is_full_is_an_error_for_those_who_wait() -> None:
+    async def main() -> None:
+        starting_point = first_life()
+        journal = Journal(partial(commit_at_once, Full(0)), starting_point, flush_s=1.0)
+        ledger = Ledger(Recorder(), starting_point.totals, journal)
+        journal.follow(ledger)
+        ledger.draw(Group(Prompt(0, [1]), 1, [], num_launched=1))
+        with pytest.raises(LedgerError, match="disk full"):
+            await journal.written()
+
+    clock.run(main(), virtual=True)

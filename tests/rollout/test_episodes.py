@@ -186,6 +186,18 @@ def test_an_episode_of_a_killed_run_goes_on_from_what_the_ledger_has(tmp_path: P
     assert set(first_starts.values()) == {20}
 
 
+def test_an_answer_is_in_the_ledger_before_it_is_used(tmp_path: Path) -> None:
+    """However rarely the ledger is written, and although a commit takes time."""
+    environment, book = Calls(), Book(flush_s=1000.0, commit_s=0.5)
+    parts = world(environment, grace_s=0.0)
+    # The turn ends at 10 and is written at 10.5; the calls end at 12.5 and are written at 13.
+    simulate(one_group, ONE_GROUP, EXACT, parts=parts, book=book, folder=tmp_path, kill_at_s=13.1)
+    assert len(environment.answered) == 2
+    outcome = simulate(one_group, ONE_GROUP, EXACT, parts=parts, book=book, folder=tmp_path)
+    assert max(Counter(environment.answered).values()) == 1
+    assert [event.num_tokens for event in outcome.of(RequestStarted)] == [10, 20]
+
+
 def test_an_environment_that_gives_rewards_needs_no_reward_function() -> None:
     environment = Calls(reward=0.25)
     parts = world(environment)

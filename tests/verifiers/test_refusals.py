@@ -64,6 +64,12 @@ def test_a_missing_verifiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         open_prompts(TasksetSettings(taskset="reverse_text"), chatty_tokenizer(), seed=0, split="train")
 
 
+def test_another_release_of_verifiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.data.taskset.version", lambda name: "0.3.1")
+    with pytest.raises(ConfigError, match=r"verifiers 0.3.1 is installed, and 0.4 is needed"):
+        open_prompts(TasksetSettings(taskset="reverse_text"), chatty_tokenizer(), seed=0, split="train")
+
+
 def test_a_model_without_a_chat_template_is_refused() -> None:
     tokenizer = chatty_tokenizer()
     tokenizer.chat_template = None

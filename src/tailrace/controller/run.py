@@ -71,7 +71,7 @@ class Run:
         parts.anchors.restore(start.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
-        self.router = Router(parts.engines, recorder, parts.play)
+        self.router = Router(parts.engines, recorder, parts.play, journal.written)
         self._generated_before = start.num_generated - self.router.num_generated
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.checkpoints = Checkpoints(

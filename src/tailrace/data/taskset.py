@@ -7,6 +7,7 @@ running the environment of the taskset with agents that only note what they are 
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -196,13 +197,17 @@ def import_verifiers() -> Any:
     """Import verifiers.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or it is another release.
     """
     try:
+        release = version("verifiers")
         import verifiers.v1 as vf
     except ImportError as why:
         problem = f"the package verifiers is not installed ({why})"
         raise ConfigError("environment.kind", "verifiers", problem, "see docs/verifiers.md") from why
+    if not release.startswith("0.4."):
+        problem = f"verifiers {release} is installed, and 0.4 is needed"
+        raise ConfigError("environment.kind", "verifiers", problem, "see docs/verifiers.md")
     return vf
 
 

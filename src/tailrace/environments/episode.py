@@ -20,6 +20,12 @@ Observe = Callable[[Sequence[Message], int | None], list[int]]
 """The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
 and the last token of the turn (None in a simulation, which has no tokens)."""
 Decode = Callable[[Sequence[int]], str]
+Written = Callable[[], Awaitable[None]]
+"""Waits until the samples, as they stand, would survive a kill of the run."""
+
+
+async def not_written() -> None:
+    """`Written` of a run that is not stored."""
 
 
 class Episode:
@@ -29,6 +35,7 @@ class Episode:
         max_completion_tokens: of all turns together.
         max_context_tokens: of the prompt, the turns and the environment together.
         grace_s: seconds for which an action that is under way is awaited when the episode is parked.
+        written: awaited before an action begins and before its result is used.
     """
 
     def __init__(
@@ -41,7 +48,9 @@ class Episode:
         max_completion_tokens: int,
         max_context_tokens: int,
         grace_s: float,
+        written: Written = not_written,
     ) -> None:
+        self._written = written
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
         self._grace_s = grace_s
@@ -97,6 +106,7 @@ class Episode:
             results.append(None)
         if (known := results[place]) is not None:
             return known
+        await self._written()
         task = asyncio.ensure_future(action())
         try:
             await asyncio.shield(task)
@@ -110,6 +120,7 @@ class Episode:
             task.cancel()
         result = results[place]
         assert result is not None
+        await self._written()
         return result
 
     def _continue(self, last: Turn, messages: Sequence[Message]) -> None:

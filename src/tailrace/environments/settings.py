@@ -106,7 +106,7 @@ class AgentSettings(EpisodeSettings):
 class VerifiersSettings(EpisodeSettings):
     """The environment of a taskset of verifiers, whose tasks are the data."""
 
-    kind: Literal["verifiers"]
+    kind: Literal["verifiers"] = "verifiers"
     """Selects this kind of environment."""
     taskset: str = Field(min_length=1)
     """The taskset: the name of an installed package, as verifiers takes it."""

@@ -32,8 +32,9 @@ from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.types import Group, Sample, SampleId
 
-MIN_PAUSE_RATIO = 50
-"""After a scan of all groups the journal pauses at least this many times as long as the scan took."""
+MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
+"""After a scan of all groups the journal pauses at least this many times as long as the scan took; the second
+where someone waits for what is written."""
 
 _SampleState = tuple[int, str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]]
 
@@ -77,6 +78,8 @@ class Journal:
         self._rows: list[Row] = []
         self._pruned: list[SampleId] = []
         self._commit: asyncio.Future[None] | None = None
+        self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
+        self._scan_s = 0.0  # how long the last scan of all groups took
 
     def follow(self, ledger: Ledger) -> None:
         """Attach the ledger to write."""
@@ -131,10 +134,24 @@ class Journal:
         while True:
             await asyncio.sleep(pause_s)
             if self._idle():
-                began_s = now()
-                self._collect_changes()
-                self._put()
-                pause_s = max(self._flush_s, MIN_PAUSE_RATIO * (now() - began_s))
+                self._put_changes()
+                pause_s = max(self._flush_s, MIN_PAUSE_RATIO * self._scan_s)
+
+    async def written(self) -> None:
+        """Wait until all changes until now are in the store. Calls of one moment share a commit."""
+        if self._flush is None:
+            self._flush = asyncio.create_task(self._write_now())
+        with waiting("the ledger to be written"):
+            await asyncio.shield(self._flush)
+
+    async def _write_now(self) -> None:
+        await asyncio.sleep(NOW_PAUSE_RATIO * self._scan_s)
+        try:
+            await self._last_commit()
+        finally:
+            self._flush = None
+        self._put_changes()
+        await self._last_commit()
 
     async def finish(self) -> None:
         """Commit all changes that are left."""
@@ -146,6 +163,12 @@ class Journal:
         if self._commit and self._commit.done():
             self._commit.result()
         return self._commit is None or self._commit.done()
+
+    def _put_changes(self) -> None:
+        began_s = now()
+        self._collect_changes()
+        self._scan_s = now() - began_s
+        self._put()
 
     def _put(self) -> None:
         if self._rows or self._pruned:
@@ -278,6 +301,8 @@ class NullJournal:
     async def mark(self, checkpoint: str, **state: object) -> None: ...
 
     async def keep(self) -> None: ...
+
+    async def written(self) -> None: ...
 
     async def finish(self) -> None: ...
 

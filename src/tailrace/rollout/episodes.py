@@ -2,11 +2,11 @@
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from tailrace.clock import now
 from tailrace.environments.base import Environment, EpisodeOver, Outcome
-from tailrace.environments.episode import Episode, Observe, Serve
+from tailrace.environments.episode import Episode, Observe, Serve, Written, not_written
 from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
 from tailrace.trainer.base import Reference
@@ -47,7 +47,9 @@ class Episodes:
         self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
         self._num_failures, self._first_failure = 0, ""
 
-    async def play(self, sample: Sample, serve: Serve, recorder: Recorder) -> None:
+    async def play(
+        self, sample: Sample, serve: Serve, recorder: Recorder, written: Written = not_written
+    ) -> None:
         """Play an episode, or go on with one, until it ends.
 
         If the environment raises, the sample fails with the reason "environment NAME".
@@ -55,18 +57,25 @@ class Episodes:
         Raises:
             EnvironmentBroken: too many episodes in sequence have failed.
         """
-        broken: list[Exception] = []  # errors of the engines, which end the run
+        broken: list[Exception] = []  # errors of the engines and of the ledger, which end the run
 
-        async def serve_turn(sample: Sample) -> None:
+        async def kept(work: Awaitable[None]) -> None:
             try:
-                await serve(sample)
+                await work
             except Exception as why:
                 broken.append(why)
                 raise
 
         sample.in_episode = True
+        is_stored = sample.id.prompt >= 0  # not one of an evaluation
         episode = Episode(
-            sample, serve_turn, self._observe, self._decode, **self._limits, grace_s=self._grace_s
+            sample,
+            lambda sample: kept(serve(sample)),
+            self._observe,
+            self._decode,
+            **self._limits,
+            grace_s=self._grace_s,
+            written=lambda: kept(written() if is_stored else not_written()),
         )
         detail = ""
         try:
@@ -80,7 +89,7 @@ class Episodes:
         else:
             self._num_failures = 0
         self._end(sample, outcome)
-        if sample.scored and sample.id.prompt >= 0:
+        if sample.scored and is_stored:
             scored = SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
             recorder.emit(scored)
 

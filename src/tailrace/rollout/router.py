@@ -5,7 +5,7 @@ from functools import partial
 
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
-from tailrace.environments.episode import Serve
+from tailrace.environments.episode import Serve, Written, not_written
 from tailrace.errors import Evicted, LedgerError
 from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
 from tailrace.types import Sample
@@ -14,11 +14,11 @@ SLACK = 1 / 8
 """Share of an engine's slots. The engine that served a request before gets it again if its load is at most
 this much above the least loaded engine's, because it may still hold the request's KV cache."""
 
-Play = Callable[[Sample, Serve, Recorder], Awaitable[None]]
+Play = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
 """Extends a sample until it ends, with a function that generates the rest of a turn."""
 
 
-async def single_turn(sample: Sample, serve: Serve, recorder: Recorder) -> None:
+async def single_turn(sample: Sample, serve: Serve, recorder: Recorder, written: Written) -> None:
     """`Play` of a sample that is one response."""
     await serve(sample)
 
@@ -29,10 +29,17 @@ class Router:
 
     Args:
         play: how turns become a sample; None: a sample is one turn.
+        written: waits until the ledger of the run has been written.
     """
 
-    def __init__(self, engines: Sequence[Engine], recorder: Recorder, play: Play | None = None) -> None:
-        self.engines, self._play = engines, play or single_turn
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        recorder: Recorder,
+        play: Play | None = None,
+        written: Written = not_written,
+    ) -> None:
+        self.engines, self._play, self._written = engines, play or single_turn, written
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
@@ -79,7 +86,7 @@ class Router:
 
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""
-        await self._play(sample, self._serve_turn, self._recorder)
+        await self._play(sample, self._serve_turn, self._recorder, self._written)
 
     async def _serve_turn(self, sample: Sample) -> None:
         while sample.finish_reason is None:
