@@ -83,8 +83,8 @@ class Policy(Protocol):
         """Await an action outside the model, for example a call of a tool, and record what it returns.
 
         It comes after the first turn. An action whose result was returned here is not repeated when the
-        episode is interrupted and goes on, also after a kill of the run. When the episode is parked, an action
-        that is under way is awaited for a limited time.
+        episode is interrupted and goes on, also after a kill of the run. When the episode is parked, an
+        action that is under way is awaited for a limited time.
         """
 
 
