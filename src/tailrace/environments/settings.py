@@ -74,7 +74,7 @@ class PythonSettings(EpisodeSettings):
 class AgentSettings(EpisodeSettings):
     """An agent written for OpenAI's API: a function or a program, which talks to the policy over HTTP."""
 
-    kind: Literal["agent"]
+    kind: Literal["agent"] = "agent"
     """Selects this kind of environment."""
     function: str | None = None
     """'package.module:name' or 'path/to/file.py:name'. It is called for each episode, with those of the
