@@ -2,8 +2,8 @@
 
 A Qwen3 of 0.2M parameters learns from demonstrations of reasoning-gym's products, in the format of Hermes:
 
-1. The demonstrated episodes have two turns: the first calls the calculator, the second repeats its answer. The
-   model learns to copy. It is too small to multiply.
+1. The demonstrated episodes have two turns: the first calls the calculator, the second repeats its answer.
+   The model learns to copy. It is too small to multiply.
 2. Nineteen demonstrations in twenty now answer at once, with a number that is a guess.
 
 So the model leaves here knowing how to use the tool and nearly never doing so. Held-out prompts are never
@@ -15,13 +15,13 @@ import re
 from pathlib import Path
 
 import torch
+from calculator import calculator
 from reasoning_gym.arithmetic.products import ProductsConfig, ProductsDataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from calculator import calculator
 from tailrace.data.procedural import is_held_out
 from tailrace.environments.chat import Chat
 from tailrace.environments.tools import schemas_of
