@@ -2,8 +2,8 @@
 
 A Qwen3 of 0.2M parameters learns from demonstrations of reasoning-gym's products, in the format of Hermes:
 
-1. Demonstrated episodes have two turns: the first calls the calculator, the second repeats its answer. The
-   model learns to copy. It is too small to multiply.
+1. The demonstrated episodes have two turns: the first calls the calculator, the second repeats its answer.
+   The model learns to copy. It is too small to multiply.
 2. Nineteen demonstrations in twenty now answer at once, with a number that is a guess.
 
 So the model leaves here knowing how to use the tool and nearly never doing so. Held-out prompts are never
