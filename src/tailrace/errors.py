@@ -19,6 +19,8 @@ TailraceError
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
 |-- ServerRefused        an inference server answered with an error
 |-- SandboxFailed        a sandbox did not start its program; starting it again may succeed
+|-- EnvironmentBroken    the environment fails in every episode; carries the first cause
+|-- EnvironmentFailed    an episode cannot be played: data, not a crash
 |-- RewardBroken         the reward function always fails; carries the first traceback
 |-- RewardFailed         a sample has no reward: data, not a crash
 `-- BadRow               a row of the data has no usable prompt: data, not a crash

@@ -203,7 +203,7 @@ def test_an_environment_that_cannot_work_is_refused_before_anything_starts(
         ),
         (
             {"data.chat_template": "never"},
-            "data.chat_template = 'never': the tools are described to the model",
+            "data.chat_template = 'never': the model reads the tools",
         ),
     ],
 )

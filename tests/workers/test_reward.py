@@ -374,6 +374,7 @@ def test_all_processes_of_rewards_end_when_the_controller_is_killed(
             *(sys.executable, "-c", CONTROLLER, str(tmp_path / "a"), str(tmp_path / "b")),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
