@@ -10,6 +10,7 @@ from tailrace.cli import main
 from tailrace.commands import memory
 from tailrace.commands.memory import host_limit, run_memory
 from tailrace.config import load_config
+from tailrace.model_folder import context_length
 
 
 def dry_run(config: Path, *words: str) -> int:
@@ -62,6 +63,19 @@ def test_the_processes_are_those_of_the_config(config_path: Path) -> None:
     joined = {"broker.url": '"redis://nowhere:1"', "broker.joined": '["trainer"]'}
     assert "trainer" not in named(config_path, joined)
     assert "engine" not in named(config_path, {"engine": '{ kind = "vllm", urls = ["http://nowhere:1"] }'})
+
+
+def test_an_episode_may_fill_the_context_of_the_model(config_path: Path) -> None:
+    def kv_bytes(environment: str) -> int:
+        given = {"environment": environment, "data.max_prompt_tokens": "32", "engine.max_num_seqs": "1"}
+        processes = run_memory(load_config(config_path, given))
+        return next(each.on_device["KV cache"] for each in processes if each.name == "engine")
+
+    single, episodes = map(kv_bytes, ('{ kind = "single_turn" }', '{ kind = "python", environment = "a:b" }'))
+    config = load_config(config_path)
+    assert config.model and config.sampling
+    context = context_length(config.model.path)
+    assert single * context == episodes * (32 + config.sampling.max_completion_tokens)
 
 
 def test_the_limit_of_the_machine_is_that_of_the_container(

@@ -150,3 +150,35 @@ def test_a_call_before_the_first_turn_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=r"before the first Policy\.complete"):
         asyncio.run(episode(new_sample(), Engine()).call(action))
+
+
+def test_halves_of_surrogate_pairs_in_messages_are_replaced() -> None:
+    """A policy can spell them in a tool call; neither tokenizers nor ledgers can encode them."""
+    sample = new_sample()
+
+    async def play() -> None:
+        policy = episode(sample, Engine())
+        await policy.complete()
+        await policy.complete([{"role": "tool", "name": "\ud800", "content": "a\udc00"}])
+
+    asyncio.run(play())
+    assert sample.turns[0].messages == [{"role": "tool", "name": "?", "content": "a?"}]
+
+
+def test_an_environment_that_asks_for_two_turns_at_the_same_time_fails() -> None:
+    """The engine would generate one turn twice."""
+    sample = new_sample()
+
+    async def play() -> None:
+        engine = Engine()
+
+        async def serve(sample: Sample) -> None:
+            await asyncio.sleep(0)
+            await engine.serve(sample)
+
+        policy = episode(sample, engine)
+        policy._serve = serve
+        await asyncio.gather(policy.complete(), policy.complete())
+
+    with pytest.raises(RuntimeError, match="while another turn was generated"):
+        asyncio.run(play())

@@ -45,8 +45,16 @@ def test_the_format_of_llama_3(text: str, calls: list[ToolCall]) -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_hermes, parse_llama3_json])
-def test_text_that_is_not_json_is_a_call_with_a_problem(parse: object) -> None:
-    text = "<tool_call>{add</tool_call>" if parse is parse_hermes else "{add"
+@pytest.mark.parametrize(
+    "wrong", ["{add", '{"a": ' + "1" * 5000 + "}", '{"a": ' * 50_000], ids=["word", "number", "depth"]
+)
+def test_text_that_is_not_json_is_a_call_with_a_problem(parse: object, wrong: str) -> None:
+    text = f"<tool_call>{wrong}</tool_call>" if parse is parse_hermes else wrong
     (call,) = parse(text)  # type: ignore[operator]
     assert (call.name, call.arguments) == ("", {})
     assert call.problem.startswith("this is not JSON: ")
+
+
+def test_halves_of_surrogate_pairs_in_calls_are_replaced() -> None:
+    text = r'<tool_call>{"name": "\ud800", "arguments": {"a": "\udc00b"}}</tool_call>'
+    assert parse_hermes(text) == [ToolCall("?", {"a": "?b"})]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.episodes import answer
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.reward.judge import (
@@ -117,6 +118,16 @@ def test_scores_are_added_with_their_weights_and_are_metrics() -> None:
     assert sample.reward_metrics == {"exact": 1.0, "judge": 0.5, "poor": 0.25}
     assert sample.reward_columns == {"judge/answer": "so so"}
     assert not sample.timed_out
+
+
+def test_a_judge_reads_the_environment_s_tokens_of_an_episode_too() -> None:
+    sample = make_sample()
+    sample.finish_reason = "stop"
+    answer(sample, [60, 61])
+    sample.extend([51], [0.0], version=0)
+    judge = Fixed(Verdict(1.0))
+    asyncio.run(WithJudges(NoFunctions(), [judge], lambda ids: f"{ids}", drop_timeouts=False).score(sample))
+    assert sample.text == "[50, 60, 61, 51]"
 
 
 def test_judges_alone_give_the_reward() -> None:

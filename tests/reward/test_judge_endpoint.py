@@ -275,3 +275,9 @@ def test_a_question_that_is_refused_and_a_slow_judge_are_refused() -> None:
         checked(401)
     with pytest.raises(ConfigError, match=r"reward.timeout_s = 0.2: the judge judge did not answer in time"):
         checked(SILENCE, timeout_s=0.2)
+
+
+def test_halves_of_surrogate_pairs_in_an_answer_are_replaced(tmp_path: Path) -> None:
+    """The files of the cache and the ledger hold Unicode only."""
+    verdict, _ = judged(ask_once, "\ud800 0.5", cache_folder=tmp_path)
+    assert verdict == Verdict(0.5, "? 0.5")

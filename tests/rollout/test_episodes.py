@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
-from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed, LedgerError
+from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
 from tailrace.record.events import RequestEnded, RequestStarted, SampleScored, Stepped
 from tailrace.rollout.episodes import Episodes, NoRewards
 from tailrace.schedules import SCHEDULES
@@ -215,15 +216,15 @@ def test_an_environment_without_rewards_and_without_reward_functions_is_refused_
 class Raising:
     """Every episode of an odd sample fails after its first turn."""
 
-    def __init__(self, error: Exception | float) -> None:
+    def __init__(self, error: BaseException | base.Outcome) -> None:
         self.error = error
 
     async def run(self, prompt: Prompt, policy: Policy) -> base.Outcome:
         await policy.complete()
         if policy.id.number % 2 == 0:
             return base.Outcome(1.0)
-        if isinstance(self.error, float):
-            return base.Outcome(self.error)
+        if isinstance(self.error, base.Outcome):
+            return self.error
         raise self.error
 
 
@@ -232,11 +233,13 @@ class Raising:
     [
         (ValueError("no"), "environment ValueError"),
         (EnvironmentFailed("browser closed", "why"), "environment browser closed"),
-        (float("nan"), "environment reward"),
+        (base.Outcome(float("nan")), "environment reward"),
+        (base.Outcome(1.0, {"speed": float("inf")}), "environment metrics"),
+        (asyncio.CancelledError(), "environment CancelledError"),
     ],
 )
 def test_an_environment_that_raises_fails_the_sample_and_the_group_goes_on(
-    error: Exception | float, reason: str
+    error: BaseException | base.Outcome, reason: str
 ) -> None:
     outcome = simulate(one_group, RunSettings(rounds=1, group_size=4), EXACT, parts=world(Raising(error)))
     (step,) = outcome.of(Stepped)
@@ -256,6 +259,47 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_first_cause() -
         EnvironmentBroken, match=r"(?s)the last 7 episodes in sequence failed.*KeyError: 'column'"
     ):
         simulate(one_group, ONE_GROUP, EXACT, parts=world(Broken(), max_failures=7))
+
+
+@dataclass
+class Stubborn(Calls):
+    """Makes something of its own of a cancellation."""
+
+    answer: base.Outcome | Exception = field(default_factory=base.Outcome)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> base.Outcome:
+        try:
+            return await super().run(prompt, policy)
+        except asyncio.CancelledError:
+            if isinstance(self.answer, base.Outcome):
+                return self.answer
+            raise self.answer from None
+
+
+@pytest.mark.parametrize("answer", [base.Outcome(1.0), ValueError("the connection was closed")])
+def test_what_an_environment_makes_of_being_parked_does_not_end_the_episode(
+    answer: base.Outcome | Exception,
+) -> None:
+    async def interrupted(run: Run) -> None:
+        run.promise(staleness=0)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(15.5)
+            await run.pool.park()
+            run.pool.launch(run.parked.pop(1))
+            await run.train(await run.pool.take(1))
+            await run.publish()
+
+    sample = the_sample(simulate(interrupted, ONE_GROUP, EXACT, parts=world(Stubborn(answer=answer))))
+    assert (sample.id, sample.failure) == (SampleId(0, 0, 0), None)
+    assert [turn.num_tokens for turn in sample.turns] == [10, 20, 30]
+
+
+def test_a_metric_is_stored_as_a_number_whatever_type_of_number_it_is(tmp_path: Path) -> None:
+    environment = Raising(base.Outcome(1.0, {"speed": Fraction(1, 2)}))  # type: ignore[dict-item]
+    run = RunSettings(rounds=1, group_size=2)
+    outcome = simulate(one_group, run, EXACT, parts=world(environment), book=Book(), folder=tmp_path)
+    assert outcome.of(Stepped)[0].samples[1].reward_metrics == {"environment/speed": 0.5}
 
 
 def test_an_episode_without_a_turn_fails() -> None:
@@ -321,6 +365,16 @@ def test_evaluations_play_episodes_and_count_failures_as_zero() -> None:
             *[(1.0, None), (0.0, "environment ValueError")] * 4
         ]
     assert all(event.sample.prompt >= 0 for event in outcome.of(SampleScored))
+
+
+def test_an_error_of_the_reference_is_no_failure_of_the_environment() -> None:
+    class Broken:
+        async def logprobs(self, sample: Sample) -> list[float]:
+            raise WorkerDied("reference", "killed")
+
+    parts = world(Calls(reward=1.0), reference=Broken())
+    with pytest.raises(WorkerDied, match="reference"):
+        simulate(one_group, ONE_GROUP, EXACT, parts=parts)
 
 
 def test_episodes_that_the_environment_rewards_have_log_probs_under_the_reference() -> None:

@@ -8,6 +8,7 @@ from tailrace.config import RunConfig
 from tailrace.data.base import sources_of
 from tailrace.engine.memory import engine_memory
 from tailrace.engine.settings import NativeEngineSettings
+from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import ConfigError
 from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import context_length
@@ -55,7 +56,9 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
         limits = [source.max_prompt_tokens or context_length(path) for source in sources_of(config.data)]
         longest = max(limits) + completion
         kept = sum(outputs * inputs for outputs, inputs in modules.values()) if trainer.adapter else 0
-        context = min(context_length(path), longest)
+        context = context_length(path)
+        if not isinstance(config.environment, EpisodeSettings):  # its tokens fill the context
+            context = min(context, longest)
         yield engine_memory(
             shape, engine, context=context, adapted_parameters=kept, has_cuda=_has_nvidia_driver()
         )

@@ -5,6 +5,7 @@ continued by playing the environment again over that record; nothing else is kep
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 
@@ -57,6 +58,7 @@ class Episode:
         self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
+        self._is_generating = False
         self._num_openings = 0
         """1: the first recorded turn is no turn of the policy, but what `open` has put after the prompt."""
 
@@ -78,12 +80,18 @@ class Episode:
         self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
     ) -> Completion:
         """As Policy.complete."""
+        if self._is_generating:
+            raise RuntimeError("an environment called Policy.complete while another turn was generated")
         turns = self._sample.turns
         if self._num_turns > self._num_openings:
             self._continue(turns[self._num_turns - 1], messages)
         if self._num_turns == len(turns):
             self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
-            await self._serve(self._sample)
+            self._is_generating = True
+            try:
+                await self._serve(self._sample)
+            finally:
+                self._is_generating = False
             assert self._sample.finish_reason is not None
             text = self._decode(self._sample.turn_ids)
             turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
@@ -123,17 +131,18 @@ class Episode:
         await self._written()
         return result
 
-    def _continue(self, last: Turn, messages: Sequence[Message]) -> None:
+    def _continue(self, last: Turn, given: Sequence[Message]) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
         sample = self._sample
         last_id = sample.completion_ids[last.num_tokens - 1] if sample.completion_ids else None
+        messages = _unicode(given)
         ids = self._observe(messages, last_id)
         if last.observation_ids:
             if last.observation_ids != ids:
                 raise _diverged()
             return
         self._check_room(ids, is_cut_off=last.finish_reason == "length")
-        last.messages = msgspec.to_builtins(list(messages))
+        last.messages = messages
         last.observation_ids, sample.finish_reason = ids, None
 
     def _check_room(self, ids: Sequence[int], *, is_cut_off: bool = False) -> None:
@@ -143,6 +152,14 @@ class Episode:
         if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
             sample.finish_reason = "length"
             raise EpisodeOver
+
+
+def _unicode(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Return messages that tokenizer and ledger can encode: JSON can spell halves of surrogate pairs, and a
+    policy writes JSON in tool calls."""
+    text = json.dumps(msgspec.to_builtins(list(messages)), ensure_ascii=False)
+    replaced: list[dict[str, object]] = json.loads(text.encode(errors="replace"))
+    return replaced
 
 
 def _diverged() -> EnvironmentFailed:

@@ -5,6 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+NO_JSON = (ValueError, RecursionError)
+"""Errors of Python's decoder: ValueError also for a number of thousands of digits, RecursionError for as many
+open brackets."""
+
 ParserName = Literal["hermes", "llama3_json"]
 
 
@@ -38,7 +42,7 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
     while text.startswith("{"):
         try:
             _, end = json.JSONDecoder().raw_decode(text)
-        except json.JSONDecodeError:
+        except NO_JSON:
             end = len(text)
         calls.append(_call(text[:end]))
         text = text[end:].lstrip("; \n")
@@ -50,8 +54,9 @@ PARSERS: Mapping[ParserName, Parse] = {"hermes": parse_hermes, "llama3_json": pa
 
 def _call(text: str) -> ToolCall:
     try:
-        call = json.loads(text)
-    except json.JSONDecodeError as why:
+        # Twice, because JSON can spell halves of surrogate pairs, which are not Unicode.
+        call = json.loads(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
+    except NO_JSON as why:
         return ToolCall("", {}, f"this is not JSON: {why}")
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str):

@@ -107,7 +107,8 @@ class EndpointJudge:
             body["temperature"] = max(temperature, RETRY_TEMPERATURE)
         reply = await self._post(body)
         try:
-            return str(reply.json()["choices"][0]["message"]["content"] or "")
+            content = str(reply.json()["choices"][0]["message"]["content"] or "")
+            return content.encode(errors="replace").decode()  # JSON can spell halves of surrogate pairs
         except (LookupError, TypeError, ValueError):
             return f"[no chat completion] {self._without_secret(reply.text)[:300]}"
 

@@ -1,8 +1,10 @@
 """Episodes: how a sample is played between the router, which generates turns, and an environment."""
 
+import asyncio
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from tailrace.clock import now
 from tailrace.environments.base import Environment, EpisodeOver, Outcome
@@ -11,6 +13,8 @@ from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
 from tailrace.trainer.base import Reference
 from tailrace.types import Sample
+
+T = TypeVar("T")
 
 MAX_DETAIL = 4000
 """Characters of a traceback that are kept; the end tells most."""
@@ -57,11 +61,11 @@ class Episodes:
         Raises:
             EnvironmentBroken: too many episodes in sequence have failed.
         """
-        broken: list[Exception] = []  # errors of the engines and of the ledger, which end the run
+        broken: list[Exception] = []  # errors of engines, ledger and reference, which end the run
 
-        async def kept(work: Awaitable[None]) -> None:
+        async def kept(work: Awaitable[T]) -> T:
             try:
-                await work
+                return await work
             except Exception as why:
                 broken.append(why)
                 raise
@@ -80,11 +84,15 @@ class Episodes:
         detail = ""
         try:
             outcome = await self._run(sample, episode)
+            if outcome.reward is not None and self._reference:
+                sample.reference_logprobs = _checked(await kept(self._reference.logprobs(sample)))
         except EpisodeOver:
             outcome = Outcome()
-        except Exception as why:
+        # An environment may raise CancelledError by itself: a task that it awaits was cancelled.
+        except (Exception, asyncio.CancelledError) as why:
             if broken:
                 raise broken[0] from None
+            _raise_if_cancelled()
             outcome, detail = Outcome(), self._fail(sample, why)
         else:
             self._num_failures = 0
@@ -95,16 +103,15 @@ class Episodes:
 
     async def _run(self, sample: Sample, episode: Episode) -> Outcome:
         outcome = await self._environment.run(sample.prompt, episode)
+        _raise_if_cancelled()
         if not sample.turns:
             raise EnvironmentFailed("no turn", "it ended before the first turn of the policy")
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             raise EnvironmentFailed("reward", f"its reward is {outcome.reward}")
-        if outcome.reward is not None and self._reference:
-            logprobs = await self._reference.logprobs(sample)
-            if not all(map(math.isfinite, logprobs)):
-                raise EnvironmentFailed("reference", "a log-prob under the reference model is not finite")
-            sample.reference_logprobs = logprobs
-        return outcome
+        metrics = {name: float(value) for name, value in outcome.metrics.items()}
+        if not all(map(math.isfinite, metrics.values())):
+            raise EnvironmentFailed("metrics", f"one of its metrics is not finite: {metrics}")
+        return Outcome(outcome.reward, metrics)
 
     def _end(self, sample: Sample, outcome: Outcome) -> None:
         """All at once, because the sample may be written down at any await."""
@@ -116,7 +123,7 @@ class Episodes:
         sample.finish_reason = sample.finish_reason or "stop"
         sample.in_episode = False
 
-    def _fail(self, sample: Sample, why: Exception) -> str:
+    def _fail(self, sample: Sample, why: BaseException) -> str:
         """Count the failure. Returns what is known of it."""
         if isinstance(why, EnvironmentFailed):
             reason, detail = why.reason, why.detail
@@ -128,7 +135,20 @@ class Episodes:
         self._num_failures += 1
         if self._num_failures >= self._max_failures:
             raise EnvironmentBroken(self._num_failures, self._first_failure)
-        return detail
+        return detail.encode(errors="replace").decode()  # it may quote what is not Unicode
+
+
+def _raise_if_cancelled() -> None:
+    """Raises CancelledError if the episode is parked or discarded, whatever its environment made of that."""
+    task = asyncio.current_task()
+    if task and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _checked(logprobs: list[float]) -> list[float]:
+    if not all(map(math.isfinite, logprobs)):
+        raise EnvironmentFailed("reference", "a log-prob under the reference model is not finite")
+    return logprobs
 
 
 class NoRewards:

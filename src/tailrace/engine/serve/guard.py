@@ -51,6 +51,7 @@ class Guard:
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         if not self.allows(scope["path"], headers.get(b"authorization", b"")):
+            await self._drain(receive)
             await _refuse(send, 401, "this route needs the server's token: Authorization: Bearer TOKEN")
             return
         length = headers.get(b"content-length", b"0")
@@ -66,6 +67,15 @@ class Guard:
     @property
     def _too_large(self) -> str:
         return f"the body is larger than {self._max_body_bytes} bytes"
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read the body, because the connection is closed then: a client that still sends would lose the
+        reply. One that sends too much loses it."""
+        left, is_whole = self._max_body_bytes, False
+        while not is_whole and left >= 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
 
     def _limited(self, receive: Receive) -> Receive:
         """The same, until the body is too large: it may come in chunks, without a length."""
