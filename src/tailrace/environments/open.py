@@ -9,7 +9,6 @@ from typing import Any
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.agent_thread import AgentThread
-from tailrace.environments.agents import make_agent
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.settings import (
     AgentSettings,
@@ -76,10 +75,13 @@ def check_environment(settings: EnvironmentSettings) -> None:
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
     if isinstance(settings, AgentSettings):
-        make_agent(settings, AgentThread())
         if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
             problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
             raise ConfigError("environment.kind", "agent", problem, remedy)
+        # Not at the top: it needs these packages.
+        from tailrace.environments.agents import make_agent
+
+        make_agent(settings, AgentThread())
 
 
 def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
@@ -96,6 +98,7 @@ async def _open_agents(
     settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
 ) -> AsyncIterator[Environment]:
     from tailrace.environments.agent import AgentEnvironment
+    from tailrace.environments.agents import make_agent
     from tailrace.environments.session_server import SessionServer
 
     server, thread = SessionServer(tokenizer), AgentThread()
