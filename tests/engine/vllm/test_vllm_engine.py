@@ -3,14 +3,16 @@ reference computes."""
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 from vllm_cases import NUM_TOKENS, Models, Servers, joined, logprobs, told_count, told_ids, told_spans
 
-from helpers.engine_contract import EngineContract, Main, fresh_samples
+from helpers.engine_contract import ATTEMPTS, Ahead, EngineContract, Main, fresh_samples
 from tailrace.engine.base import Engine
 from tailrace.engine.connection import Connection
 from tailrace.engine.dialect import Attempt
@@ -28,6 +30,14 @@ async def all_under_way(samples: Sequence[Sample], num_tokens: int = 1) -> None:
         await asyncio.sleep(0.002)
 
 
+def run_in_time(servers: Servers, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Repeat a test in which the server was ahead: on two cores its processes can keep the client waiting."""
+    for _ in range(ATTEMPTS):
+        with suppress(Ahead):
+            return servers.run(main())
+    raise AssertionError(f"the server was ahead in {ATTEMPTS} attempts")
+
+
 class TestVllm(EngineContract):
     NUM_TOKENS = NUM_TOKENS
 
@@ -36,7 +46,7 @@ class TestVllm(EngineContract):
         self.servers = servers
 
     def drive(self, main: Main) -> None:
-        self.servers.run(main(*self.servers.engines))
+        run_in_time(self.servers, lambda: main(*self.servers.engines))
 
     async def under_way(self, engine: Engine, samples: Sequence[Sample]) -> None:
         await all_under_way(samples)
@@ -86,8 +96,10 @@ def test_new_weights_in_flight_change_what_32_sequences_compute_and_nothing_else
         generation = asyncio.gather(*(engine.generate(sample) for sample in samples))
         await all_under_way(samples, 20)
         await engine.load(servers.models.weights(1), kv=kv)
-        assert all(sample.finish_reason is None for sample in samples)
+        ended = [sample for sample in samples if sample.finish_reason]
         await generation
+        if ended:
+            raise Ahead
         told = list(record.values())[known:]
         assert len(told) == 32  # nothing was asked for twice
         by_tokens = {tuple(told_ids(events)): told_spans(events) for events in told}
@@ -101,7 +113,7 @@ def test_new_weights_in_flight_change_what_32_sequences_compute_and_nothing_else
             worst = max(worst, *(abs(mine - theirs) for mine, theirs in pairs))
         assert worst < TOLERANCE
 
-    servers.run(main())
+    run_in_time(servers, main)
 
 
 def test_over_10000_tokens_with_aborts_and_updates_the_samples_are_what_the_servers_say(
