@@ -101,8 +101,15 @@ def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
 
 
 def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.papers import simulate_paper
     from tailrace.commands.simulate import simulate
 
+    if arguments.paper:
+        _refuse_overrides("simulate --paper", overrides)
+        simulate_paper(arguments.paper, number=arguments.table, json_path=arguments.json)
+        return
+    if arguments.config is None:
+        raise ConfigError("CONFIG", None, "simulate needs a config", "name one, or --paper NAME")
     config = _config(arguments.config, overrides)
     simulate(config, folder=arguments.output_dir, json_path=arguments.json)
 
@@ -160,10 +167,14 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
-        name: str, command: Callable[..., None], summary: str, config: str = "CONFIG.toml"
+        name: str,
+        command: Callable[..., None],
+        summary: str,
+        config: str = "CONFIG.toml",
+        nargs: str | None = None,
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, epilog=OVERRIDES)
-        sub.add_argument("config", type=Path, metavar=config)
+        sub.add_argument("config", type=Path, metavar=config, nargs=nargs)
         sub.set_defaults(command=command)
         return sub
 
@@ -177,8 +188,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
-    simulate = add("simulate", _simulate, "run the schedule in virtual time, on the [sim] section's set-up")
+    summary = "run the schedule in virtual time, on the [sim] section's set-up, or a paper's tables"
+    simulate = add("simulate", _simulate, summary, nargs="?")
     simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
+    simulate.add_argument(
+        "--paper", metavar="NAME", help="a paper's tables beside ours; needs no CONFIG.toml"
+    )
+    simulate.add_argument("--table", metavar="N", help="with --paper: only this table or figure of it")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
     scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
     evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")
