@@ -22,12 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from tailrace import clock
-from tailrace.commands.laps import Lap, LapMeter
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
+from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.steps import StepMeter
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings

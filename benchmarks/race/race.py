@@ -24,12 +24,12 @@ from racers import CONFIG, ENTRIES, Entry
 from safetensors import safe_open
 
 from tailrace import clock
-from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.live import advantages_of, training_prompts
 from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
+from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.steps import StepMeter
 
 TARGET_ACCURACY = 0.8

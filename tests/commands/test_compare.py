@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tailrace.cli import main
 from tailrace.commands.comparison import FIRST_GROUPS, Comparison
-from tailrace.commands.laps import Lap
+from tailrace.record.laps import Lap
 
 
 def lap(main_s: float, *, first_s: float = 1.0, samples: int = 1000, **figures: float) -> Lap:

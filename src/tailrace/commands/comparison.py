@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from tailrace.commands.laps import FIGURES, Lap
+from tailrace.record.laps import FIGURES, Lap
 
 BASELINE = "serial"
 FIRST_GROUPS = "first-groups"

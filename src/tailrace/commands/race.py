@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.commands.laps import Lap, LapMeter
 from tailrace.commands.live import advantages_of, open_parts, rewind
 from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
+from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.steps import StepMeter
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter

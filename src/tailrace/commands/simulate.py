@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
-from tailrace.commands.laps import FIGURES, Lap, LapMeter
 from tailrace.commands.virtual import run_virtual, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
+from tailrace.record.laps import FIGURES, Lap, LapMeter
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
-from tailrace.commands.laps import Lap, LapMeter
 from tailrace.record.events import Event, GroupEnded, RoundEnded, RoundStarted, Stepped
+from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.steps import StepMeter
 from tailrace.schedules import SCHEDULES
 
