@@ -15,7 +15,8 @@ DEFAULT_MAX_TOKENS = 16_384
 
 
 class SimEngineSettings(Settings):
-    """Continuous batching in whole decode steps of base_s + slope_s * running."""
+    """Continuous batching in whole decode steps of overhead_s + max(base_s, compute_s * running) +
+    slope_s * running + context_s * positions in the KV cache."""
 
     count: int | None = Field(default=None, ge=1)
     """Engines. None: engine.replicas of the config."""
@@ -25,6 +26,12 @@ class SimEngineSettings(Settings):
     """Seconds of a decode step, without the part that grows with the requests."""
     slope_s: float = Field(default=0.06e-3, ge=0)
     """Seconds that each running request adds to a decode step."""
+    context_s: float = Field(default=0.0, ge=0)
+    """Seconds that each position in the KV cache adds to a decode step."""
+    compute_s: float = Field(default=0.0, ge=0)
+    """Seconds of arithmetic of each running request. A step takes at least their sum."""
+    overhead_s: float = Field(default=0.0, ge=0)
+    """Seconds of a decode step that neither more devices nor a smaller model make shorter."""
     kv_tokens: int = Field(default=10_000_000, ge=1)
     """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
