@@ -49,9 +49,7 @@ def test_arithmetic_bounds_a_large_batch_and_memory_a_small_one() -> None:
 
 def test_joined_engines_divide_the_work_and_the_growth_but_not_the_overhead() -> None:
     """Of four: (1 + 4 * 0.5 + 8 * 0.25) / 4 + 2 doublings * 0.125 + 0.5; each step 4 * 0.25 / 4 longer."""
-    cost = SimEngineSettings(
-        base_s=1.0, slope_s=0.5, context_s=0.25, communication_s=0.125, overhead_s=0.5
-    )
+    cost = SimEngineSettings(base_s=1.0, slope_s=0.5, context_s=0.25, communication_s=0.125, overhead_s=0.5)
     assert Steps.of(cost, 4, 8, width=4) == Steps(1.25 + 0.25 + 0.5, 0.25)
 
 

@@ -43,7 +43,9 @@ class Steps:
         if cost.context_s:
             alone_s += cost.context_s * kv_positions
         if width > 1:
-            return cls(alone_s / width + cost.communication_s * log2(width) + cost.overhead_s, growth_s / width)
+            return cls(
+                alone_s / width + cost.communication_s * log2(width) + cost.overhead_s, growth_s / width
+            )
         return cls(alone_s + cost.overhead_s, growth_s)
 
     def seconds(self, start: float, end: float) -> float:
