@@ -153,4 +153,4 @@ class PowerLaw:
     saturation: float
 
     def __call__(self, h: float) -> float:
-        return self.u * min(h, self.saturation) ** self.p
+        return self.u * float(min(h, self.saturation) ** self.p)
