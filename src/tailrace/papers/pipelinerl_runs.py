@@ -156,8 +156,8 @@ def generation() -> Table:
         ]
     notes = (
         'The paper prints curves. Its text says that throughput grows "almost linearly" up to a batch of 128'
-        " (2.0 here) and increases up to 256, that the batch shrinks as sequences finish, and that time reaches"
-        " a plateau and throughput falls with fewer sequences.",
+        " (2.0 here) and increases up to 256, that the batch shrinks as sequences finish, and that time"
+        " reaches a plateau and throughput falls with fewer sequences.",
         f"2a: responses of 512 tokens. 2b and 2c: lengths as in section 5, mean of {len(RUNS)} runs.",
     )
     return Table("Fig. 2", "generation on one H100", tuple(figures), notes)
@@ -165,7 +165,7 @@ def generation() -> Table:
 
 def lags() -> Table:
     """Fig. 3a: the lag over the position in a sequence, and over the steps of Conventional RL."""
-    whole, half = _early_lag(_of_whole()), _early_lag(pipelined(HALF, 40, 32))
+    whole, half = _early_lag(_of_whole()), _early_lag(pipelined(HALF, 32, 24))
     profile = _profile(_of_whole())
     turn = in_turn(WHOLE, 8, IN_FLIGHT, 128).steps
     figures = [

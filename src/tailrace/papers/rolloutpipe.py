@@ -236,8 +236,8 @@ PAPER = Paper(
         "Four tasks, R = 32, 64 and 96; each figure is the mean of four rounds, as in the paper.",
         f"Fitted on {FITTED_TASK}, shared by all settings: a decode step of 3.5 ms + 0.165 ms a request,"
         " at most 110 requests, a length limit of 4,096 tokens that about half of the responses reach,"
-        " lognormal lengths (sigma 0.6, correlation 0.4), a trainer of 4,511 tokens/s, a frontier of 8 groups,"
-        " and 37 s a round after the main time. Only the median length differs between tasks.",
+        " lognormal lengths (sigma 0.6, correlation 0.4), a trainer of 4,511 tokens/s, a frontier of 8"
+        " groups, and 37 s a round after the main time. Only the median length differs between tasks.",
     ),
     tables={
         "Fig. 4": main_times,
