@@ -1,4 +1,4 @@
-"""PipelineRL (Piche et al. 2025): the case study of Appendix A, and its runs in virtual time."""
+"""PipelineRL (Piché et al. 2025): the case study of Appendix A, and its runs in virtual time."""
 
 from tailrace.papers import appendix_a
 from tailrace.papers.appendix_a import Cluster, Lengths, PowerLaw
@@ -55,7 +55,7 @@ def case_study() -> Table:
 
 PAPER = Paper(
     name="pipelinerl",
-    citation="Piche et al., 2025: PipelineRL: Faster On-policy Reinforcement Learning for Long Sequence"
+    citation="Piché et al., 2025: PipelineRL: Faster On-policy Reinforcement Learning for Long Sequence"
     " Generation",
     set_up=(
         "Appendix A: N = 128, B = 128, uniform lengths; nothing is simulated.",
@@ -75,7 +75,7 @@ PAPER = Paper(
     num_fitted=3,
     contradictions=(
         "A.2 gives Conventional RL a maximum lag of S - 1, and S counts sequences; by section 2.2 and"
-        " Algorithm 1 it is G - 1 optimizer steps, from which the printed r_conv at a lag of about 133 follows.",
+        " Algorithm 1 it is G - 1 optimizer steps, and with those the printed r_conv has a lag of about 133.",
         "The printed H = 192 and I = 44 have a g_max of 132 by A.3, not 133.",
         "16.9 over 10.7 is a speed-up of 1.58, not 1.57.",
         "At B = 2048 A.3 gives a g_max of ceil(8.25) = 9, not about 8.",
