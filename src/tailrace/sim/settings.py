@@ -80,7 +80,7 @@ class SimReferenceSettings(Settings):
 class UniformSettings(Settings):
     """Lengths between two limits, all equally frequent."""
 
-    kind: Literal["uniform"]
+    kind: Literal["uniform"] = "uniform"
     """Selects this distribution."""
     min_tokens: int = Field(default=1, ge=1)
     """Length of the shortest response."""
@@ -97,7 +97,7 @@ class UniformSettings(Settings):
 class TableSettings(Settings):
     """Some lengths, each with its share of the responses."""
 
-    kind: Literal["table"]
+    kind: Literal["table"] = "table"
     """Selects this distribution."""
     tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """The lengths, in ascending order."""
@@ -118,7 +118,7 @@ class TableSettings(Settings):
 class EmpiricalSettings(Settings):
     """The lengths of responses that were generated before."""
 
-    kind: Literal["empirical"]
+    kind: Literal["empirical"] = "empirical"
     """Selects this distribution."""
     path: Path
     """The folder of a run's samples, one of its files, or a file with one length in each line."""
