@@ -33,4 +33,4 @@ def test_the_printed_frontier_of_two_groups_is_slower_than_serial(
     assert first_dispatch["ours"] < 52
     printed = capsys.readouterr().out
     assert "Section 5.1" in printed and "Fig. 4" not in printed
-    assert "13 parameters were fitted" in printed
+    assert f"{NUM_FITTED} parameters were fitted" in printed
