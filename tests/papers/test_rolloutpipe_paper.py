@@ -1,12 +1,22 @@
 """RolloutPipe's set-up: its bars at R = 32, and the command with one table."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tailrace.cli import main
+from tailrace.papers import rolloutpipe
 from tailrace.papers.rolloutpipe import CGP_SHARE, NUM_FITTED, PAPER, REDUCTION, SYSTEMS, run
+
+
+@pytest.fixture(autouse=True)
+def two_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rolloutpipe, "ROUNDS", 2)
+    run.cache_clear()
+    yield
+    run.cache_clear()
 
 
 @pytest.mark.parametrize("task", ["LSAT-AR", "OlyPhys"])

@@ -82,14 +82,14 @@ COMPUTE: dict[str, dict[int, tuple[float, float, float]]] = {
 
 
 @cache
-def run(task: str, size: int, system: System, rounds: int = ROUNDS) -> Simulated:
+def run(task: str, size: int, system: System) -> Simulated:
     """Simulate one system in one setting.
 
     Args:
         size: groups of a rollout (R).
     """
     lengths = SIM.lengths.model_copy(update={"median_tokens": MEDIANS[task]})
-    settings = RunSettings(rounds=rounds, group_size=K, seed=list(MEDIANS).index(task))
+    settings = RunSettings(rounds=ROUNDS, group_size=K, seed=list(MEDIANS).index(task))
     return simulate(_schedule(system, size), SIM.model_copy(update={"lengths": lengths}), settings)
 
 
