@@ -63,7 +63,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
 
 
 def _with_cluster(config: RunConfig, max_tokens: int) -> SimSettings:
-    """[sim] with the rates of its cluster, which is checked with the slots and the length limit of the run."""
+    """[sim] with the rates of its cluster, which is checked with slots and length limit of the run."""
     sim, cluster = config.sim, config.sim.cluster
     if cluster is None:
         return sim
