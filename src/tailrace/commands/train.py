@@ -182,7 +182,7 @@ def _recorder(
     display = Display(config.run.rounds, clock.who_waits, config.record)
     meter = StepMeter(
         MetricsWriter(folder.metrics),
-        SamplesWriter(folder.samples),
+        SamplesWriter(folder.samples, token_samples=config.record.token_samples),
         TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
         timeline,
         summary,

@@ -15,6 +15,9 @@ class RecordSettings(Settings):
     trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)
     """Largest size of one trace file. The trace goes on in trace.1.json, trace.2.json, ...; the first file
     and the two newest are kept. At least 65536."""
+    token_samples: int = Field(default=16, ge=0)
+    """Samples of each step whose tokens and log-probs are recorded; `tailrace view` shows them. At least
+    0."""
     alarm_kl: float = Field(default=0.1, gt=0)
     """KL in nats a token between engine and trainer, on samples of the very weights that are trained, above
     which the terminal shows an alarm. Above 0."""
