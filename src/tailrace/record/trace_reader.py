@@ -1,5 +1,6 @@
 """Reads a trace while it is written, or after its writer was killed."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset, self._number = 0, 1
+        self._inode: int | None = None
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines with content from the last `accept` on."""
@@ -74,8 +76,14 @@ class LineFile:
         self._offset, self._number = line.end, line.number
 
     def was_replaced(self) -> bool:
-        """Whether the file is shorter than what was accepted of it."""
-        return self._offset > 0 and self.path.exists() and self.path.stat().st_size < self._offset
+        """Whether the path names another file than it did, or one that was cut."""
+        if self._inode is None:
+            return False
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return found.st_ino != self._inode or found.st_size < self._offset
 
     def _read(self) -> bytes:
         """Read twice and compare, because the writer may change the end of the file in between."""
@@ -87,6 +95,7 @@ class LineFile:
     def _once(self) -> bytes:
         try:
             with self.path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._offset)
                 return file.read()
         except FileNotFoundError:
@@ -168,9 +177,9 @@ class TraceReader:
         try:
             return msgspec.json.decode(line.content, type=Record)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            if line.is_whole:
+            if line.is_whole and not self.unfinished:
                 self._defect(part, line, "it is no trace event")
-            else:
+            elif not line.is_whole:
                 self._torn = Defect(part.path.name, line.number, "the file ends within this line")
             return None
 
