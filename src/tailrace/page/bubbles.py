@@ -6,8 +6,8 @@ counts.
     of an engine                                         of the trainer
     dead          it was dead                            publication   it wrote weights for the engines
     lent          it slept, its device was lent          evaluation    only held-out prompts were generated
-    publication   weights were published                 tail          fewer than half as many requests ran as ran
-    tail          other engines still generated                        at most
+    publication   weights were published                 tail          at most half as many requests ran as ran
+    tail          other engines still generated                        together at any time
     rewards       samples waited for their rewards       generation    more ran
     weights       the trainer computed: new weights      rewards       samples waited for their rewards
                   were to come                           dead          every engine was dead
@@ -22,8 +22,8 @@ from typing import NamedTuple
 from tailrace.page.intervals import (
     EMPTY,
     Intervals,
+    at_most,
     complement,
-    fewer_than,
     intersect,
     most_at_once,
     subtract,
@@ -34,7 +34,7 @@ from tailrace.page.intervals import (
 
 TRAINER = "trainer"
 TAIL_SHARE = 0.5
-"""The trainer waits for the tail when fewer requests run than this share of the most that ran at once."""
+"""The trainer waits for the tail when no more requests run than this share of the most that ran at once."""
 
 
 class Bubble(NamedTuple):
@@ -112,7 +112,7 @@ class _Shared:
 
     def causes_of_trainer(self) -> Sequence[tuple[str, Intervals]]:
         rollouts = self._activity.rollouts
-        few = fewer_than(rollouts, TAIL_SHARE * most_at_once(rollouts))
+        few = at_most(rollouts, TAIL_SHARE * most_at_once(rollouts))
         all_dead = union([(self._activity.start_s, self._activity.end_s)]) if self._busy else EMPTY
         for engine in self._busy:
             all_dead = intersect(all_dead, self._activity.dead.get(engine, EMPTY))

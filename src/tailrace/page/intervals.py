@@ -55,15 +55,15 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
     return intersect(one, complement(other, (-np.inf, np.inf)))
 
 
-def fewer_than(pairs: Intervals, limit: float) -> Intervals:
-    """When at least one of the given intervals, and fewer than `limit` of them, are open at once."""
+def at_most(pairs: Intervals, limit: float) -> Intervals:
+    """When at least one of the given intervals, and at most `limit` of them, are open at once."""
     if not len(pairs):
         return EMPTY
     times = np.concatenate((pairs[:, 0], pairs[:, 1]))
     steps = np.concatenate((np.ones(len(pairs)), -np.ones(len(pairs))))
     order = np.argsort(times, kind="stable")
     counts, times = np.cumsum(steps[order])[:-1], times[order]
-    few = (counts > 0) & (counts < limit)
+    few = (counts > 0) & (counts <= limit)
     return union(np.stack((times[:-1], times[1:]), axis=1)[few])
 
 

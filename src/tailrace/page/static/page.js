@@ -18,6 +18,7 @@
     evaluation: ["#b0c4de", "held-out prompt"],
   };
   const FIXED_ROWS = ["rounds", "trainer", "publications", "rewards"];
+  const ON_RUN_LANES = { yaxis: "y3" };
   const PLOT = { displaylogo: false, responsive: true };
   const FONT = { family: "system-ui, sans-serif", size: 12 };
 
@@ -62,13 +63,15 @@
   function rowsOf(run) {
     const chosen = run.engines.length ? run.engines : run.payload.engines.map((engine) => engine.name);
     const first = new Map();
-    let next = FIXED_ROWS.length;
+    let next = 0, head = 1;
+    for (const engine of run.payload.engines) head = Math.max(head, Math.round(engine.slots / 12));
     for (const engine of run.payload.engines) {
       if (!chosen.includes(engine.name)) continue;
-      first.set(engine.name, next);
-      next += 1 + engine.slots;
+      // The idle times of an engine stand above its slots, in a bar as high as several of them.
+      first.set(engine.name, next + head - 1);
+      next += head + engine.slots;
     }
-    return { first, count: next };
+    return { first, count: Math.max(1, next), head };
   }
 
   class Segments {
@@ -78,9 +81,9 @@
       this.x[at] = start; this.x[at + 1] = end; this.x[at + 2] = NaN;
       this.y[at] = this.y[at + 1] = row; this.y[at + 2] = NaN;
     }
-    trace(name, colour) {
+    trace(name, colour, more) {
       return { type: "scattergl", mode: "lines", name, x: this.x.subarray(0, 3 * this.n), y: this.y.subarray(0, 3 * this.n),
-        line: { color: colour, width: 1 }, hoverinfo: "skip", meta: { spans: this.n } };
+        line: { color: colour, width: 1 }, hoverinfo: "skip", meta: { spans: this.n, rows: 1 }, ...more };
     }
   }
 
@@ -102,12 +105,18 @@
   }
 
   function bubbleTraces(run, rows) {
-    const [lanes, starts, ends, causes] = run.payload.bubbles, by = {};
-    lanes.forEach((lane, i) => {
-      const row = lane === "trainer" ? FIXED_ROWS.indexOf("trainer") : rows.first.get(lane);
-      if (row !== undefined) (by[causes[i]] ||= new Segments(lanes.length)).add(starts[i], ends[i], row);
-    });
-    return Object.keys(CAUSES).filter((name) => by[name]).map((name) => by[name].trace(CAUSES[name][1], CAUSES[name][0]));
+    const [lanes, starts, ends, causes] = run.payload.bubbles, found = [];
+    for (const [cause, [colour, name]] of Object.entries(CAUSES)) {
+      const trainer = new Segments(lanes.length), engines = new Segments(lanes.length);
+      lanes.forEach((lane, i) => {
+        if (causes[i] !== cause) return;
+        if (lane === "trainer") trainer.add(starts[i], ends[i], FIXED_ROWS.indexOf("trainer"));
+        else if (rows.first.has(lane)) engines.add(starts[i], ends[i], rows.first.get(lane) - (rows.head - 1) / 2);
+      });
+      if (trainer.n) found.push(trainer.trace(name, colour, { ...ON_RUN_LANES, legendgroup: cause }));
+      if (engines.n) found.push({ ...engines.trace(name, colour, { legendgroup: cause, showlegend: !trainer.n }), meta: { spans: engines.n, rows: rows.head } });
+    }
+    return found;
   }
 
   function runTraces(run) {
@@ -115,7 +124,7 @@
     const draw = (row, works, parts) => parts.forEach(([name, colour, wanted]) => {
       const segments = new Segments(works.length);
       works.forEach((work, i) => { if (wanted(work[0], i)) segments.add(work[1], work[2], FIXED_ROWS.indexOf(row)); });
-      if (segments.n) found.push({ ...segments.trace(name, colour), showlegend: false });
+      if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: false }));
     });
     draw("rounds", run.payload.rounds, [["round", "#444444", (_, i) => i % 2 === 0], ["round", "#aaaaaa", (_, i) => i % 2 === 1]]);
     draw("trainer", run.payload.trainer, [["accumulate", "#66c2a5", (name) => !name.startsWith("step")], ["step", "#1b7f5a", (name) => name.startsWith("step")]]);
@@ -156,19 +165,24 @@
     const names = [...rows.first.keys()], every = Math.max(1, Math.ceil(names.length / 30));
     const shown = names.filter((_, i) => i % every === 0);
     return {
-      font: FONT, height: Math.min(900, 380 + 6 * rows.count), margin: { l: 110, r: 10, t: 10, b: 40 }, dragmode: "zoom",
+      font: FONT, height: Math.min(950, 480 + 6 * rows.count), margin: { l: 110, r: 10, t: 10, b: 40 }, dragmode: "zoom",
       hovermode: "closest", uirevision: run.engines.join() || "all", legend: { orientation: "h", y: -0.12 },
       xaxis: { title: { text: "seconds" }, anchor: "y2" },
-      yaxis: { domain: [0.3, 1], range: [rows.count - 0.5, -0.5], showgrid: false, zeroline: false,
-        tickvals: [...FIXED_ROWS.keys(), ...shown.map((name) => rows.first.get(name))], ticktext: [...FIXED_ROWS, ...shown] },
-      yaxis2: { domain: [0, 0.24], rangemode: "tozero", title: { text: "tokens" } },
+      yaxis: { domain: [0.28, 0.82], range: [rows.count - 0.5, -0.5], showgrid: false, zeroline: false,
+        tickvals: shown.map((name) => rows.first.get(name)), ticktext: shown },
+      yaxis3: { domain: [0.85, 1], range: [FIXED_ROWS.length - 0.5, -0.5], fixedrange: true, showgrid: false, zeroline: false,
+        tickvals: [...FIXED_ROWS.keys()], ticktext: FIXED_ROWS },
+      yaxis2: { domain: [0, 0.23], rangemode: "tozero", title: { text: "tokens" } },
       shapes: run.payload.lives.slice(1).map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", color: "#c00000" } })),
     };
   }
 
-  function rowHeight(plot) {
-    const { yaxis } = plot._fullLayout, visible = Math.abs(yaxis.range[0] - yaxis.range[1]);
-    return Math.max(1, Math.min(14, 0.8 * yaxis._length / visible));
+  function widthOf(trace, plot, layout, rows) {
+    if (trace.yaxis === "y3") return 11;
+    // The first draw has to know the height of a row before there are axes.
+    const { yaxis } = plot._fullLayout || {}, visible = yaxis ? Math.abs(yaxis.range[0] - yaxis.range[1]) : rows.count;
+    const height = (yaxis ? yaxis._length : 0.5 * layout.height) / visible;
+    return Math.max(1, Math.min(14, 0.8 * height)) * trace.meta.rows;
   }
 
   async function drawTimeline(run) {
@@ -177,16 +191,14 @@
     const rows = rowsOf(run);
     const traces = [...runTraces(run), ...bubbleTraces(run, rows), ...requestTraces(run, rows), ...markTraces(run, rows), ...lengthTraces(run, rows)];
     const layout = timelineLayout(run, rows);
-    // The first draw has to know the height of a row; later ones read it off the plot.
-    const width = plot._fullLayout ? rowHeight(plot) : Math.max(1, Math.min(14, (0.5 * layout.height) / rows.count));
-    for (const trace of traces) if (trace.line) trace.line.width = width;
+    for (const trace of traces) if (trace.line) trace.line.width = widthOf(trace, plot, layout, rows);
     await Plotly.react(plot, traces, layout, PLOT);
     if (!run.listens) {
       run.listens = true;
       plot.on("plotly_relayout", (change) => {
         if (!Object.keys(change).some((key) => key.startsWith("yaxis."))) return;
         const lines = plot.data.map((trace, i) => (trace.mode === "lines" ? i : -1)).filter((i) => i >= 0);
-        Plotly.restyle(plot, { "line.width": rowHeight(plot) }, lines);
+        Plotly.restyle(plot, { "line.width": lines.map((i) => widthOf(plot.data[i], plot)) }, lines);
       });
       listenToPointer(run);
     }
