@@ -82,7 +82,7 @@ def _abort_storm(life: Life, steps: Sequence[StepRow]) -> Advisory | None:
     text = f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
     text += f"mean{f' of {fmean(lengths):.0f} in a response' if lengths else ''}: {_why_aborted(life, aborted)}"
     for engine, num in _sums(steps, "engines/preempted/").items():
-        text += f"; the KV cache of {engine} was full for {num:.0f} requests in the last {len(steps)} steps"
+        text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
     return Advisory("abort storm", text)
 
 
@@ -110,7 +110,7 @@ def _zero_variance(steps: Sequence[StepRow]) -> Advisory | None:
         share = (share * trained + filtered) / (trained + filtered)
     if not steps or share < ZERO_VARIANCE_SHARE:
         return None
-    text = f"In {share:.0%} of the groups of the last {len(steps)} steps all rewards are equal, so they teach "
+    text = f"In {share:.0%} of the groups of {_last(steps)} all rewards are equal, so they teach "
     text += f"nothing. The mean reward is {_mean(steps, 'reward'):g}: "
     if all((row.get("reward_std") or 0.0) == 0.0 and not row.get("reward") for row in steps):
         why = "no sample is right. The prompts are too hard, or the reward function recognises no answer"
@@ -126,7 +126,7 @@ def _truncation(steps: Sequence[StepRow]) -> Advisory | None:
     if not steps or share < TRUNCATED_SHARE:
         return None
     longest = max(row.get("completions/max_length") or 0.0 for row in steps)
-    text = f"{share:.0%} of the samples of the last {len(steps)} steps end at the length limit "
+    text = f"{share:.0%} of the samples of {_last(steps)} end at the length limit "
     text += f"({longest:.0f} tokens): their rewards are those of unfinished answers. "
     return Advisory("truncation", text + "Raise sampling.max_completion_tokens, or shorten the answers.")
 
@@ -138,8 +138,12 @@ def _failures(steps: Sequence[StepRow]) -> Advisory | None:
     if not num or num < FAILED_SHARE * (num + samples):
         return None
     reason = max(failed, key=lambda name: failed[name])
-    text = f"{num:.0f} samples of the last {len(steps)} steps have no reward, most by: {reason}"
+    text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
     return Advisory("rewards fail", text)
+
+
+def _last(steps: Sequence[StepRow]) -> str:
+    return f"the last {len(steps)} steps" if len(steps) > 1 else "the last step"
 
 
 def _mean(steps: Sequence[StepRow], key: str) -> float:

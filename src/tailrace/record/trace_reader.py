@@ -57,7 +57,9 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset, self._number = 0, 1
-        self._inode: int | None = None
+        self._accepted = b""
+        """The last line that was accepted."""
+        self._version: tuple[int, ...] = ()
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines with content from the last `accept` on."""
@@ -73,17 +75,18 @@ class LineFile:
 
     def accept(self, line: Line) -> None:
         """Do not yield this line and those before it again."""
-        self._offset, self._number = line.end, line.number
+        self._offset, self._number, self._accepted = line.end, line.number, line.content
 
     def was_replaced(self) -> bool:
-        """Whether the path names another file than it did, or one that was cut."""
-        if self._inode is None:
-            return False
+        """Whether the last line that was accepted is no longer where it was."""
         try:
-            found = self.path.stat()
+            if not self._accepted or _version(self.path.stat()) == self._version:
+                return False
+            with self.path.open("rb") as file:
+                file.seek(self._offset - len(self._accepted))
+                return file.read(len(self._accepted)) != self._accepted
         except FileNotFoundError:
             return False
-        return found.st_ino != self._inode or found.st_size < self._offset
 
     def _read(self) -> bytes:
         """Read twice and compare, because the writer may change the end of the file in between."""
@@ -95,11 +98,16 @@ class LineFile:
     def _once(self) -> bytes:
         try:
             with self.path.open("rb") as file:
-                self._inode = os.fstat(file.fileno()).st_ino
+                self._version = _version(os.fstat(file.fileno()))
                 file.seek(self._offset)
                 return file.read()
         except FileNotFoundError:
             return b""
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    """What differs when a file was written again."""
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class TraceReader:
