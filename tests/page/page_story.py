@@ -15,7 +15,7 @@ def sinks_of(folder: Path) -> list[Sink]:
     folder.mkdir(parents=True, exist_ok=True)
     return [
         MetricsWriter(folder / "metrics.jsonl"),
-        SamplesWriter(folder / "samples"),
+        SamplesWriter(folder / "samples", token_samples=16),
         TraceWriter(folder / "trace.json"),
     ]
 
