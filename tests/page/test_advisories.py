@@ -39,7 +39,10 @@ def test_a_good_run_has_none() -> None:
 def test_a_stalled_phase_says_what_waits_for_what() -> None:
     wait = Wait(400.0, "no optimizer step for 300 s", "pool: a reward\nschedule: 8 groups")
     steps = [Work("step 3", 90.0, 100.0)]
-    oldest = [request(7, "unfinished", 0)._replace(start_s=95.0), request(8, "unfinished", 0)._replace(start_s=99.0)]
+    oldest = [
+        request(7, "unfinished", 0)._replace(start_s=95.0),
+        request(8, "unfinished", 0)._replace(start_s=99.0),
+    ]
     (found,) = advisories([GOOD], life_with(waits=[wait], trainer=steps, unfinished=oldest))
     assert found == (
         "stalled",
@@ -62,7 +65,11 @@ def test_a_dead_engine_is_named_until_it_is_open_again() -> None:
     ("outcome", "parts", "cause"),
     [
         ("cancelled", {}, "the schedule stopped them: it parks or discards what it launched"),
-        ("cancelled", {"publications": [Work("publish 1", 1.05, 2.0)]}, "publications of weights stopped 30 of them"),
+        (
+            "cancelled",
+            {"publications": [Work("publish 1", 1.05, 2.0)]},
+            "publications of weights stopped 30 of them",
+        ),
         (
             "evicted",
             {"states": [State("engine0", 0.5, "dead", "out of memory")]},
@@ -74,7 +81,10 @@ def test_an_abort_storm_names_who_aborts(outcome: str, parts: dict[str, object],
     """30 of 40 requests are aborted after 5 tokens, of 350 in a response."""
     requests = [request(n, "stop", 250) for n in range(10)] + [request(n, outcome, 5) for n in range(30)]
     found = advisories([GOOD], life_with(requests=requests, **parts))
-    assert ("abort storm", f"30 of the last 40 requests were aborted, after 5 tokens in the mean of 350 in a response: {cause}") in found
+    assert (
+        "abort storm",
+        f"30 of the last 40 requests were aborted, after 5 tokens in the mean of 350 in a response: {cause}",
+    ) in found
 
 
 def test_a_full_kv_cache_is_named_in_an_abort_storm() -> None:
@@ -108,8 +118,8 @@ def test_truncation_names_the_limit() -> None:
     (found,) = advisories([GOOD | {"completions/clipped_ratio": 0.5}], None)
     assert found == (
         "truncation",
-        "50% of the samples of the last step end at the length limit (900 tokens): their rewards are those of "
-        "unfinished answers. Raise sampling.max_completion_tokens, or shorten the answers.",
+        "50% of the samples of the last step end at the length limit (900 tokens): their rewards are those "
+        "of unfinished answers. Raise sampling.max_completion_tokens, or shorten the answers.",
     )
 
 

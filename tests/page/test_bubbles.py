@@ -94,7 +94,11 @@ def test_what_is_not_recorded_is_not_called_idle() -> None:
 
 def test_idle_times_are_summed_by_lane_and_cause() -> None:
     activity = Activity(end_s=5.0)
-    found = [Bubble("engine0", 0, 1, "tail"), Bubble("engine0", 2, 4, "tail"), Bubble("trainer", 0, 1, "rewards")]
+    found = [
+        Bubble("engine0", 0, 1, "tail"),
+        Bubble("engine0", 2, 4, "tail"),
+        Bubble("trainer", 0, 1, "rewards"),
+    ]
     assert idle_times([activity, activity], found) == [
         Idle("trainer", "rewards", 1.0, 0.1),
         Idle("engine0", "tail", 3.0, 0.3),

@@ -50,7 +50,7 @@ class Tab:
         self.page = browser.new_page(viewport={"width": 1300, "height": 1000})
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.set_default_timeout(60_000)  # the machine may be busy
+        self.page.set_default_timeout(120_000)  # the machine may be busy
         self.page.goto(address)
         self.page.wait_for_function("window.tailrace && window.tailrace.draws > 0")
 
@@ -157,7 +157,9 @@ def write_large_trace(path: Path, *, num: int, engines: int, slots: int) -> None
     file = TraceFile(path, max_bytes=64 * 2**20)
     file.put_header({"name": FORMAT_RECORD, "ph": "M", "pid": 1, "tid": 0, "args": {"format": FORMAT}})
     for engine in range(engines):
-        file.put_header({"name": "process_name", "ph": "M", "pid": 2 + engine, "tid": 0, "args": {"name": f"e{engine}"}})
+        file.put_header(
+            {"name": "process_name", "ph": "M", "pid": 2 + engine, "tid": 0, "args": {"name": f"e{engine}"}}
+        )
     for n in range(num):
         second, lane = divmod(n, engines * slots)
         engine, slot = divmod(lane, slots)
@@ -179,7 +181,8 @@ def test_a_hundred_thousand_spans_are_drawn_and_filtered_by_engine(browser: Any,
         pixels = image.open(tmp_path / "timeline.png").convert("RGB").getcolors(2**24)
         assert sum(count for count, colour in pixels if colour == (0x00, 0x72, 0xB2)) > 50_000
         tab.page.select_option("select[multiple]", "e2")
-        tab.page.wait_for_function("window.tailrace.runs[0].spans === 25000")
+        drawn = "window.tailrace.runs[0].parts.plot.data.find((trace) => trace.name === 'ended')"
+        tab.page.wait_for_function(f"{drawn}.meta.spans === 25000")
         assert tab.page.locator(".timeline .ytick text").all_text_contents() == ["e2"]
         assert tab.errors == []
         tab.page.close()

@@ -27,7 +27,14 @@ def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path
     assert payload["requests"]["sample"] == ("0.0/0", "0.0/1", "1.0/0", "1.0/1")
     assert [row["reward"] for row in payload["rows"]] == [0.5, 1.0]
     assert [row["samples/trained"] for row in payload["rows"]] == [2, 2]
-    assert payload["bubbles"][3] == ["generation", "generation", "tail", "publication", "weights", "publication"]
+    assert payload["bubbles"][3] == [
+        "generation",
+        "generation",
+        "tail",
+        "publication",
+        "weights",
+        "publication",
+    ]
     assert [each["id"] for each in payload["samples"]] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
     json.loads(msgspec.json.encode(payload))
 
@@ -91,7 +98,9 @@ def test_a_sample_comes_with_its_requests(tmp_path: Path) -> None:
     run.update()
     sample = run.sample("1.0/1")
     assert sample["record"]["text"] == "answer 1"
-    assert [(each["engine"], each["start_s"], each["end_s"]) for each in sample["requests"]] == [("engine0", 4.0, 10.0)]
+    assert [(each["engine"], each["start_s"], each["end_s"]) for each in sample["requests"]] == [
+        ("engine0", 4.0, 10.0)
+    ]
 
 
 def test_runs_have_short_names_that_differ(tmp_path: Path) -> None:
@@ -101,7 +110,7 @@ def test_runs_have_short_names_that_differ(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it has neither trace.json nor metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"it has neither trace.json nor metrics.jsonl"):
         open_runs([tmp_path])
 
 

@@ -20,7 +20,11 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run of the quickstart's model, without samples."""
-    config = {"run": "rounds = 1\ngroup_size = 2", "schedule": 'name = "serial"', "model": f'path = "{MODEL}"'}
+    config = {
+        "run": "rounds = 1\ngroup_size = 2",
+        "schedule": 'name = "serial"',
+        "model": f'path = "{MODEL}"',
+    }
     (tmp_path / "config.toml").write_text("\n".join(f"[{name}]\n{text}" for name, text in config.items()))
     return tmp_path
 
@@ -28,7 +32,9 @@ def folder(tmp_path: Path) -> Path:
 def ids_of(text: str) -> list[int]:
     from tokenizers import Tokenizer
 
-    ids: list[int] = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    ids: list[int] = (
+        Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    )
     return ids
 
 

@@ -3,7 +3,7 @@
 Each is looked for in the last steps or requests, and is gone when they are good again.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -79,8 +79,12 @@ def _abort_storm(life: Life, steps: Sequence[StepRow]) -> Advisory | None:
     gained = fmean(request.tokens - request.had for request in aborted)
     if lengths and gained >= GAINED_SHARE * fmean(lengths):
         return None
-    text = f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
-    text += f"mean{f' of {fmean(lengths):.0f} in a response' if lengths else ''}: {_why_aborted(life, aborted)}"
+    text = (
+        f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
+    )
+    text += (
+        f"mean{f' of {fmean(lengths):.0f} in a response' if lengths else ''}: {_why_aborted(life, aborted)}"
+    )
     for engine, num in _sums(steps, "engines/preempted/").items():
         text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
     return Advisory("abort storm", text)
@@ -152,9 +156,9 @@ def _mean(steps: Sequence[StepRow], key: str) -> float:
 
 
 def _sums(steps: Sequence[StepRow], prefix: str) -> Mapping[str, float]:
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     for row in steps:
         for key, value in row.items():
             if key.startswith(prefix) and value:
-                sums[key.removeprefix(prefix)] += value  # type: ignore[assignment]
-    return sums  # type: ignore[return-value]
+                sums[key.removeprefix(prefix)] += value
+    return sums

@@ -6,8 +6,8 @@ counts.
     of an engine                                         of the trainer
     dead          it was dead                            publication   it wrote weights for the engines
     lent          it slept, its device was lent          evaluation    only held-out prompts were generated
-    publication   weights were published                 tail          at most half as many requests ran as ran
-    tail          other engines still generated                        together at any time
+    publication   weights were published                 tail          at most half as many requests ran as
+    tail          other engines still generated                        ran at once at any time
     rewards       samples waited for their rewards       generation    more ran
     weights       the trainer computed: new weights      rewards       samples waited for their rewards
                   were to come                           dead          every engine was dead
@@ -130,9 +130,7 @@ def _idle(activity: Activity, busy: Intervals) -> Intervals:
     return subtract(complement(busy, (activity.start_s, activity.end_s)), activity.unrecorded)
 
 
-def _attributed(
-    lane: str, idle: Intervals, causes: Iterable[tuple[str, Intervals]]
-) -> Sequence[Bubble]:
+def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Intervals]]) -> Sequence[Bubble]:
     found: list[Bubble] = []
     for cause, times in causes:
         found += (Bubble(lane, start, end, cause) for start, end in intersect(idle, times).tolist())

@@ -35,7 +35,8 @@ def plotting_library() -> str:
     """The JavaScript of plotly, from its Python package."""
     from plotly.offline import get_plotlyjs
 
-    return get_plotlyjs()
+    script: str = get_plotlyjs()
+    return script
 
 
 def own_script() -> str:

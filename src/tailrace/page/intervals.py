@@ -33,7 +33,8 @@ def complement(of: Intervals, within: tuple[float, float]) -> Intervals:
     inner = of[(of[:, 1] > within[0]) & (of[:, 0] < within[1])]
     starts = np.concatenate(([within[0]], inner[:, 1]))
     ends = np.concatenate((inner[:, 0], [within[1]]))
-    return np.stack((starts, ends), axis=1)[ends > starts]
+    found: Intervals = np.stack((starts, ends), axis=1)[ends > starts]
+    return found
 
 
 def intersect(one: Intervals, other: Intervals) -> Intervals:
@@ -47,7 +48,8 @@ def intersect(one: Intervals, other: Intervals) -> Intervals:
     theirs = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
     starts = np.maximum(one[mine, 0], other[theirs, 0])
     ends = np.minimum(one[mine, 1], other[theirs, 1])
-    return np.stack((starts, ends), axis=1)[ends > starts]
+    found: Intervals = np.stack((starts, ends), axis=1)[ends > starts]
+    return found
 
 
 def subtract(one: Intervals, other: Intervals) -> Intervals:

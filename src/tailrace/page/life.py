@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.page.bubbles import Activity
 from tailrace.page.intervals import Intervals, union
-from tailrace.record.trace import CONTROLLER, ROUNDS, RUN_PID, SCORING_PID, TRAINER, WEIGHTS
+from tailrace.record.trace import ROUNDS, RUN_PID, SCORING_PID, TRAINER, WEIGHTS
 from tailrace.record.trace_reader import Defect, Record, TraceReader
 
 EVALUATION, UNFINISHED = "evaluation", "unfinished"
@@ -128,6 +128,7 @@ class Life:
     def activity(self) -> Activity:
         """What it did, for the causes of its bubbles."""
         everything = [*self.requests, *self.unfinished]
+        gaps = self._reader.gaps
         names = sorted({request.engine for request in everything} | {state.engine for state in self.states})
         return Activity(
             start_s=min((work.start_s for work in [*self.rounds, *self.open_rounds]), default=self.offset_s),
@@ -140,7 +141,7 @@ class Life:
             publications=_times(self.publications),
             dead=self._in_state("dead"),
             asleep=self._in_state("asleep"),
-            unrecorded=union([(self._seconds(end), self._seconds(start)) for end, start in self._reader.gaps]),
+            unrecorded=union([(self._seconds(end), self._seconds(start)) for end, start in gaps]),
         )
 
     def _in_state(self, wanted: str) -> dict[str, Intervals]:
@@ -167,13 +168,11 @@ class Life:
     def _take_slice(self, record: Record) -> None:
         start_s, end_s = self._seconds(record.ts), self._seconds(record.end)
         self.end_s = max(self.end_s, end_s)
-        lane = record.pid, record.tid
-        if lane == CONTROLLER:
-            return
         if record.pid == RUN_PID:
-            lists = {ROUNDS: self.rounds, TRAINER: self.trainer, WEIGHTS: self.publications}
-            if (works := lists.get(lane)) is not None:
-                works.append(Work(record.name, start_s, end_s))
+            lanes = ((ROUNDS, self.rounds), (TRAINER, self.trainer), (WEIGHTS, self.publications))
+            for lane, works in lanes:
+                if lane == (record.pid, record.tid):
+                    works.append(Work(record.name, start_s, end_s))
         elif record.pid == SCORING_PID:
             self.scoring.append((start_s, end_s))
         else:
@@ -226,9 +225,7 @@ def stragglers(life: Life) -> list[Straggler]:
             before, last = mine[-2:]
             alone_s = last.end_s - before.end_s
             found.append(
-                Straggler(
-                    work.name, last.sample, last.engine, last.slot, last.end_s, last.tokens, alone_s
-                )
+                Straggler(work.name, last.sample, last.engine, last.slot, last.end_s, last.tokens, alone_s)
             )
     return found
 

@@ -131,9 +131,7 @@ class RunView:
             "rounds": self._works("rounds") + self._works("open_rounds"),
             "trainer": self._works("trainer"),
             "publications": self._works("publications"),
-            "rewards": [
-                ["scoring", *pair] for one in activities for pair in union(one.scoring).tolist()
-            ],
+            "rewards": [["scoring", *pair] for one in activities for pair in union(one.scoring).tolist()],
             "states": [state._asdict() for life in self._lives for state in life.states],
             "samples": self._samples.listed,
             "advisories": [each._asdict() for each in advisories(steps, newest)],

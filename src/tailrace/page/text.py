@@ -22,7 +22,9 @@ class TokenTexts:
     def __init__(self, folders: Sequence[Path]) -> None:
         from tokenizers import Tokenizer
 
-        path = next((each / "tokenizer.json" for each in folders if (each / "tokenizer.json").is_file()), None)
+        path = next(
+            (each / "tokenizer.json" for each in folders if (each / "tokenizer.json").is_file()), None
+        )
         if path is None:
             places = ", ".join(map(str, folders))
             raise ConfigError("model.path", places, "no folder has a tokenizer.json", "put one there")

@@ -1,8 +1,12 @@
 """The settings of what a run records."""
 
+from typing import Literal, TypeAlias
+
 from pydantic import Field
 
 from tailrace.settings import Settings
+
+TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 
 
 class RecordSettings(Settings):
@@ -12,6 +16,11 @@ class RecordSettings(Settings):
     """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output
     directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
     the events."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that get the rows of metrics.jsonl: `trackio`, `wandb`, `tensorboard`. Each is an
+    extra of its name."""
+    project: str = Field(default="tailrace", min_length=1)
+    """The project in trackio and wandb. The run has the name of the output directory."""
     trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)
     """Largest size of one trace file. The trace goes on in trace.1.json, trace.2.json, ...; the first file
     and the two newest are kept. At least 65536."""

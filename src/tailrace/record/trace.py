@@ -4,8 +4,8 @@ One process is the run, with lanes for rounds, trainer, weights and the controll
 stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
 a lane for each request that it has at the same time; a mark across it tells that it died, fell asleep or
 opened. An arrow goes from the last request of a group to each
-step that trains it. What has begun and not ended stands at the end of the array, as records of phase "B", until
-the next flush. Times are microseconds since the first event. Equal events make equal bytes.
+step that trains it. What has begun and not ended stands at the end of the array, as records of phase "B",
+until the next flush. Times are microseconds since the first event. Equal events make equal bytes.
 """
 
 from collections.abc import Iterator, Mapping
