@@ -47,9 +47,11 @@ def _serve(runs: Sequence[RunView], port: int) -> None:
     from tailrace.engine.serve.listening import Server
     from tailrace.page.app import make_app
 
+    if not 0 <= port < 2**16:
+        raise ConfigError("--port", port, "there is no such port", "choose from 0 to 65535")
     try:
         bound = socket.create_server((HOST, port))
-    except (OSError, OverflowError) as why:
+    except OSError as why:
         problem = f"the server cannot listen there: {why}"
         raise ConfigError("--port", port, problem, "choose another") from why
     config = uvicorn.Config(make_app(runs), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)

@@ -175,7 +175,7 @@ class TraceReader:
             record = self._record(part, line)
             if record and record.ph == "B":
                 self.unfinished.append(record)
-            elif not self.unfinished and line.is_whole:
+            elif not self.unfinished and (line.is_whole or record):
                 part.accept(line)
                 if record and self._is_readable(part, line, record):
                     records.append(record)
