@@ -100,4 +100,4 @@ def test_trackio_stores_every_figure_in_its_own_database(
     (path,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
         rows = database.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
-    assert [step for step, _ in rows] == [1, 2] and "completions/mean_length" in rows[0][1]
+    assert [step for step, _ in rows] == [1, 2] and b"completions/mean_length" in rows[0][1]

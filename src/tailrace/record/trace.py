@@ -46,7 +46,7 @@ ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 
 SCORING, SCORING_PID = "scoring", 10_000
 FORMAT, FORMAT_RECORD = 1, "tailrace_trace"
 """The version of what the records mean, and the name of the record that has it."""
-FLUSH_S = 5.0
+FLUSH_S = 2.0
 """Seconds after which a live run's trace is written, whether a step has come or not."""
 
 

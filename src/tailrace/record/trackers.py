@@ -57,7 +57,8 @@ class Trackio:
         )
 
     def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
-        self._run.log(dict(figures), step=step)
+        # It has a `time` of its own.
+        self._run.log({key: value for key, value in figures.items() if key != "time"}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
