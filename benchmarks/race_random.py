@@ -1,0 +1,208 @@
+"""All schedules in set-ups drawn at random, in classes of equal staleness, on equal devices.
+
+    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 16] [--json FILE]
+
+A set-up has a number of devices. Separate: some generate and the others train, divided so that both sides
+have about the same rate. In turn: all generate, then all train, with the cost of the change. Each schedule
+has the placement on which it is faster; one that never stops generating has only the separate one. All steps
+of a set-up train the same number of groups.
+
+Classes: the lag of a trained token in optimizer steps is at most 0, 1 or 3, or has no bound. Within a class
+every schedule keeps the same bound, and those with a choice have about as many groups in flight.
+
+The length bias is the mean length of the trained responses over the mean length of all responses to the same
+prompts, minus 1. Prompts drawn in the last quarter of a run are left out, because they may be in flight. A
+racer with a larger bias than 2% is printed and cannot win.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from random_setups import Racer, Setup, classes, drawn
+from tailrace import clock
+from tailrace.commands.laps import LapMeter
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.simulation import simulated_parts
+from tailrace.record.events import Event, Recorder, Stepped
+from tailrace.record.steps import StepMeter
+from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.sim.world import Lengths
+from tailrace.types import Group, Sample, SampleId
+
+BIASED = 0.02
+WARM_UP = 0.25
+"""Share of the rounds that is not counted."""
+SETTLED = 0.75
+"""Share of the prompts drawn that is asked for its length bias."""
+OURS = ("tailrace", "tailrace_on_policy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a racer did in a set-up."""
+
+    s_per_1000_samples: float
+    length_bias: float
+    lag_mean: float
+    lag_max: float
+    wasted: float
+    in_turn: bool
+
+    @property
+    def biased(self) -> bool:
+        return abs(self.length_bias) > BIASED
+
+
+class TrainedLengths:
+    """Sink: the lengths of the trained responses to each prompt."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[int]] = {}
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            for sample in event.samples:
+                self.of.setdefault(sample.prompt.index, []).append(sample.num_tokens)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+    def bias(self, parts: Parts, length_of: Callable[[Sample], int], group_size: int) -> float:
+        settled = int(SETTLED * max(self.of))
+        all_lengths: list[int] = []
+        for index in range(settled):
+            group = Group(parts.prompts[index], group_size, [])
+            ids = (SampleId(index, 0, number) for number in range(group_size))
+            all_lengths += [length_of(Sample(id, group)) for id in ids]
+        trained = [n for index in range(settled) for n in self.of.get(index, [])]
+        return fmean(trained) / fmean(all_lengths) - 1.0
+
+
+def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
+    """Run a schedule in virtual time."""
+    sim, rounds = setup.sim(in_turn), num_steps // entry.steps
+    meter, lengths = LapMeter(warm_up_rounds=round(WARM_UP * rounds)), TrainedLengths()
+    settings = RunSettings(rounds=rounds, group_size=setup.group_size, give_up_s=1e9, patience_s=1e9)
+
+    async def run() -> float:
+        parts = simulated_parts(sim, 0, shared=Shared("colocated") if in_turn else DISAGGREGATED)
+        recorder = Recorder(StepMeter(meter, lengths, wall_clock=clock.wall_time))
+        await execute(entry.schedule, parts, settings, recorder)
+        return lengths.bias(parts, Lengths(sim.lengths, 0), setup.group_size)
+
+    bias = clock.run(run(), virtual=True)
+    figures = meter.lap()
+    return Result(
+        s_per_1000_samples=1000 / figures.samples_per_s,
+        length_bias=bias,
+        lag_mean=figures.staleness_mean,
+        lag_max=figures.staleness_max,
+        wasted=figures.waste_share,
+        in_turn=in_turn,
+    )
+
+
+def race(setup: Setup, num_steps: int) -> dict[str, dict[str, Result]]:
+    """Every racer on the placement on which it is faster, by class."""
+    return {
+        name: {
+            entry.name: min(
+                (
+                    lap(setup, entry, num_steps, in_turn=turn)
+                    for turn in ([False, True] if entry.stops else [False])
+                ),
+                key=lambda result: result.s_per_1000_samples,
+            )
+            for entry in racers
+        }
+        for name, racers in classes(setup).items()
+    }
+
+
+def winner(results: dict[str, Result], names: Iterable[str]) -> tuple[str, Result] | None:
+    unbiased = [(name, results[name]) for name in names if not results[name].biased]
+    return min(unbiased, key=lambda pair: pair[1].s_per_1000_samples, default=None)
+
+
+def ours_and_theirs(results: dict[str, Result]) -> tuple[tuple[str, Result], tuple[str, Result]]:
+    """The fastest of tailrace's own schedules, and the fastest published one."""
+    ours = [name for name in results if is_ours(name)]
+    found = winner(results, ours), winner(results, [name for name in results if name not in ours])
+    assert found[0] and found[1]
+    return found[0], found[1]
+
+
+def ratio(results: dict[str, Result]) -> float:
+    """Time of ours over the time of the fastest published racer; above 1: ours loses."""
+    (_, ours), (_, theirs) = ours_and_theirs(results)
+    return ours.s_per_1000_samples / theirs.s_per_1000_samples
+
+
+def is_ours(name: str) -> bool:
+    return name.split(",")[0] in OURS
+
+
+def print_class(name: str, races: list[dict[str, Result]], setups: list[Setup]) -> None:
+    print(f"\n{name}: seconds per 1,000 samples over those of the fastest racer without length bias")
+    print(
+        f"{'':28}{'median':>8}{'worst':>8}{'first':>7}{'in turn':>9}{'lag':>7}"
+        f"{'wasted':>8}{'bias':>8}{'biased':>8}"
+    )
+    best = [winner(results, results) for results in races]
+    for entry in races[0]:
+        mine = [results[entry] for results in races]
+        over = [r.s_per_1000_samples / b[1].s_per_1000_samples for r, b in zip(mine, best, strict=True) if b]
+        first = sum(b is not None and b[0] == entry for b in best)
+        mark = " *" if is_ours(entry) else ""
+        print(
+            f"{entry + mark:28}{median(over):8.2f}{max(over):8.2f}{first:7}{sum(r.in_turn for r in mine):9}"
+            f"{fmean(r.lag_mean for r in mine):7.2f}{fmean(r.wasted for r in mine):8.1%}"
+            f"{median(r.length_bias for r in mine):+8.1%}{sum(r.biased for r in mine):8}"
+        )
+    ratios = [ratio(results) for results in races]
+    print(
+        f"ours (*) is first in {sum(each <= 1.0 for each in ratios)} of {len(ratios)}; "
+        f"its time over the fastest published one's: median {median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
+    )
+    for times, setup, results in sorted(zip(ratios, setups, races, strict=True), key=lambda each: -each[0]):
+        if times > 1.0:
+            (ours, _), (theirs, result) = ours_and_theirs(results)
+            turn = "in turn" if result.in_turn else "separate"
+            print(f"  set-up {setup.number}: {ours} loses to {theirs} ({turn}) by {times - 1:.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--setups", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run, a multiple of 4")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    setups, races = [drawn(number, arguments.seed) for number in range(arguments.setups)], []
+    for setup in setups:
+        print(f"set-up {setup.number}: {setup.words}", flush=True)
+        races.append(race(setup, arguments.steps))
+    of_class = {name: [each[name] for each in races] for name in races[0]}
+    for name, results in of_class.items():
+        print_class(name, results, setups)
+    if arguments.json:
+        summary = {name: [ratio(results) for results in every] for name, every in of_class.items()}
+        found = [
+            {"setup": asdict(setup)}
+            | {name: {n: asdict(r) for n, r in results.items()} for name, results in each.items()}
+            for setup, each in zip(setups, races, strict=True)
+        ]
+        arguments.json.write_text(
+            json.dumps({"ours_over_fastest_published": summary, "setups": found}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
