@@ -52,11 +52,8 @@ class Setup:
         reward, rows = f"{self.reward_s:.2g} s a reward", "epochs" if self.epochs else "no epochs"
         step = f"{1e3 * self.base_s:.0f} ms + {1e3 * self.slope_s:.2f} ms"
         lengths = f"{self.median_tokens} tokens, sigma {self.sigma:.2f}, correlation {self.correlation:.2f}"
-        trainer = f"trains {self.tokens_per_s:,.0f} tokens/s"
-        return (
-            f"{self.devices} devices, {self.engines} of them engines if separate; {self.slots} slots ({step}); "
-            f"one {trainer}; {self.groups} x {self.group_size} a step; {lengths}; {reward}; {rows}"
-        )
+        devices = f"{self.devices} devices, {self.engines} of them engines if separate"
+        return f"{devices}; {self.slots} slots ({step}), or {self.tokens_per_s:,.0f} trained tokens/s; {self.groups} x {self.group_size} a step; {lengths}; {reward}; {rows}"
 
     def sim(self, in_turn: bool) -> SimSettings:
         num_training = self.devices if in_turn else self.devices - self.engines

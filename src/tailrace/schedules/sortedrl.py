@@ -15,9 +15,7 @@ from tailrace.schedules.window import window
 from tailrace.types import KV
 
 
-async def sortedrl(
-    run: Run, groups_per_round: Count, groups_per_step: Count, kv: KV = "recompute"
-) -> None:
+async def sortedrl(run: Run, groups_per_round: Count, groups_per_step: Count, kv: KV = "recompute") -> None:
     """Partial mode: a batch is trained from its shortest groups to its longest, one step a round.
 
     No token is thrown away. The last groups of a batch are groups_per_round / groups_per_step - 1
