@@ -49,11 +49,16 @@ class Setup:
 
     @property
     def words(self) -> str:
-        reward, rows = f"{self.reward_s:.2g} s a reward", "epochs" if self.epochs else "no epochs"
         step = f"{1e3 * self.base_s:.0f} ms + {1e3 * self.slope_s:.2f} ms"
-        lengths = f"{self.median_tokens} tokens, sigma {self.sigma:.2f}, correlation {self.correlation:.2f}"
-        devices = f"{self.devices} devices, {self.engines} of them engines if separate"
-        return f"{devices}; {self.slots} slots ({step}), or {self.tokens_per_s:,.0f} trained tokens/s; {self.groups} x {self.group_size} a step; {lengths}; {reward}; {rows}"
+        parts = (
+            f"{self.devices} devices, {self.engines} of them engines if separate",
+            f"{self.slots} slots ({step}), or {self.tokens_per_s:,.0f} trained tokens/s",
+            f"{self.groups} x {self.group_size} a step",
+            f"{self.median_tokens} tokens, sigma {self.sigma:.2f}, correlation {self.correlation:.2f}",
+            f"{self.reward_s:.2g} s a reward",
+            "epochs" if self.epochs else "no epochs",
+        )
+        return "; ".join(parts)
 
     def sim(self, in_turn: bool) -> SimSettings:
         num_training = self.devices if in_turn else self.devices - self.engines
