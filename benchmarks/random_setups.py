@@ -133,8 +133,8 @@ class Racer:
     name: str
     schedule: Bound
     steps: int = 1
-    stops: bool = True
-    """Whether generation stops while it trains, so that it can have all devices in turn."""
+    in_turn: tuple[bool, ...] = (True,)
+    """The placements on which it runs: all devices in turn, or separate ones."""
 
 
 def racer(label: str, *, steps: int = 1, **parameters: Any) -> Racer:
@@ -144,7 +144,12 @@ def racer(label: str, *, steps: int = 1, **parameters: Any) -> Racer:
 
 def endless(label: str, **parameters: Any) -> Racer:
     """A schedule that never stops generating."""
-    return replace(racer(label, **parameters), stops=False)
+    return replace(racer(label, **parameters), in_turn=(False,))
+
+
+def streaming(label: str, **parameters: Any) -> Racer:
+    """A schedule that trains complete groups while it generates the others, where it can."""
+    return replace(racer(label, **parameters), in_turn=(False, True))
 
 
 def classes(setup: Setup) -> dict[str, list[Racer]]:
@@ -152,11 +157,12 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
     U, engines, K = setup.groups, setup.engines, setup.group_size
     requests = math.ceil(1.25 * U * K / engines)
     streams = [
-        racer(name, groups_per_round=U) for name in ("periodic_asynchrony", "streamrl", "tailrace_on_policy")
+        streaming(name, groups_per_round=U)
+        for name in ("periodic_asynchrony", "streamrl", "tailrace_on_policy")
     ]
     races = [
-        racer(f"{name}, {what}", groups_per_round=U, response_speculation=responses)
-        for name in ("tailbatch", "rollpacker")
+        make(f"{name}, {what}", groups_per_round=U, response_speculation=responses)
+        for name, make in (("tailbatch", racer), ("rollpacker", streaming))
         for what, responses in (("prompts", 1.0), ("both", 1.25))
     ]
     on_policy = [
@@ -170,12 +176,13 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
 
     def bounded(lag: int, *in_flight: float) -> list[Racer]:
         R = (lag + 1) * U
-        rounds = ["serial", "rolloutpipe_eager", "seer", *(["rolloutpipe"] if lag > 1 else [])]
+        round_of = {"steps": lag + 1, "groups_per_round": R, "groups_per_step": U}
         active = int((R + 1) / 1.3)  # with a window of 0.3 times as many
         return [
+            *(racer(f"{name}, {lag + 1} steps", **round_of) for name in ("serial", "seer")),
             *(
-                racer(f"{name}, {lag + 1} steps", steps=lag + 1, groups_per_round=R, groups_per_step=U)
-                for name in rounds
+                streaming(f"{name}, {lag + 1} steps", **round_of)
+                for name in ("rolloutpipe", "rolloutpipe_eager")
             ),
             racer("conventional", steps=lag + 1, groups_per_step=U, steps_per_round=lag + 1),
             racer("sortedrl", groups_per_round=R, groups_per_step=U),

@@ -96,8 +96,8 @@ def test_tailbatch_async_goes_on_from_the_tokens_of_the_race() -> None:
 
 
 def test_tailrace_starts_a_group_for_one_that_is_taken_if_the_bound_has_room_for_it() -> None:
-    """One group in flight, a bound of one. Group 0 ends at 10 s; group 1 starts then, not at 32 s when group 0
-    is trained. It ends at 20 s and is trained from 32 s, one publication old."""
+    """One group in flight, a bound of one. Group 0 ends at 10 s; group 1 starts then, not at 32 s when group
+    0 is trained. It ends at 20 s and is trained from 32 s, one publication old."""
     outcome = run(partial(tailrace, groups_per_step=1, groups_in_flight=1, staleness=1), {})
     assert started(outcome) == [(0, 0, 0), (10, 1, 0), (32, 2, 0)]
     assert worked(outcome) == [(10, 32), (32, 54)]
