@@ -12,7 +12,7 @@ Classes: the lag of a trained token in optimizer steps is at most 0, 1 or 3, or 
 every schedule keeps the same bound, and those with a choice have about as many groups in flight.
 
 The length bias is the mean length of the trained responses over the mean length of all responses to the same
-prompts, minus 1. Prompts drawn in the last quarter of a run are left out, because they may be in flight. A
+prompts, minus 1. Prompts that are in flight at the end of a run are left out: they would be trained later. A
 racer with a larger bias than 2% is printed and cannot win.
 """
 
@@ -29,7 +29,7 @@ from tailrace.commands.laps import LapMeter
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
-from tailrace.record.events import Event, Recorder, Stepped
+from tailrace.record.events import Event, GroupEnded, Recorder, Stepped
 from tailrace.record.steps import StepMeter
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.world import Lengths
@@ -38,8 +38,6 @@ from tailrace.types import Group, Sample, SampleId
 BIASED = 0.02
 WARM_UP = 0.25
 """Share of the rounds that is not counted."""
-SETTLED = 0.75
-"""Share of the prompts drawn that is asked for its length bias."""
 OURS = ("tailrace", "tailrace_on_policy")
 
 
@@ -60,28 +58,25 @@ class Result:
 
 
 class TrainedLengths:
-    """Sink: the lengths of the trained responses to each prompt."""
+    """Sink: the lengths of the trained responses, and the prompts whose groups have ended."""
 
     def __init__(self) -> None:
-        self.of: dict[int, list[int]] = {}
+        self.trained: list[int] = []
+        self.ended: list[int] = []
 
     def on(self, event: Event) -> None:
-        if isinstance(event, Stepped):
-            for sample in event.samples:
-                self.of.setdefault(sample.prompt.index, []).append(sample.num_tokens)
+        if isinstance(event, GroupEnded):
+            self.ended.append(event.prompt)
+        elif isinstance(event, Stepped):
+            self.trained += [sample.num_tokens for sample in event.samples]
 
     def close(self) -> None:
         """Nothing is pending."""
 
     def bias(self, parts: Parts, length_of: Callable[[Sample], int], group_size: int) -> float:
-        settled = int(SETTLED * max(self.of))
-        all_lengths: list[int] = []
-        for index in range(settled):
-            group = Group(parts.prompts[index], group_size, [])
-            ids = (SampleId(index, 0, number) for number in range(group_size))
-            all_lengths += [length_of(Sample(id, group)) for id in ids]
-        trained = [n for index in range(settled) for n in self.of.get(index, [])]
-        return fmean(trained) / fmean(all_lengths) - 1.0
+        groups = [Group(parts.prompts[index], group_size, []) for index in self.ended]
+        ids = ((group, SampleId(group.prompt.index, 0, k)) for group in groups for k in range(group_size))
+        return fmean(self.trained) / fmean(length_of(Sample(id, group)) for group, id in ids) - 1.0
 
 
 def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
@@ -122,17 +117,18 @@ def race(setup: Setup, num_steps: int) -> dict[str, dict[str, Result]]:
     }
 
 
-def winner(results: dict[str, Result], names: Iterable[str]) -> tuple[str, Result] | None:
-    unbiased = [(name, results[name]) for name in names if not results[name].biased]
-    return min(unbiased, key=lambda pair: pair[1].s_per_1000_samples, default=None)
+def fastest(results: dict[str, Result], names: Iterable[str]) -> tuple[str, Result]:
+    """The fastest racer without length bias; if all have one, the fastest."""
+    return min(
+        ((name, results[name]) for name in names),
+        key=lambda pair: (pair[1].biased, pair[1].s_per_1000_samples),
+    )
 
 
 def ours_and_theirs(results: dict[str, Result]) -> tuple[tuple[str, Result], tuple[str, Result]]:
     """The fastest of tailrace's own schedules, and the fastest published one."""
     ours = [name for name in results if is_ours(name)]
-    found = winner(results, ours), winner(results, [name for name in results if name not in ours])
-    assert found[0] and found[1]
-    return found[0], found[1]
+    return fastest(results, ours), fastest(results, [name for name in results if name not in ours])
 
 
 def ratio(results: dict[str, Result]) -> float:
@@ -151,11 +147,11 @@ def print_class(name: str, races: list[dict[str, Result]], setups: list[Setup]) 
         f"{'':28}{'median':>8}{'worst':>8}{'first':>7}{'in turn':>9}{'lag':>7}"
         f"{'wasted':>8}{'bias':>8}{'biased':>8}"
     )
-    best = [winner(results, results) for results in races]
+    best = [fastest(results, results) for results in races]
     for entry in races[0]:
         mine = [results[entry] for results in races]
-        over = [r.s_per_1000_samples / b[1].s_per_1000_samples for r, b in zip(mine, best, strict=True) if b]
-        first = sum(b is not None and b[0] == entry for b in best)
+        over = [r.s_per_1000_samples / b[1].s_per_1000_samples for r, b in zip(mine, best, strict=True)]
+        first = sum(b[0] == entry for b in best)
         mark = " *" if is_ours(entry) else ""
         print(
             f"{entry + mark:28}{median(over):8.2f}{max(over):8.2f}{first:7}{sum(r.in_turn for r in mine):9}"
