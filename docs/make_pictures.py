@@ -62,10 +62,16 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = {
         "ring_groups": 2 * N,
         "ring_full": "block",
     },
+    "one_step_off": {"groups_per_round": N, "groups_per_step": N},
+    "periodic_asynchrony": {"groups_per_round": N},
+    "streamrl_async": {"groups_per_round": N},
+    "seer": {"groups_per_round": 2 * N, "groups_per_step": N},
+    "sortedrl": {"groups_per_round": 4 * N, "groups_per_step": N},
+    "windowed_fifo": {"groups_per_step": N, "groups_in_flight": 3 * N, "window": N},
     "tailrace": {"groups_per_step": N, "groups_in_flight": 2 * N, "staleness": 3},
     "tailrace_on_policy": {"groups_per_round": N},
 }
-GROUPS_A_ROUND = {"conventional": 2 * N}
+GROUPS_A_ROUND = {"conventional": 2 * N, "seer": 2 * N}
 
 Schedule = Callable[[Run], Coroutine[Any, Any, None]]
 

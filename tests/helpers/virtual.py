@@ -104,6 +104,14 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "pipelinerl_ess": partial(
         SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=24, min_ess=0.8
     ),
+    "one_step_off": partial(SCHEDULES["one_step_off"], groups_per_round=8, groups_per_step=4),
+    "periodic_asynchrony": partial(SCHEDULES["periodic_asynchrony"], groups_per_round=8),
+    "streamrl": partial(SCHEDULES["streamrl"], groups_per_round=14),
+    "streamrl_async": partial(SCHEDULES["streamrl_async"], groups_per_round=8),
+    "seer": partial(SCHEDULES["seer"], groups_per_round=14, groups_per_step=7),
+    "sortedrl": partial(SCHEDULES["sortedrl"], groups_per_round=16, groups_per_step=8),
+    "sortedrl_on_policy": partial(SCHEDULES["sortedrl_on_policy"], groups_per_round=16, groups_per_step=8),
+    "windowed_fifo": partial(SCHEDULES["windowed_fifo"], groups_per_step=8, groups_in_flight=20, window=6),
     "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8),
 }
@@ -115,11 +123,21 @@ FLUSHING = (
     "tailbatch_dapo",
     "tailbatch_async",
     "rollpacker",
+    "sortedrl",
+    "sortedrl_on_policy",
     "tailrace_on_policy",
 )
 """Those that bring what is parked to its end in rounds beyond the last."""
 
-NEVER_STOP = ("pipelinerl", "pipelinerl_hold", "pipelinerl_ess", "tailrace")
+NEVER_STOP = (
+    "pipelinerl",
+    "pipelinerl_hold",
+    "pipelinerl_ess",
+    "one_step_off",
+    "streamrl_async",
+    "windowed_fifo",
+    "tailrace",
+)
 """Those that generate while they publish: their trainer needs devices of its own."""
 
 ON_POLICY = (
@@ -134,6 +152,10 @@ ON_POLICY = (
     "tailbatch_dapo",
     "rollpacker",
     "conventional",
+    "periodic_asynchrony",
+    "streamrl",
+    "seer",
+    "sortedrl_on_policy",
     "tailrace_on_policy",
 )
 

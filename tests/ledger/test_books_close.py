@@ -62,7 +62,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     U = draw(st.integers(1, 3))
     match name:
-        case "serial":
+        case "serial" | "one_step_off" | "seer" | "sortedrl" | "sortedrl_on_policy":
             parameters = {"groups_per_round": U * draw(st.integers(1, 3)), "groups_per_step": U}
         case "rolloutpipe" | "rolloutpipe_eager":
             parameters = {
@@ -87,6 +87,11 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
                 "requests_per_engine": draw(st.integers(1, 12)),
                 "response_speculation": draw(FACTORS),
             }
+        case "streamrl" | "streamrl_async" | "periodic_asynchrony":
+            parameters = {"groups_per_round": U}
+        case "windowed_fifo":
+            in_flight, window = U + draw(st.integers(0, 4)), draw(st.integers(1, 6))
+            parameters = {"groups_per_step": U, "groups_in_flight": in_flight, "window": window}
         case "conventional":
             parameters = {"groups_per_step": U, "steps_per_round": draw(st.integers(1, 3))}
         case "tailrace":

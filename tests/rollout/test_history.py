@@ -41,3 +41,10 @@ def test_a_row_that_became_short_is_short() -> None:
     history.observe(trained(3, 5))
     assert not history.predicts_long(Prompt(9, [1], row_number=3), 0.34)
     assert history.predicts_long(Prompt(9, [1], row_number=2), 0.34)
+
+
+def test_a_row_without_history_is_predicted_to_be_average() -> None:
+    history = History({1: 10, 2: 20, 3: 99})
+    lengths = [history.predicted(Prompt(9, [1], row_number=row)) for row in (3, 1, 7, None)]
+    assert lengths == [99, 10, 20, 20]
+    assert History().predicted(Prompt(9, [1], row_number=1)) == 0

@@ -1,12 +1,16 @@
 """Admission, selection, the ready queue and the partial-rollout buffer: pure functions and small
 containers."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace import clock
+from tailrace.errors import NeverComes
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.rollout.in_flight import SamplesInFlight
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.ready_queue import ReadyQueue
 from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
@@ -127,6 +131,38 @@ def test_a_full_ready_queue_drops_its_oldest_group_or_says_that_it_is_full() -> 
         assert ring.clear() == [groups[2]] and len(ring) == 0
 
     clock.run(main(), virtual=True)
+
+
+def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cannot_come() -> None:
+    async def main() -> None:
+        queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 1)
+        waiting = asyncio.create_task(queue.wait_for(2))
+        queue.put(first := group_of(0, [10]))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        queue.put(second := group_of(1, [10]))
+        await waiting
+        assert queue.groups == [first, second]
+        with pytest.raises(NeverComes, match="4 groups are wanted, 2 are ready and 1 in flight"):
+            await queue.wait_for(4)
+
+    clock.run(main(), virtual=True)
+
+
+def test_the_waiting_samples_are_served_in_an_order_that_may_change() -> None:
+    long, short = group_of(0, [10, 40]), group_of(1, [10, 20])
+    priority = {long: 1.0, short: 2.0}
+    samples = SamplesInFlight(lambda sample: (priority[sample.group], sample.id.number))
+    for sample in (*short.samples, *long.samples):
+        samples.wait(sample)
+    assert samples.first_waiting() is long.samples[0]
+    priority[long] = 3.0
+    samples.reorder(long.samples)
+    served = []
+    while (first := samples.first_waiting()) is not None:
+        samples.park(first)
+        served.append(first)
+    assert served == [*short.samples, *long.samples]
 
 
 def test_the_partial_rollout_buffer_is_first_in_first_out() -> None:

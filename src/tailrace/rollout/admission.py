@@ -1,7 +1,7 @@
 """Admission: which of the waiting requests may be served now. Pure functions, no I/O.
 
-The pool asks about the first request of its queue. The queue is in the order of launch, so every admission
-serves the groups launched first, and admissions differ only in how many requests they let in.
+The pool asks about the first request of its queue. The queue is in the order of launch, unless a schedule
+sets another (`Pool.order`). So admissions differ only in how many requests they let in.
 """
 
 from typing import Annotated, Literal, Protocol

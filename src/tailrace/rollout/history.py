@@ -28,6 +28,12 @@ class History:
         self.longest[row] = max(sample.num_tokens for sample in group.kept)
         insort(self._ordered, self.longest[row])
 
+    def predicted(self, prompt: Prompt) -> int:
+        """Tokens of the longest response to the prompt's row. Of a row without history: the median of the
+        others, or 0."""
+        middle = self._ordered[len(self._ordered) // 2] if self._ordered else 0
+        return middle if prompt.row_number is None else self.longest.get(prompt.row_number, middle)
+
     def predicts_long(self, prompt: Prompt, share: float) -> bool:
         """Whether the row was among the longest `share` of the rows trained so far. Ties count as short."""
         longest = None if prompt.row_number is None else self.longest.get(prompt.row_number)

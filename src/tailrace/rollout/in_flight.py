@@ -3,10 +3,20 @@
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from tailrace.types import Sample
+
+Order = Callable[[Sample], tuple[float, ...]]
+"""The place of a sample among those that wait; the smallest is served first. It may depend on the finished
+samples of the group."""
+
+
+def launched_first(sample: Sample) -> tuple[float, ...]:
+    """The order in which groups were launched."""
+    return (sample.group.order,)
 
 
 class Stage(Enum):
@@ -25,14 +35,21 @@ class _State:
     task: asyncio.Task[None] | None = None
     discarded: str | None = None
     """The sample has left its group; its tokens become waste with this reason."""
+    place: tuple[float, ...] = ()
+    """Its place in the queue while it waits."""
 
 
 class SamplesInFlight:
-    """One state for each sample, and the queue of those that wait."""
+    """One state for each sample, and the queue of those that wait.
 
-    def __init__(self) -> None:
+    Args:
+        order: of the samples that wait.
+    """
+
+    def __init__(self, order: Order = launched_first) -> None:
+        self._order = order
         self._states: dict[Sample, _State] = {}
-        self._queue: list[tuple[int, int, Sample]] = []  # a heap: (order of the group, tie, sample)
+        self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
         self._ties = itertools.count()
         self.num_requests = 0
         """Samples that are served or aborting."""
@@ -42,18 +59,30 @@ class SamplesInFlight:
 
     def wait(self, sample: Sample) -> None:
         """Queue a sample for service."""
-        self._states[sample] = _State(Stage.WAITING)
-        heapq.heappush(self._queue, (sample.group.order, next(self._ties), sample))
+        self._enqueue(sample, self._order(sample))
 
-    def first_waiting(self) -> Sample | None:
-        """The waiting sample whose group was launched first."""
-        while self._queue:
-            sample = self._queue[0][2]
+    def reorder(self, samples: Iterable[Sample]) -> None:
+        """Give those of the samples that wait their present places."""
+        for sample in samples:
             state = self._states.get(sample)
             if state is not None and state.stage is Stage.WAITING:
+                place = self._order(sample)
+                if place != state.place:
+                    self._enqueue(sample, place)
+
+    def first_waiting(self) -> Sample | None:
+        """The waiting sample with the smallest place; of equal ones, the one that waits longest."""
+        while self._queue:
+            place, _, sample = self._queue[0]
+            state = self._states.get(sample)
+            if state is not None and state.stage is Stage.WAITING and state.place == place:
                 return sample
-            heapq.heappop(self._queue)  # it was parked or discarded meanwhile
+            heapq.heappop(self._queue)  # it was parked or discarded meanwhile, or has another place
         return None
+
+    def _enqueue(self, sample: Sample, place: tuple[float, ...]) -> None:
+        self._states[sample] = _State(Stage.WAITING, place=place)
+        heapq.heappush(self._queue, (place, next(self._ties), sample))
 
     def serve(self, sample: Sample, task: asyncio.Task[None]) -> None:
         """A waiting sample goes to an engine."""

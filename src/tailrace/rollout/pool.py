@@ -19,7 +19,7 @@ from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
-from tailrace.rollout.in_flight import SamplesInFlight, Stage
+from tailrace.rollout.in_flight import Order, SamplesInFlight, Stage, launched_first
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.ready_queue import Full, ReadyQueue
@@ -50,9 +50,9 @@ class Pool:
         compute_advantages: ComputeAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
-        """`replace` draws a group with that many samples, in place of one that is filtered or dropped.
-        `synchronous_rewards`: rewards wait until no request is served or waits."""
+        """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
+        self.order: Order = launched_first
         self.ready = ReadyQueue(
             "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
@@ -69,7 +69,7 @@ class Pool:
         self._source: Draw | None = None
         self._places = inf  # how many more groups the present race lets out
         self._parking: asyncio.Task[None] | None = None
-        self._samples, self._orders = SamplesInFlight(), itertools.count()
+        self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
         self._pumping = self._shut = False
 
     # -- the verbs ---------------------------------------------------------------------------------
@@ -81,9 +81,8 @@ class Pool:
     def launch(self, groups: list[Group]) -> None:
         """Queue groups for service, in this order.
 
-        A group continues from what it has: tokens, finished samples, rewards. A group that is complete is
-        ready at once. A group that is filtered or dropped is replaced by the next prompt, so as many groups
-        become ready as are launched.
+        A group continues from what it has: tokens, finished samples, rewards; a complete one is ready at
+        once. One that is filtered or dropped is replaced, so as many become ready as are launched.
         """
         for group in groups:
             self._enter(group)
@@ -95,8 +94,7 @@ class Pool:
 
         Args:
             room: complete groups that may wait for the trainer.
-            full: what happens when so many wait. "block": nothing is drawn; requests in flight still finish.
-                "drop_oldest": the oldest complete group is dropped for each that comes.
+            full: when so many wait, "block": nothing is drawn; "drop_oldest": the oldest one is dropped.
         """
         self.ready.room, self.ready.full, self._source = room, full, source
         self._pump()
@@ -281,6 +279,8 @@ class Pool:
         elif stage is Stage.SERVING and (task.cancelled() or task.exception()):
             self._shut = True
         self._look(sample.group)
+        if self.order is not launched_first:
+            self._samples.reorder(sample.group.samples)
         self._pump()
         self.changed.fire()
 

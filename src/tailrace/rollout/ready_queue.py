@@ -77,13 +77,25 @@ class ReadyQueue:
             n -= len(groups)
             yield groups
 
+    async def wait_for(self, n: int) -> None:
+        """Wait until n groups are here. They stay.
+
+        Raises:
+            NeverComes: fewer than n groups are ready or in flight.
+        """
+        while len(self) < n:
+            await self._more(n)
+
     async def _some(self, least: int, most: int, select: Select) -> list[Group]:
         while True:
             if len(self) >= least and len(chosen := select(self._groups.keys(), most)) >= least:
                 self._remove(chosen)
                 return chosen
-            self._expect(least)
-            await self.changed.wait(f"{self.name}: {least} complete groups ({len(self)} there)")
+            await self._more(least)
+
+    async def _more(self, n: int) -> None:
+        self._expect(n)
+        await self.changed.wait(f"{self.name}: {n} complete groups ({len(self)} there)")
 
     def _expect(self, n: int) -> None:
         if len(self) + self._coming() < n:

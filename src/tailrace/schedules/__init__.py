@@ -9,11 +9,17 @@ from typing import Any
 
 from tailrace.schedules.april import april
 from tailrace.schedules.conventional import conventional
+from tailrace.schedules.one_step_off import one_step_off
+from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
+from tailrace.schedules.seer import seer
 from tailrace.schedules.serial import serial
+from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy
+from tailrace.schedules.streamrl import streamrl, streamrl_async
 from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
+from tailrace.schedules.windowed_fifo import windowed_fifo
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
@@ -32,6 +38,14 @@ SCHEDULES: dict[str, Schedule] = {
     "rollpacker": rollpacker,
     "conventional": conventional,
     "pipelinerl": pipelinerl,
+    "one_step_off": one_step_off,
+    "periodic_asynchrony": periodic_asynchrony,
+    "streamrl": streamrl,
+    "streamrl_async": streamrl_async,
+    "seer": seer,
+    "sortedrl": sortedrl,
+    "sortedrl_on_policy": sortedrl_on_policy,
+    "windowed_fifo": windowed_fifo,
     "tailrace": tailrace,
     "tailrace_on_policy": tailrace_on_policy,
 }

@@ -1,0 +1,204 @@
+"""All schedules in set-ups drawn at random, in classes of equal staleness, on equal devices.
+
+    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 12] [--json FILE]
+
+A set-up has a number of devices. Separate: some generate and the others train, divided so that both sides
+have about the same rate. In turn: all generate, then all train, with the cost of the change. A schedule that
+never stops generating has the separate ones. One that never trains while it generates has them in turn, where
+each stage is about twice as fast. One that may do so has the placement on which it is faster. All steps of a
+set-up train the same number of groups.
+
+Classes: the lag of a trained token in optimizer steps is at most 0, 1 or 3, or has no bound. Within a class
+every schedule keeps the same bound, and those with a choice have about as many groups in flight.
+
+The length bias is the mean length of the trained responses over the mean length of all responses to the same
+prompts, minus 1. Prompts that are in flight at the end of a run are left out: they would be trained later. A
+racer with a larger bias than 2% is printed and cannot win.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from random_setups import Racer, Setup, classes, drawn
+from tailrace import clock
+from tailrace.commands.laps import LapMeter
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.simulation import simulated_parts
+from tailrace.record.events import Event, GroupEnded, Recorder, Stepped
+from tailrace.record.steps import StepMeter
+from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.sim.world import Lengths
+from tailrace.types import Group, Sample, SampleId
+
+BIASED = 0.02
+WARM_UP = 0.25
+"""Share of the rounds that is not counted."""
+OURS = ("tailrace", "tailrace_on_policy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a racer did in a set-up."""
+
+    s_per_1000_samples: float
+    length_bias: float
+    lag_mean: float
+    lag_max: float
+    wasted: float
+    in_turn: bool
+
+    @property
+    def biased(self) -> bool:
+        return abs(self.length_bias) > BIASED
+
+
+class TrainedLengths:
+    """Sink: the lengths of the trained responses, and the prompts whose groups have ended."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+        self.ended: list[int] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, GroupEnded):
+            self.ended.append(event.prompt)
+        elif isinstance(event, Stepped):
+            self.trained += [sample.num_tokens for sample in event.samples]
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+    def bias(self, parts: Parts, length_of: Callable[[Sample], int], group_size: int) -> float:
+        groups = [Group(parts.prompts[index], group_size, []) for index in self.ended]
+        ids = ((group, SampleId(group.prompt.index, 0, k)) for group in groups for k in range(group_size))
+        return fmean(self.trained) / fmean(length_of(Sample(id, group)) for group, id in ids) - 1.0
+
+
+def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
+    """Run a schedule in virtual time."""
+    sim, rounds = setup.sim(in_turn), num_steps // entry.steps
+    meter, lengths = LapMeter(warm_up_rounds=round(WARM_UP * rounds)), TrainedLengths()
+    settings = RunSettings(rounds=rounds, group_size=setup.group_size, give_up_s=1e9, patience_s=1e9)
+
+    async def run() -> float:
+        parts = simulated_parts(sim, 0, shared=Shared("colocated") if in_turn else DISAGGREGATED)
+        recorder = Recorder(StepMeter(meter, lengths, wall_clock=clock.wall_time))
+        await execute(entry.schedule, parts, settings, recorder)
+        return lengths.bias(parts, Lengths(sim.lengths, 0), setup.group_size)
+
+    bias = clock.run(run(), virtual=True)
+    figures = meter.lap()
+    return Result(
+        s_per_1000_samples=1000 / figures.samples_per_s,
+        length_bias=bias,
+        lag_mean=figures.staleness_mean,
+        lag_max=figures.staleness_max,
+        wasted=figures.waste_share,
+        in_turn=in_turn,
+    )
+
+
+def race(setup: Setup, num_steps: int) -> dict[str, dict[str, Result]]:
+    """Every racer on the placement on which it is faster, by class."""
+    return {
+        name: {
+            entry.name: min(
+                (lap(setup, entry, num_steps, in_turn=turn) for turn in entry.in_turn),
+                key=lambda result: result.s_per_1000_samples,
+            )
+            for entry in racers
+        }
+        for name, racers in classes(setup).items()
+    }
+
+
+def fastest(results: dict[str, Result], names: Iterable[str]) -> tuple[str, Result]:
+    """The fastest racer without length bias; if all have one, the fastest."""
+    return min(
+        ((name, results[name]) for name in names),
+        key=lambda pair: (pair[1].biased, pair[1].s_per_1000_samples),
+    )
+
+
+def ours_and_theirs(results: dict[str, Result]) -> tuple[tuple[str, Result], tuple[str, Result]]:
+    """The fastest of tailrace's own schedules, and the fastest published one."""
+    ours = [name for name in results if is_ours(name)]
+    return fastest(results, ours), fastest(results, [name for name in results if name not in ours])
+
+
+def ratio(results: dict[str, Result]) -> float:
+    """Time of ours over the time of the fastest published racer; above 1: ours loses."""
+    (_, ours), (_, theirs) = ours_and_theirs(results)
+    return ours.s_per_1000_samples / theirs.s_per_1000_samples
+
+
+def is_ours(name: str) -> bool:
+    return name.split(",")[0] in OURS
+
+
+def print_class(name: str, races: list[dict[str, Result]], setups: list[Setup]) -> None:
+    print(f"\n{name}: seconds per 1,000 samples over those of the fastest racer without length bias")
+    print(
+        f"{'':28}{'median':>8}{'worst':>8}{'first':>7}{'in turn':>9}{'lag':>7}"
+        f"{'wasted':>8}{'bias':>8}{'biased':>8}"
+    )
+    best = [fastest(results, results) for results in races]
+    for entry in races[0]:
+        mine = [results[entry] for results in races]
+        over = [r.s_per_1000_samples / b[1].s_per_1000_samples for r, b in zip(mine, best, strict=True)]
+        first = sum(b[0] == entry for b in best)
+        mark = " *" if is_ours(entry) else ""
+        print(
+            f"{entry + mark:28}{median(over):8.2f}{max(over):8.2f}{first:7}{sum(r.in_turn for r in mine):9}"
+            f"{fmean(r.lag_mean for r in mine):7.2f}{fmean(r.wasted for r in mine):8.1%}"
+            f"{median(r.length_bias for r in mine):+8.1%}{sum(r.biased for r in mine):8}"
+        )
+    ratios = [ratio(results) for results in races]
+    print(f"ours (*) is first in {sum(each <= 1.0 for each in ratios)} of {len(ratios)}; its time over the")
+    print(f"fastest published one's: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+    for times, setup, results in sorted(zip(ratios, setups, races, strict=True), key=lambda each: -each[0]):
+        if times > 1.0:
+            (ours, _), (theirs, result) = ours_and_theirs(results)
+            turn = "in turn" if result.in_turn else "separate"
+            print(f"  set-up {setup.number}: {ours} loses to {theirs} ({turn}) by {times - 1:.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--setups", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a run, a multiple of 4")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    setups: list[Setup] = []
+    races: list[dict[str, dict[str, Result]]] = []
+    for number in range(arguments.setups):
+        setups.append(setup := drawn(number, arguments.seed))
+        print(f"set-up {setup.number}: {setup.words}", flush=True)
+        races.append(race(setup, arguments.steps))
+        if arguments.json:
+            write(arguments.json, setups, races)
+    for name in races[0]:
+        print_class(name, [each[name] for each in races], setups)
+
+
+def write(path: Path, setups: list[Setup], races: list[dict[str, dict[str, Result]]]) -> None:
+    """The set-ups raced so far, with every racer's figures."""
+    found = [
+        {"setup": asdict(setup)}
+        | {name: {n: asdict(r) for n, r in results.items()} for name, results in each.items()}
+        for setup, each in zip(setups, races, strict=True)
+    ]
+    ratios = {name: [ratio(each[name]) for each in races] for name in races[0]}
+    path.write_text(json.dumps({"ours_over_fastest_published": ratios, "setups": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""StreamRL (Zhong et al. 2025, arXiv 2504.15930): stream generation, and samples that are predicted to be
+long first.
+
+    stream generation       a sample goes to the trainer when it is complete      run.pool.stream
+    scheduling              the longest predicted samples start first             longest_first
+    asynchronous mode       the next batch is generated while the last is trained
+
+The paper ranks prompts by a small model that was trained for it. Here the length of the responses to a row in
+its last epoch ranks it, so there is no order in the first epoch. The paper's dispatch of long samples to
+instances of their own and its split of the devices are not implemented: the router takes the least loaded
+engine. A group is handed to the trainer when all its samples are complete, because advantages need them.
+"""
+
+from tailrace.controller.run import Run
+from tailrace.schedules.one_step_off import next_batch
+from tailrace.schedules.parameters import Count
+from tailrace.types import KV, Group
+
+
+async def streamrl(run: Run, groups_per_round: Count) -> None:
+    """The synchronous mode: complete groups are trained while the rest of the batch is generated.
+
+    Args:
+        groups_per_round: groups of a batch, and of its optimizer step.
+    """
+    run.promise(staleness=0)
+    async for _ in run.rounds():
+        run.pool.launch(longest_first(run, run.prompts(groups_per_round)))
+        async for groups in run.pool.stream(groups_per_round):
+            await run.accumulate(groups)
+        await run.step()
+        await run.publish()
+
+
+async def streamrl_async(run: Run, groups_per_round: Count, kv: KV = "keep") -> None:
+    """The asynchronous mode: the next batch starts when the last group of this one is complete.
+
+    The paper's service takes new weights between two batches. Here the sequences in flight get them, too, so
+    no token is older than in the paper.
+
+    Args:
+        groups_per_round: groups of a batch, and of its optimizer step.
+        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+    """
+    run.promise(staleness=1)
+    async for _ in run.rounds():
+        missing = groups_per_round - len(run.pool)  # all in the first round, and after a crash
+        run.pool.launch(longest_first(run, run.prompts(missing)))
+        num_left = groups_per_round
+        async for groups in run.pool.stream(groups_per_round):
+            num_left -= len(groups)
+            if not num_left:
+                run.pool.launch(longest_first(run, next_batch(run, groups_per_round)))
+            await run.accumulate(groups)
+        await run.step()
+        await run.publish(kv=kv)
+
+
+def longest_first(run: Run, groups: list[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: -run.history.predicted(group.prompt))
