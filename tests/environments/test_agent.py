@@ -154,7 +154,7 @@ def test_what_clients_change_in_a_message_that_they_send_back_rewrites_nothing(
     assert outcome.metrics == {"rewritten_history": 0} and script.served == [0, 1]
 
 
-def test_a_request_that_rewrites_history_is_refused_and_counted_and_the_main_line_goes_on(
+def test_without_room_for_a_branch_a_rewriting_request_is_refused_and_the_main_line_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def take(client: Client) -> float:
@@ -174,7 +174,7 @@ def test_a_request_that_rewrites_history_is_refused_and_counted_and_the_main_lin
         return 0.5
 
     sample, script = new_sample(render([USER])[:1]), Script("408", "6")
-    outcome = play(sample, script, function=steps(monkeypatch, take))
+    outcome = play(sample, script, function=steps(monkeypatch, take), max_branches=1)
     assert outcome == Outcome(0.5, {"rewritten_history": 4})
     assert script.served == [0, 1]
 
@@ -187,7 +187,8 @@ def test_an_agent_that_ends_because_its_history_was_refused_fails_the_sample_wit
         await ask(client, {"role": "user", "content": "2 * 3"})
 
     with pytest.raises(EnvironmentFailed, match=r"^rewritten history: BadRequestError"):
-        play(new_sample(render([USER])[:1]), Script("408", "6"), function=steps(monkeypatch, take))
+        sample = new_sample(render([USER])[:1])
+        play(sample, Script("408", "6"), function=steps(monkeypatch, take), max_branches=1)
 
 
 def test_a_stream_has_the_turn_its_tool_calls_and_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ async def open_environment(
     """Open an environment for the length of the block; None for single turns.
 
     Args:
-        tokenizer, encoder: for agents.
+        tokenizer, encoder: for agents, and for tasksets of verifiers.
 
     Raises:
         ConfigError: the settings name what cannot be imported or made.
@@ -61,7 +61,7 @@ async def open_environment(
             # Not at the top: verifiers takes seconds to import, and may not be installed.
             from tailrace.environments.verifiers.environment import open_verifiers
 
-            async with open_verifiers(settings) as environment:
+            async with open_verifiers(settings, encoder) as environment:
                 yield environment
 
 

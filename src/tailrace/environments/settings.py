@@ -71,7 +71,20 @@ class PythonSettings(EpisodeSettings):
     """Arguments of the class."""
 
 
-class AgentSettings(EpisodeSettings):
+class ConversationSettings(EpisodeSettings):
+    """What the settings of environments whose agents send the whole conversation have in common."""
+
+    history: Literal["keep", "template"] = "keep"
+    """What a turn reads of the turns before. "keep": what the policy wrote, token by token. "template": what
+    the chat template writes of them, as inference servers do; where it leaves something out (Qwen3's: the
+    thinking of earlier turns), the turn begins a branch."""
+    max_branches: int = Field(default=16, ge=1, le=100_000)
+    """Sequences that an episode may consist of: one, and one more for each time that its history is
+    rewritten; at least 1. Each may fill the model's context, and they are trained in one micro-batch. A
+    request that would begin one more is refused."""
+
+
+class AgentSettings(ConversationSettings):
     """An agent written for OpenAI's API: a function or a program, which talks to the policy over HTTP."""
 
     kind: Literal["agent"] = "agent"
@@ -103,7 +116,7 @@ class AgentSettings(EpisodeSettings):
         return self
 
 
-class VerifiersSettings(EpisodeSettings):
+class VerifiersSettings(ConversationSettings):
     """The environment of a taskset of verifiers, whose tasks are the data."""
 
     kind: Literal["verifiers"] = "verifiers"

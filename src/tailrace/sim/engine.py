@@ -282,8 +282,8 @@ class SimEngine:
 
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request. Running requests have precedence over it."""
-        context = len(sample.prompt.ids) + sample.num_observation_tokens
-        self._suspended[sample] = context + self._running[sample].base + self._steps
+        before = sample.num_context_tokens - sample.num_tokens
+        self._suspended[sample] = before + self._running[sample].base + self._steps
         self._suspended_tokens += self._suspended[sample]
 
     def _evict_suspended(self) -> None:
