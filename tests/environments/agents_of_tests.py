@@ -83,6 +83,18 @@ def wishful(base_url: str, browser: object) -> float:
     return 1.0
 
 
+async def forgetting(messages: list[Any], base_url: str, api_key: str, model: str) -> float:
+    """Two turns, the second of which knows nothing of the first, then a third that continues it."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        first = await client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+        again: list[Any] = [{"role": "user", "content": "12 * 34"}]
+        if first.choices[0].finish_reason == "stop":
+            second = await client.chat.completions.create(model=model, messages=again)
+            again += [second.choices[0].message, {"role": "user", "content": "2 * 3"}]
+            await client.chat.completions.create(model=model, messages=again, max_tokens=3)
+        return float(len(first.choices[0].message.content or "") % 2)
+
+
 async def asking_twice(messages: list[Any], base_url: str, api_key: str, model: str) -> float:
     """Two turns, and a reward of its own."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
