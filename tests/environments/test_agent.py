@@ -12,6 +12,7 @@ import pytest
 from agent_cases import CALL, END, QUESTION, Script, encode, episode, new_sample, opened, render
 from agents_of_tests import TOOL
 
+from tailrace import clock
 from tailrace.environments.base import EpisodeOver, Outcome
 from tailrace.environments.open import check_environment
 from tailrace.environments.settings import AgentSettings
@@ -32,7 +33,7 @@ def play(sample: Sample, script: Script, *, max_context_tokens: int = 512, **set
             played = episode(sample, script, max_context_tokens=max_context_tokens)
             return await environment.run(sample.prompt, played)
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return clock.run(asyncio.wait_for(run(), 60), virtual=False)
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, take: Steps) -> str:
@@ -296,6 +297,7 @@ def test_a_first_request_that_does_not_fit_fails_the_sample() -> None:
         ("hanging", "agent timeout: no request for 0.05 s"),
         ("boastful", "reward: the agent returned 'very good'"),
         ("clumsy", "agent: LookupError: no such page"),
+        ("leaving", "agent: SystemExit: 3"),
     ],
 )
 def test_an_agent_that_fails_is_a_failed_sample_with_the_reason(name: str, reason: str) -> None:

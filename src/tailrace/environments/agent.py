@@ -93,7 +93,7 @@ def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome
     """
     try:
         reward = agent.result()
-    except Exception as why:
+    except (Exception, SystemExit) as why:
         if session.is_over:
             raise EpisodeOver from why
         reason = "rewritten history" if session.num_refused else "agent"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import httpx
 from verifiers.v1.clients import resolve_client
 
+from tailrace.clock import RealTimeLoop
 from tailrace.data.base import TasksetSettings
 from tailrace.data.taskset import Opening, Taskset, is_local
 from tailrace.environments.agent_prompts import RequestEncoder
@@ -58,7 +59,7 @@ class VerifiersEnvironment:
 
     def __init__(self, taskset: Taskset, settings: VerifiersSettings, encoder: RequestEncoder) -> None:
         self._taskset, self._settings, self._encoder = taskset, settings, encoder
-        self._loop = asyncio.new_event_loop()
+        self._loop = RealTimeLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
         self._life: concurrent.futures.Future[None] | None = None
         self._closing = asyncio.Event()
