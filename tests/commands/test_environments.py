@@ -237,7 +237,7 @@ def test_rewards_that_the_environment_makes_unused_are_named(
     given = {"environment": "{" + environment.replace("{folder}", str(tmp_path)) + "}"}
     given |= {"reward.function": "exact_match", "reward.code": "{}"}
     if "verifiers" in environment:
-        given |= {"data": '{ kind = "taskset", taskset = "any" }'}
+        given |= {"data": '{ kind = "verifiers", taskset = "any" }'}
     warning = unused_rewards(load_config(EXAMPLE, given))
     assert warning.startswith(said) if warning and said else warning is None and not said
 
