@@ -91,11 +91,13 @@ def play(taskset: str, sample: Sample, turns: Sequence[str], **settings: Any) ->
     return asyncio.run(main())
 
 
-def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token() -> None:
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token(history: str) -> None:
+    """A template that writes what was written begins no branch."""
     sample = sample_of("alphabet_sort", num_tasks=2)
     first, second = sample.prompt.row["task"]["user_turns"]  # type: ignore[index]
     truths = sample.prompt.row["task"]["truths"]  # type: ignore[index]
-    outcome = play("alphabet_sort", sample, truths)
+    outcome = play("alphabet_sort", sample, truths, history=history)
     assert outcome == Outcome(1.0, {"similarity": 1.0, "rewritten_history": 0.0})
     assert TOKENIZER.decode([*sample.prompt.ids, *sample.response_ids]) == (
         f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n{truths[0]}<|im_end|>\n"
