@@ -37,7 +37,7 @@ def test_engines_and_reward_functions_see_the_last_branch_and_trainers_see_all()
     sample = rewritten()
     assert sample.context_ids == [1, 60, 61, 13, 14, 51, 52, 15]
     assert sample.turn_context_ids == [1, 60, 61, 13, 14, 51, 52] and sample.turn_ids == [15]
-    assert sample.response_ids == sample.answer_ids == [13, 14, 51, 52, 15]
+    assert sample.response_ids == sample.scored_ids == [13, 14, 51, 52, 15]
     assert (sample.num_context_tokens, sample.num_sequence_tokens) == (8, 14)
 
 

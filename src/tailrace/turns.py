@@ -20,8 +20,7 @@ class Turn:
     """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
     finish_reason: FinishReason
     results: list[str | None] = field(default_factory=list)
-    """What the environment's calls after the turn returned, in the order in which they began. None: no result
-    yet."""
+    """Results of the environment's calls after the turn, in the order in which they began. None: not yet."""
     observation_ids: list[int] = field(default_factory=list)
     """The environment's tokens between this turn and the next one: context that is not trained, without
     log-probs and versions. Empty until the environment has answered."""

@@ -95,8 +95,7 @@ class Sample:
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)
-    """[num_tokens]: log-prob of each token under the version that generated it, at the sampling
-    temperature."""
+    """[num_tokens]: log-probs under the generating version, at the sampling temperature."""
     reference_logprobs: list[float] = field(default_factory=list)
     """[num_tokens]: log-probs under the reference model. Empty if there is none. Set before the reward."""
     spans: list[Span] = field(default_factory=list)
@@ -201,7 +200,7 @@ class Sample:
         return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
 
     @property
-    def answer_ids(self) -> list[int]:
+    def scored_ids(self) -> list[int]:
         """What reward functions see as text: the last branch, from its first turn on."""
         return self.response_ids[0 if self.branches[-1].start else len(self.opening_ids) :]
 
@@ -213,8 +212,7 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version among its tokens. Engines update at different times, so it is not always
-        spans[0]."""
+        """Oldest version among its tokens: not always spans[0], as engines update at different times."""
         return min(span.version for span in self.spans)
 
     @property
@@ -289,8 +287,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """All required samples are generated and scored (RolloutPipe 3.3: trainable-complete, before the
-        filter)."""
+        """All required samples are generated and scored (RolloutPipe 3.3: trainable-complete)."""
         return self.serving_complete and all(sample.scored for sample in self.kept)
 
     @property

@@ -141,7 +141,7 @@ def test_a_template_that_leaves_out_thinking_begins_a_branch_token_by_token(
     assert outcome == Outcome(1.0, {"rewritten_history": 1})
     assert texts(sample) == BRANCHES
     assert engine.contexts[1] == STRIPPED and engine.contexts[2] == f"{STRIPPED}{TURNS[1]}<|im_end|>{TOOL}"
-    assert CHARACTERS.decode(sample.answer_ids) == BRANCHES[1][1]
+    assert CHARACTERS.decode(sample.scored_ids) == BRANCHES[1][1]
     assert [message["content"] for message in sample.messages] == [TURNS[1], "4", TURNS[2]]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tailrace.data.base import DataSettings, Prompts, sources_of
+from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.base import Message
@@ -21,7 +21,7 @@ class RequestEncoder:
         self._extends = extends(tokenizer)
         self._encoders, self._later = dict[str, PromptEncoder](), dict[str, PromptEncoder]()
         for source in sources_of(data):
-            name = str(getattr(source, "name", ""))
+            name = source.name if isinstance(source, MixedSettings) else ""
             self._encoders[name] = PromptEncoder(source, tokenizer, max_context_tokens)
             # The episode knows how much room it has.
             of_any_length = source.model_copy(update={"max_prompt_tokens": None})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tailrace.environments.base import Completion, EpisodeOver, Policy
-from tailrace.environments.chat_replies import Turn, assistant_message
+from tailrace.environments.chat_replies import Reply, assistant_message
 from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
 from tailrace.environments.contexts import Contexts, TooManyBranches
 from tailrace.environments.tool_calls import Parse
@@ -33,7 +33,7 @@ class Refused(Exception):
 @dataclass(eq=False)
 class _Ask:
     body: SessionRequest
-    turn: asyncio.Future[Turn]
+    turn: asyncio.Future[Reply]
 
 
 class Session:
@@ -58,10 +58,10 @@ class Session:
         self._asked: list[Plain] = []
         self._tools: list[Plain] | None = None
         self._num_calls = 0
-        self._last: Turn | None = None
+        self._last: Reply | None = None
         self._is_closed = False
 
-    async def ask(self, body: SessionRequest) -> Turn:
+    async def ask(self, body: SessionRequest) -> Reply:
         """Wait for the reply to a request.
 
         Raises:
@@ -103,7 +103,7 @@ class Session:
             if not ask.turn.done():
                 ask.turn.set_exception(_closed())
 
-    async def _turn(self, body: SessionRequest, policy: Policy) -> Turn:
+    async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
         messages = body.messages
         if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
             return self._last
@@ -121,7 +121,7 @@ class Session:
         return self._add(body, completion)
 
     def _continue(
-        self, last: Turn, body: SessionRequest, policy: Policy
+        self, last: Reply, body: SessionRequest, policy: Policy
     ) -> tuple[list[Plain], Sequence[int] | None]:
         """The messages since the last turn, and the context if the turn begins a branch."""
         history = [*self._asked, plain(last.message)]
@@ -158,13 +158,13 @@ class Session:
             detail = f"the first request has {len(ids)} tokens"
             raise EnvironmentFailed("prompt too long", detail) from why
 
-    def _add(self, body: SessionRequest, completion: Completion) -> Turn:
+    def _add(self, body: SessionRequest, completion: Completion) -> Reply:
         parse = self._parse if body.tools and body.tool_choice != "none" else None
         message = assistant_message(completion, parse, self._num_calls)
         self._num_calls += len(message.get("tool_calls", ()))
         self.num_turns += 1
         self._asked, self._tools = body.messages, body.tools
-        self._last = Turn(f"{self.name}-{self.num_turns}", completion, message)
+        self._last = Reply(f"{self.name}-{self.num_turns}", completion, message)
         return self._last
 
 

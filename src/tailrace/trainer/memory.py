@@ -7,7 +7,7 @@ benchmarks/memory.py measures.
 
 from dataclasses import dataclass
 
-from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, largest_phase
+from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, largest_phase
 from tailrace.trainer.base import TrainerSettings
 
 LOGITS_AT_ONCE = 1 << 26
@@ -16,8 +16,6 @@ FILE_BYTES = 2**28
 """As state_files.FILE_BYTES. torch holds a file of a checkpoint twice while it is written."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
-PROCESS_BYTES = 350 * 2**20
-"""A process that has imported torch and transformers."""
 ALLOCATOR_SHARE = 0.12
 """Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
 ADVICE = (
@@ -72,7 +70,7 @@ def trainer_memory(
     tokens = max(settings.max_tokens_per_microbatch, longest)
     computing = _pass(shape, settings, tokens, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
-    host = {"process": PROCESS_BYTES, "publications": publications if is_first else 0}
+    host = {"process": TRANSFORMERS_BYTES, "publications": publications if is_first else 0}
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
     phases = {
@@ -81,7 +79,7 @@ def trainer_memory(
         "save": {"checkpoint": max(2 * FILE_BYTES, gathered, whole if is_copied else 0)},
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
-    load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read
+    load = {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read
     replicas = settings.replicas
     num, name = (replicas, "trainer") if is_first else ((ranks - 1) * replicas, "trainer rank")
     if settings.device == "cpu":
