@@ -1,6 +1,7 @@
 """Virtual time: it jumps, it keeps order, and when nothing can happen it says who waits for what."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -113,6 +114,35 @@ def test_a_signal_wakes_everyone_in_the_order_they_came_and_once() -> None:
 
     clock.run(main(), virtual=True)
     assert woken == [0, 1, 3, 4]
+
+
+def test_an_exit_in_a_task_is_an_exception_of_that_task_and_the_others_go_on() -> None:
+    async def leave() -> None:
+        sys.exit("over")
+
+    async def main() -> list[object]:
+        other = asyncio.create_task(asyncio.sleep(0.01, "done"))
+        caught: list[object] = []
+        for task in (leave(), asyncio.wait_for(leave(), 5)):
+            try:
+                await asyncio.create_task(task)
+            except SystemExit as why:
+                caught.append(why.code)
+        return [*caught, await other]
+
+    assert clock.run(main(), virtual=False) == ["over", "over", "done"]
+
+
+def test_an_exit_of_the_main_task_is_that_of_the_process() -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def main() -> None:
+        await asyncio.create_task(leave())
+
+    with pytest.raises(SystemExit) as exit:
+        clock.run(main(), virtual=False)
+    assert exit.value.code == 3
 
 
 def test_in_live_time_a_wait_is_no_error_and_the_result_comes_back() -> None:

@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from tailrace.errors import Stuck
@@ -40,10 +40,34 @@ def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
     Raises:
         Stuck: in virtual time, when every task waits and no timer is set.
     """
-    loop_factory = VirtualTimeLoop if virtual else asyncio.SelectorEventLoop
     waits.clear()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(main)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner:
+        try:
+            return runner.run(main if virtual else _without_exit(main))
+        except _Exited as exited:
+            raise SystemExit(*exited.args) from exited
+
+
+class RealTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop in which `sys.exit()` ends the task that calls it, as every other exception does, and
+    raises where the task is awaited. In a stock loop it ends the loop, too."""
+
+    def run_forever(self) -> None:
+        while True:
+            with suppress(SystemExit):
+                return super().run_forever()
+
+
+class _Exited(Exception):
+    """The main task has called `sys.exit()`, with these arguments."""
+
+
+async def _without_exit(main: Coroutine[Any, Any, T]) -> T:
+    """Await the main task. asyncio expects that an exit stops the loop."""
+    try:
+        return await main
+    except SystemExit as why:
+        raise _Exited(*why.args) from why
 
 
 class _Timer(asyncio.TimerHandle):

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeVar
 
+from tailrace.turns import Branch, branches_of, messages_of
+from tailrace.turns import FinishReason as FinishReason  # exported again: it flows, too
+from tailrace.turns import Turn as Turn
+
 T = TypeVar("T")
 
-FinishReason = Literal["stop", "length"]
 KV = Literal["keep", "recompute"]
 
 
@@ -72,30 +75,12 @@ class Prompt:
     """Name of the data source; empty where the data name none."""
 
 
-@dataclass(slots=True)
-class Turn:
-    """A turn of the policy that has ended, and what the environment did after it."""
-
-    num_tokens: int
-    """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
-    finish_reason: FinishReason
-    results: list[str | None] = field(default_factory=list)
-    """Results of the environment's calls after the turn, in the order in which they began. None: not yet."""
-    observation_ids: list[int] = field(default_factory=list)
-    """The environment's tokens between this turn and the next one: context that is not trained, without
-    log-probs and versions. Empty until the environment has answered."""
-    text: str = ""
-    """The policy's tokens of the turn as text."""
-    messages: list[dict[str, object]] = field(default_factory=list)
-    """The environment's answer as chat messages."""
-
-
 @dataclass(eq=False, slots=True)
 class Sample:
     """One response to a prompt: one turn of the policy, or an episode of several turns with an environment.
 
     The completion is what the policy generated, in all turns. `turns` says where the environment's tokens
-    stand in between.
+    stand in between, and where a new context begins (turns.Branch).
     """
 
     id: SampleId
@@ -171,29 +156,43 @@ class Sample:
 
     @property
     def turn_context_ids(self) -> list[int]:
-        """What the turn that is generated now continues."""
-        ids = self.response_ids
-        return [*self.prompt.ids, *ids[: len(ids) - len(self.turn_ids)]]
+        """What the turn that is generated now continues: the context of the branch, the turns before, and the
+        environment's tokens."""
+        ids = self.context_ids
+        return ids[: len(ids) - len(self.turn_ids)]
 
     @property
-    def num_observation_tokens(self) -> int:
-        """Tokens of the environment."""
-        return sum(len(turn.observation_ids) for turn in self.turns)
+    def branches(self) -> list[Branch]:
+        """The sequences that its tokens make: one, and one more for each time that the history was
+        rewritten."""
+        return branches_of(self.prompt.ids, self.turns, self.num_tokens)
+
+    @property
+    def context_ids(self) -> list[int]:
+        """All tokens of the last branch: what the next token continues."""
+        branch = self.branches[-1]
+        return [*branch.context_ids, *branch.response_ids(self.completion_ids)]
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the prompt, of the completion and of the environment."""
+        """Tokens of the last branch: of its context, of the completion and of the environment."""
+        return self.branches[-1].num_tokens if self.turns else len(self.prompt.ids) + self.num_tokens
+
+    @property
+    def num_observation_tokens(self) -> int:
+        """Tokens of the environment; where the history was rewritten, the whole new context."""
+        return sum(len(turn.observation_ids) for turn in self.turns)
+
+    @property
+    def num_sequence_tokens(self) -> int:
+        """Tokens of all branches: what a trainer reads."""
         return len(self.prompt.ids) + self.num_tokens + self.num_observation_tokens
 
     @property
     def response_ids(self) -> list[int]:
-        """What follows the prompt: the completion with the environment's tokens in their places."""
-        ids: list[int] = []
-        start = 0
-        for turn in self.turns:
-            ids += [*self.completion_ids[start : turn.num_tokens], *turn.observation_ids]
-            start = turn.num_tokens
-        return ids + self.completion_ids[start:]
+        """What follows the context of the last branch, which is the prompt where no history was rewritten:
+        the completion with the environment's tokens in their places."""
+        return self.branches[-1].response_ids(self.completion_ids)
 
     @property
     def opening_ids(self) -> list[int]:
@@ -202,16 +201,14 @@ class Sample:
 
     @property
     def scored_ids(self) -> list[int]:
-        """The response without what an environment has put before the first turn."""
-        return self.response_ids[len(self.opening_ids) :]
+        """What reward functions see as text: the last branch, from its first turn on."""
+        return self.response_ids[0 if self.branches[-1].start else len(self.opening_ids) :]
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """What follows the prompt, as chat messages. Empty without an environment of several turns."""
-        messages: list[dict[str, object]] = []
-        for turn in self.turns[1 if self.opening_ids else 0 :]:
-            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
-        return messages
+        """What follows the context of the last branch, as chat messages. Empty without an environment of
+        several turns."""
+        return messages_of(self.turns[1 if self.opening_ids else 0 :])
 
     @property
     def oldest_version(self) -> int:

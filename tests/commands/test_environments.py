@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tailrace import clock
 from tailrace.api import load_config
-from tailrace.commands.environments import calls_reward_functions, open_play
+from tailrace.commands.environments import calls_reward_functions, open_play, unused_rewards
 from tailrace.commands.live import check_live, open_parts, rewind
 from tailrace.controller.execution import execute
 from tailrace.data.tokenizer import load_tokenizer, text_of
@@ -211,6 +211,35 @@ def test_tools_need_a_chat_template_and_data_that_use_it(changes: dict[str, obje
     with pytest.raises(ConfigError) as error:
         check_live(load_config(EXAMPLE, changes))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            'kind = "verifiers", taskset = "any"',
+            "not used: reward function exact_match and reward.code; the env",
+        ),
+        (
+            'kind = "agent", function = "{folder}/agents.py:sure"',
+            "not used, but for episodes that end because no",
+        ),
+        ('kind = "agent", function = "{folder}/agents.py:unsure"', ""),
+        ('kind = "python", environment = "{folder}/agents.py:sure"', ""),
+        ('kind = "single_turn"', ""),
+    ],
+)
+def test_rewards_that_the_environment_makes_unused_are_named(
+    environment: str, said: str, tmp_path: Path
+) -> None:
+    agents = "def sure(base_url) -> float: ...\ndef unsure(base_url) -> float | None: ...\n"
+    (tmp_path / "agents.py").write_text(agents)
+    given = {"environment": "{" + environment.replace("{folder}", str(tmp_path)) + "}"}
+    given |= {"reward.function": "exact_match", "reward.code": "{}"}
+    if "verifiers" in environment:
+        given |= {"data": '{ kind = "verifiers", taskset = "any" }'}
+    warning = unused_rewards(load_config(EXAMPLE, given))
+    assert warning.startswith(said) if warning and said else warning is None and not said
 
 
 def test_only_an_environment_that_gives_rewards_may_go_without_reward_functions(tmp_path: Path) -> None:

@@ -78,6 +78,25 @@ def test_an_episode_may_fill_the_context_of_the_model(config_path: Path) -> None
     assert single * context == episodes * (32 + config.sampling.max_completion_tokens)
 
 
+def test_the_trainer_computes_the_longest_sample_alone(config_path: Path) -> None:
+    """Prompts count where they are bounded, and the tokens of an environment fill the context."""
+
+    def activations(**given: str) -> int:
+        overrides = {"trainer.max_tokens_per_microbatch": "1", "trainer.device": "cuda"} | {
+            key.replace("__", "."): value for key, value in given.items()
+        }
+        processes = run_memory(load_config(config_path, overrides))
+        return next(each.on_device["activations"] for each in processes if each.name == "trainer")
+
+    of_one_token = activations(sampling__max_completion_tokens="1")
+    assert activations(sampling__max_completion_tokens="8") == 8 * of_one_token
+    assert activations(sampling__max_completion_tokens="8", data__max_prompt_tokens="32") == 40 * of_one_token
+    model = load_config(config_path).model
+    assert model
+    episodes = activations(environment='{ kind = "python", environment = "a:b" }')
+    assert episodes == context_length(model.path) * of_one_token
+
+
 def test_the_limit_of_the_machine_is_that_of_the_container(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

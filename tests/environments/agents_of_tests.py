@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,6 +75,11 @@ def clumsy(messages: list[Any], base_url: str, api_key: str) -> None:
     raise LookupError("no such page")
 
 
+async def leaving(base_url: str) -> None:
+    """It exits inside a task of its own."""
+    await asyncio.wait_for(asyncio.to_thread(sys.exit, 3), 5)
+
+
 def greedy(row: object) -> float:
     """It does not take the address of the policy."""
     return 1.0
@@ -84,10 +90,12 @@ def wishful(base_url: str, browser: object) -> float:
 
 
 async def asking_twice(messages: list[Any], base_url: str, api_key: str, model: str) -> float:
-    """Two turns, and a reward of its own."""
+    """Two turns, and a reward of its own. Where the last number of the prompt is even, the second turn knows
+    nothing of the first."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         first = await client.chat.completions.create(model=model, messages=messages)
-        again = [*messages, first.choices[0].message, {"role": "user", "content": "12 * 34"}]
+        kept = [*messages, first.choices[0].message] if int(messages[0]["content"].split()[-1]) % 2 else []
+        again = [*kept, {"role": "user", "content": "12 * 34"}]
         second = await client.chat.completions.create(model=model, messages=again, max_tokens=3)
         assert second.usage
         return float(len(first.choices[0].message.content or "") % 2)

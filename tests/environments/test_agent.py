@@ -12,6 +12,7 @@ import pytest
 from agent_cases import CALL, END, QUESTION, Script, encode, episode, new_sample, opened, render
 from agents_of_tests import TOOL
 
+from tailrace import clock
 from tailrace.environments.base import EpisodeOver, Outcome
 from tailrace.environments.open import check_environment
 from tailrace.environments.settings import AgentSettings
@@ -32,7 +33,7 @@ def play(sample: Sample, script: Script, *, max_context_tokens: int = 512, **set
             played = episode(sample, script, max_context_tokens=max_context_tokens)
             return await environment.run(sample.prompt, played)
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return clock.run(asyncio.wait_for(run(), 60), virtual=False)
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, take: Steps) -> str:
@@ -154,7 +155,7 @@ def test_what_clients_change_in_a_message_that_they_send_back_rewrites_nothing(
     assert outcome.metrics == {"rewritten_history": 0} and script.served == [0, 1]
 
 
-def test_a_request_that_rewrites_history_is_refused_and_counted_and_the_main_line_goes_on(
+def test_without_room_for_a_branch_a_rewriting_request_is_refused_and_the_main_line_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def take(client: Client) -> float:
@@ -174,7 +175,7 @@ def test_a_request_that_rewrites_history_is_refused_and_counted_and_the_main_lin
         return 0.5
 
     sample, script = new_sample(render([USER])[:1]), Script("408", "6")
-    outcome = play(sample, script, function=steps(monkeypatch, take))
+    outcome = play(sample, script, function=steps(monkeypatch, take), max_branches=1)
     assert outcome == Outcome(0.5, {"rewritten_history": 4})
     assert script.served == [0, 1]
 
@@ -187,7 +188,8 @@ def test_an_agent_that_ends_because_its_history_was_refused_fails_the_sample_wit
         await ask(client, {"role": "user", "content": "2 * 3"})
 
     with pytest.raises(EnvironmentFailed, match=r"^rewritten history: BadRequestError"):
-        play(new_sample(render([USER])[:1]), Script("408", "6"), function=steps(monkeypatch, take))
+        sample = new_sample(render([USER])[:1])
+        play(sample, Script("408", "6"), function=steps(monkeypatch, take), max_branches=1)
 
 
 def test_a_stream_has_the_turn_its_tool_calls_and_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +297,7 @@ def test_a_first_request_that_does_not_fit_fails_the_sample() -> None:
         ("hanging", "agent timeout: no request for 0.05 s"),
         ("boastful", "reward: the agent returned 'very good'"),
         ("clumsy", "agent: LookupError: no such page"),
+        ("leaving", "agent: SystemExit: 3"),
     ],
 )
 def test_an_agent_that_fails_is_a_failed_sample_with_the_reason(name: str, reason: str) -> None:

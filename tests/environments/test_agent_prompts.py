@@ -39,7 +39,12 @@ def test_a_first_request_has_the_settings_of_its_data_source() -> None:
         MixedRowsSettings(name="strict", path=Path("b"), system_prompt="user\n", max_prompt_tokens=limit),
     ]
     encoder = RequestEncoder(MixtureSettings(sources=tuple(sources)), load_tokenizer(MODEL), 512)
-    plain, strict = (encoder(Prompt(0, [1], source=source))([USER], None) for source in ("plain", "strict"))
-    assert list(plain) == render([USER]) and list(strict) == render([system, USER])
+    plain, strict = (
+        encoder.contexts(Prompt(0, [1], source=source), "keep", 2) for source in ("plain", "strict")
+    )
+    assert list(plain.first([USER], None)) == render([USER])
+    assert list(strict.first([USER], None)) == render([system, USER])
     with pytest.raises(BadRow, match="prompt too long"):
-        encoder(Prompt(0, [1], source="strict"))([USER, USER], None)
+        strict.first([USER, USER], None)
+    later = strict.rewritten([1], [USER, USER], None, continues=False)
+    assert later == render([system, USER, USER]), "the limit of prompts is not that of later contexts"

@@ -1,6 +1,7 @@
 """A run whose episodes are played, and rewarded, by an agent with OpenAI's client."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,19 @@ def test_an_agent_trains_through_the_endpoint_and_its_parked_episodes_go_on(tmp_
     assert summary.steps == len(steps) == 2
     for row in steps:
         assert (row["num_turns/mean"], row["num_turns/max"]) == (2.0, 2)
-        assert row["rewards/environment/rewritten_history"] == 0.0
+        assert row["num_branches/mean"] == pytest.approx(1 + row["rewards/environment/rewritten_history"])
+        # Log-probs of the engine are those that the trainer computes of each branch.
         assert row["engine_mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
         assert 0.0 <= row["reward"] <= 1.0
+    num_branched = 0
     for path in (folder / "samples").glob("round_*.jsonl"):
         for line in path.read_text().splitlines():
-            opening, first, second = json.loads(line)["turns"]
+            sample = json.loads(line)
+            opening, first, second = sample["turns"]
             assert opening["num_tokens"] == 0 and len(opening["observation_ids"]) > 5
             assert second["num_tokens"] - first["num_tokens"] <= 3  # its max_tokens
             assert [message["content"] for message in first["messages"]] == ["12 * 34"]
+            forgets = re.search(r"\d*[02468]<", sample["prompt"]) is not None
+            assert first["begins_branch"] == forgets and len(sample["messages"]) == (1 if forgets else 3)
+            num_branched += forgets
+    assert num_branched > 0

@@ -99,6 +99,45 @@ def test_what_is_opened_otherwise_after_an_interruption_fails() -> None:
             episode(sample, engine).open(other)
 
 
+def test_a_rewritten_history_begins_a_branch_each_time_the_episode_is_played() -> None:
+    sample, engine = new_sample(), Engine()
+
+    async def play_rewriting(policy: Episode) -> list[Completion]:
+        turns = [await policy.complete(), await policy.complete([{"role": "user", "content": ""}])]
+        assert policy.context_ids == [1, 2, 5, 6, END, 7, 5, 6, END]
+        turns.append(await policy.complete(context_ids=[1, 8]))
+        assert policy.context_ids == [1, 8, 5, 6, END]
+        return [*turns, await policy.complete([{"role": "user", "content": ""}])]
+
+    for _ in range(2):
+        assert asyncio.run(play_rewriting(episode(sample, engine))) == [turn(2), turn(6), turn(2), turn(6)]
+    assert engine.served == 4
+    assert sample.context_ids == [1, 8, 5, 6, END, 7, 5, 6, END] and len(sample.branches) == 2
+
+
+def test_another_history_than_before_the_interruption_fails() -> None:
+    sample, engine = new_sample(), Engine()
+
+    async def play_rewriting(policy: Episode, context_ids: list[int] | None) -> None:
+        await policy.complete()
+        await policy.complete([{"role": "user", "content": ""}], context_ids=context_ids)
+
+    asyncio.run(play_rewriting(episode(sample, engine), [7]))
+    for other in (None, [7, 7]):
+        with pytest.raises(EnvironmentFailed, match="not repeatable"):
+            asyncio.run(play_rewriting(episode(sample, engine), other))
+
+
+def test_the_context_of_a_branch_counts_from_its_start() -> None:
+    async def play_rewriting(policy: Episode, context_ids: list[int]) -> None:
+        await policy.complete()
+        await policy.complete(context_ids=context_ids)
+
+    asyncio.run(play_rewriting(episode(new_sample(), Engine(), max_context_tokens=6), [1] * 5))
+    with pytest.raises(EpisodeOver):
+        asyncio.run(play_rewriting(episode(new_sample(), Engine(), max_context_tokens=6), [1] * 6))
+
+
 def test_the_limit_of_a_turn_counts_from_its_start() -> None:
     sample, engine, limits = new_sample(), Engine(), list[float]()
 

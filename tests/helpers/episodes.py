@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from tailrace.types import Sample, Turn
 
 
-def answer(sample: Sample, ids: Sequence[int]) -> None:
+def answer(sample: Sample, ids: Sequence[int], *, begins_branch: bool = False) -> None:
     """End the turn, and begin the next one after the environment's tokens."""
     assert sample.finish_reason is not None
-    sample.turns.append(Turn(sample.num_tokens, sample.finish_reason, observation_ids=list(ids)))
+    turn = Turn(sample.num_tokens, sample.finish_reason, observation_ids=list(ids))
+    turn.begins_branch = begins_branch
+    sample.turns.append(turn)
     sample.finish_reason = None
 
 

@@ -28,7 +28,7 @@ TREE = ((1, 0, 0), (2, 1, 2), (3, 1, 1))
 
 def turns(num_tokens: int) -> st.SearchStrategy[list[Turn]]:
     """Two turns, the second of which may not be answered."""
-    first = Turn(1, "stop", ["4", "\u00e4"], [5, 6], "3 + 1", [{"role": "tool", "content": "4"}])
+    first = Turn(1, "stop", ["4", "\u00e4"], [5, 6], "3 + 1", [{"role": "tool", "content": "4"}], True)
     results = st.lists(st.none() | st.text(st.characters(exclude_categories=["Cs"])), max_size=2)
     last = st.builds(Turn, st.just(num_tokens), st.just("length"), results, st.just([]) | st.just([7]))
     return last.map(lambda turn: [first, turn])

@@ -93,6 +93,7 @@ def test_the_turns_of_an_episode_are_recorded_with_what_its_environment_said(tmp
             "observation_ids": [30, 31, 32],
             "text": "3 + 4",
             "messages": [tool],
+            "begins_branch": False,
         },
         {
             "num_tokens": 4,
@@ -101,5 +102,6 @@ def test_the_turns_of_an_episode_are_recorded_with_what_its_environment_said(tmp
             "observation_ids": [],
             "text": "It is 7.",
             "messages": [],
+            "begins_branch": False,
         },
     ]

@@ -1,6 +1,7 @@
 """Episodes in the pool: what is parked, moved or fails goes on from its record, in virtual time."""
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Death, Outcome, dying, simulate
+from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now
 from tailrace.controller.base import Parts, RunSettings
@@ -20,13 +22,13 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
 from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
-from tailrace.record.events import RequestEnded, RequestStarted, SampleScored, Stepped
+from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped
 from tailrace.rollout.episodes import Episodes, NoRewards
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
-from tailrace.types import Prompt, Sample, SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 CALL_S, OBSERVED = 2.0, 5
 EPISODE_S = 10 + CALL_S + 10 + CALL_S + 10
@@ -300,6 +302,44 @@ def test_a_metric_is_stored_as_a_number_whatever_type_of_number_it_is(tmp_path: 
     run = RunSettings(rounds=1, group_size=2)
     outcome = simulate(one_group, run, EXACT, parts=world(environment), book=Book(), folder=tmp_path)
     assert outcome.of(Stepped)[0].samples[1].reward_metrics == {"environment/speed": 0.5}
+
+
+def test_an_exit_in_a_task_of_an_environment_fails_the_episode() -> None:
+    class Leaving:
+        async def run(self, prompt: Prompt, policy: Policy) -> base.Outcome:
+            await policy.complete()
+            await asyncio.wait_for(self.leave(), 5)
+            return base.Outcome(1.0)
+
+        async def leave(self) -> None:
+            sys.exit(1)
+
+    sample = played_alone(episodes(Leaving()), virtual=False)
+    assert sample.failure == "environment SystemExit" and sample.ended
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "turns", "failure"),
+    [(2 * CALL_S - 0.5, 2, "environment timeout"), (2 * CALL_S + 0.5, 3, None)],
+)
+def test_the_time_limit_of_an_episode_does_not_count_generation(
+    timeout_s: float, turns: int, failure: str | None
+) -> None:
+    sample = played_alone(episodes(Calls(reward=1.0), timeout_s=timeout_s), virtual=True)
+    assert (sample.failure, len(sample.turns)) == (failure, turns)
+
+
+def played_alone(episodes: Episodes, *, virtual: bool) -> Sample:
+    """A sample whose turns have ten tokens each, and in virtual time take ten seconds each."""
+
+    async def serve(sample: Sample) -> None:
+        await asyncio.sleep(10 if virtual else 0)
+        sample.grow(10, 0)
+        sample.finish_reason = "stop"
+
+    sample = Sample(SampleId(0, 0, 0), Group(Prompt(0, [1]), 1, []))
+    clock.run(episodes.play(sample, serve, Recorder()), virtual=virtual)
+    return sample
 
 
 def test_an_episode_without_a_turn_fails() -> None:

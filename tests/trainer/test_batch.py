@@ -50,6 +50,24 @@ def test_the_environments_tokens_stand_at_their_places() -> None:
     assert crossing.num_input_tokens == 6, "the last token is a target only"
 
 
+def test_each_branch_is_a_sequence_of_its_own() -> None:
+    group = Group(Prompt(0, [1]), num_required=1, samples=[])
+    sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5)
+    two_turns(sample, [10, 11], [50], [12])
+    sample.turns.pop()
+    answer(sample, [1, 60, 61], begins_branch=True)
+    two_turns(sample, [13, 14], [51, 52], [15])
+    crossing = TrainingSample.of(sample)
+    assert crossing.branches == [(3, [1, 60, 61])]
+    assert [each.response_ids(crossing.completion_ids) for each in crossing.sequences] == [
+        [10, 11, 50, 12],
+        [13, 14, 51, 52, 15],
+    ]
+    assert crossing.num_input_tokens == sample.num_sequence_tokens - 2 == 11
+    answer(sample, [1, 70], begins_branch=True)
+    assert TrainingSample.of(sample) == crossing, "no token follows"
+
+
 def test_an_observation_that_no_token_follows_is_left_out() -> None:
     group = Group(Prompt(0, [1]), num_required=1, samples=[])
     sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5, finish_reason="length")

@@ -127,6 +127,28 @@ def test_observations_are_inputs_and_no_targets() -> None:
     assert batch.num_tokens.tolist() == [4, 2]
 
 
+def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_sample() -> None:
+    episode = TrainingSample(
+        SampleId(0, 0, 0),
+        [100, 101],
+        [0, 1, 2, 3],
+        [-0.5, -1.5, -2.5, -3.5],
+        advantage=1.0,
+        num_carried=3,
+        observations=[(1, [50]), (3, [52])],
+        branches=[(2, [100, 60, 61])],
+    )
+    batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[100, 101, 0, 50, 100, 60, 61, 2, 52, 100, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]
+    assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.max_length == 5
+    assert batch.predictors.tolist() == [1, 3, 6, 8, 9, 10]
+    assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.carried.tolist() == [True, True, True, False, True, False]
+    assert (batch.num_tokens.tolist(), batch.advantages.tolist()) == ([4, 2], [1.0, 1.5])
+    assert [[s.id.number for s in bin] for bin in pack([episode], 5)] == [[0]], "means need the whole sample"
+
+
 def test_the_limit_of_a_micro_batch_counts_observations() -> None:
     plain = sample(0, 1, 3)
     episode = replace(plain, id=SampleId(0, 0, 1), observations=[(1, [50] * 5)])

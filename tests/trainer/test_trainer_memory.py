@@ -59,6 +59,14 @@ def test_activation_checkpointing_keeps_the_inputs_of_the_blocks_only() -> None:
     assert whole > 12 * GB
 
 
+def test_a_sample_longer_than_a_micro_batch_counts() -> None:
+    settings = TrainerSettings(device="cuda", activation_checkpointing=True, max_tokens_per_microbatch=4096)
+    wider = settings.model_copy(update={"max_tokens_per_microbatch": 9000})
+    for longest, same in ((9000, wider), (4000, settings)):
+        found = trainer_memory(QWEN3, settings, TrainerWork(), is_first=True, longest=longest)
+        assert found == trainer_memory(QWEN3, same, TrainerWork(), is_first=True)
+
+
 def test_lora_needs_no_gradient_and_moments_for_the_weights() -> None:
     settings = TrainerSettings(lora=LoraSettings(), activation_checkpointing=True)
     lora = trainer_memory(QWEN3, settings, TrainerWork(adapter_parameters=10_000_000), is_first=True)

@@ -19,23 +19,38 @@ NO_MOMENTUM = {"betas": (0.0, 0.9), "max_grad_norm": 1e9}
 
 
 def with_observations(units: list[Unit]) -> list[Unit]:
-    """Two observations in each completion of more than three tokens, of unequal lengths."""
+    """Two observations in each completion of more than three tokens, of unequal lengths; a branch between
+    them in each of more than six."""
 
     def of(sample: TrainingSample) -> TrainingSample:
         length = len(sample.completion_ids)
         if length <= 3:
             return sample
         ids = [(7 * t + length) % VOCABULARY for t in range(2 + length % 5)]
-        return replace(sample, observations=[(1, ids), (length - 2, ids[:2])])
+        branches = [(length // 2, [3, *ids])] if length > 6 else []
+        return replace(sample, observations=[(1, ids), (length - 2, ids[:2])], branches=branches)
 
     return [[of(sample) for sample in unit] for unit in units]
 
 
 def masked_forward(model: torch.nn.Module, sample: TrainingSample) -> Tensor:
-    """Log-probs of the policy's tokens, from a forward pass over the whole episode and a mask."""
-    ids, is_trained = list(sample.prompt_ids), [False] * len(sample.prompt_ids)
+    """Log-probs of the policy's tokens, from a forward pass over each whole branch and a mask."""
+    starts = [0, *(start for start, _ in sample.branches), len(sample.completion_ids)]
+    contexts = [sample.prompt_ids, *(ids for _, ids in sample.branches)]
+    parts = [
+        masked_branch(model, sample, context, range(start, end))
+        for context, start, end in zip(contexts, starts[:-1], starts[1:], strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def masked_branch(
+    model: torch.nn.Module, sample: TrainingSample, context: list[int], places: range
+) -> Tensor:
+    ids, is_trained = list(context), [False] * len(context)
     observations = dict(sample.observations)
-    for place, id in enumerate(sample.completion_ids):
+    for place in places:
+        id = sample.completion_ids[place]
         observed = observations.get(place, [])
         ids += [*observed, id]
         is_trained += [*[False] * len(observed), True]
@@ -51,6 +66,7 @@ def test_the_gradient_is_that_of_a_masked_loss_by_hand(
     units = with_observations(make_units(3))
     samples = [sample for unit in units for sample in unit if sample.completion_ids]
     assert sum(bool(sample.observations) for sample in samples) >= 5
+    assert sum(bool(sample.branches) for sample in samples) >= 3
     trainer = make_trainer(
         temperature=TEMPERATURE,
         name="reinforce",
@@ -78,7 +94,7 @@ def test_the_gradient_is_that_of_a_masked_loss_by_hand(
     torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
 
 
-def test_log_probs_are_those_of_the_whole_episode(make_trainer: Make, model_path: Path) -> None:
+def test_log_probs_are_those_of_each_whole_branch(make_trainer: Make, model_path: Path) -> None:
     trainer = make_trainer(temperature=TEMPERATURE)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     for sample in with_observations(make_units(2))[1]:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 import scratchpad
@@ -11,6 +13,7 @@ from chatty_model import CALLS, END, chatty_tokenizer
 from tailrace.data.base import TasksetSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.taskset import Taskset
+from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Outcome
 from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
@@ -71,23 +74,30 @@ def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None, agent:
     return group.samples[0]
 
 
+def opened(taskset: str, **settings: Any) -> AbstractAsyncContextManager[VerifiersEnvironment]:
+    encoder = RequestEncoder(TasksetSettings(taskset=taskset), TOKENIZER, 4000)
+    return open_verifiers(VerifiersSettings(kind="verifiers", taskset=taskset, **settings), encoder)
+
+
 async def played(environment: VerifiersEnvironment, sample: Sample, script: Script) -> Outcome:
     return await environment.run(sample.prompt, script.episode(sample))
 
 
-def play(taskset: str, sample: Sample, turns: Sequence[str]) -> Outcome:
+def play(taskset: str, sample: Sample, turns: Sequence[str], **settings: Any) -> Outcome:
     async def main() -> Outcome:
-        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset=taskset)) as environment:
+        async with opened(taskset, **settings) as environment:
             return await played(environment, sample, Script(turns))
 
     return asyncio.run(main())
 
 
-def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token() -> None:
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token(history: str) -> None:
+    """A template that writes what was written begins no branch."""
     sample = sample_of("alphabet_sort", num_tasks=2)
     first, second = sample.prompt.row["task"]["user_turns"]  # type: ignore[index]
     truths = sample.prompt.row["task"]["truths"]  # type: ignore[index]
-    outcome = play("alphabet_sort", sample, truths)
+    outcome = play("alphabet_sort", sample, truths, history=history)
     assert outcome == Outcome(1.0, {"similarity": 1.0, "rewritten_history": 0.0})
     assert TOKENIZER.decode([*sample.prompt.ids, *sample.response_ids]) == (
         f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n{truths[0]}<|im_end|>\n"
@@ -102,7 +112,7 @@ def test_an_episode_that_is_parked_in_each_turn_repeats_no_token_and_no_call() -
 
     async def main() -> tuple[Outcome, int]:
         script = Script([WRITE, READ + FIRST, "alpha"], stop_at=[1, 3, 6])
-        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset="scratchpad")) as environment:
+        async with opened("scratchpad") as environment:
             for _ in range(3):
                 script.hangs.clear()
                 playing = asyncio.create_task(played(environment, sample, script))
@@ -124,7 +134,7 @@ def test_an_episode_that_is_parked_in_each_turn_repeats_no_token_and_no_call() -
 def test_rollouts_that_share_a_tool_have_states_of_their_own() -> None:
     async def main() -> list[Outcome]:
         samples = [sample_of("scratchpad", place) for place in (0, 1)]
-        async with open_verifiers(VerifiersSettings(kind="verifiers", taskset="scratchpad")) as environment:
+        async with opened("scratchpad") as environment:
             scripts = [Script([call, READ, "."]) for call in CALLS[:2]]
             return await asyncio.gather(*map(played, [environment] * 2, samples, scripts))
 
@@ -139,9 +149,23 @@ def test_a_malformed_call_and_an_unknown_tool_are_answered() -> None:
     assert "error: unknown tool 'nothing'" in second
 
 
-def test_a_harness_that_rewrites_history_ends_the_episode_and_is_counted() -> None:
+def test_a_harness_that_rewrites_history_begins_a_branch_token_by_token() -> None:
     sample = sample_of("rewriting")
     outcome = play("rewriting", sample, ["one", "two"])
+    assert outcome == Outcome(2.0, {"turns": 2.0, "rewritten_history": 1.0})
+    assert [decode(branch.context_ids) for branch in sample.branches] == [
+        f"user\n{said}\nassistant\n"
+        for said in (sample.prompt.given[0]["content"], "Forget it.")  # type: ignore[index]
+    ]
+    assert [decode(branch.response_ids(sample.completion_ids)) for branch in sample.branches] == [
+        "one",
+        "two",
+    ]
+
+
+def test_a_harness_that_rewrites_history_too_often_ends_the_episode() -> None:
+    sample = sample_of("rewriting")
+    outcome = play("rewriting", sample, ["one", "two"], max_branches=1)
     assert outcome == Outcome(1.0, {"turns": 1.0, "rewritten_history": 1.0})
     assert len(sample.turns) == 1 and decode(sample.completion_ids) == "one"
 

@@ -8,7 +8,7 @@ from tailrace.data.base import ProceduralSettings, Prompts, sources_of
 from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.environments.chat import Chat
-from tailrace.environments.open import check_environment, open_environment
+from tailrace.environments.open import check_environment, gives_every_reward, open_environment
 from tailrace.environments.settings import AgentSettings, EpisodeSettings, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.model_folder import context_length
@@ -59,6 +59,22 @@ def calls_reward_functions(config: RunConfig) -> bool:
     return config.reward.calls_functions and bool(not given or config.reward.named() or scorers)
 
 
+def unused_rewards(config: RunConfig) -> str | None:
+    """Return a warning if rewards are configured that the environment makes unused, as far as that can be
+    known."""
+    settings, reward = config.environment, config.reward
+    given = {
+        f"reward function {reward.named()}": reward.named(),
+        "reward.judges": reward.judges,
+        "reward.code": reward.code,
+    }
+    named = " and ".join(name for name, value in given.items() if value)
+    if not named or not isinstance(settings, EpisodeSettings) or not gives_every_reward(settings):
+        return None
+    but = ", but for episodes that end because no room is left" if isinstance(settings, AgentSettings) else ""
+    return f"not used{but}: {named}; the environment {settings.kind!r} gives the rewards itself"
+
+
 @asynccontextmanager
 async def open_play(
     config: RunConfig, tokenizer: Tokenizer, reference: Reference | None
@@ -78,6 +94,7 @@ async def open_play(
             max_context_tokens=context_length(config.model.path),
             grace_s=settings.grace_s,
             max_failures=settings.max_failures,
+            timeout_s=settings.timeout_s,
             reference=reference,
         )
         yield episodes.play

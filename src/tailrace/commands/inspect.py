@@ -253,5 +253,6 @@ def _turns(turns: Sequence[Turn]) -> str:
     starts = [0, *(turn.num_tokens for turn in turns)]
     return ", ".join(
         f"{turn.num_tokens - start} ({len(turn.observation_ids)}, {len(turn.results)})"
+        + (" | branch" if turn.begins_branch else "")
         for start, turn in zip(starts, turns, strict=False)
     )

@@ -13,6 +13,7 @@ from tailrace.commands.environments import (
     check_episodes,
     open_play,
     prompts_of_episodes,
+    unused_rewards,
 )
 from tailrace.commands.judges import check_judges, open_judges
 from tailrace.commands.memory import check_memory, run_memory
@@ -102,6 +103,8 @@ def _check_trainer(config: RunConfig) -> None:
 def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
     assert config.data
     reward = config.reward
+    if warning := unused_rewards(config):
+        print(f"tailrace: warning: {warning}", file=sys.stderr)
     calls_functions = calls_reward_functions(config)
     if calls_functions:
         scorer = Scorer.load(reward, config.data)

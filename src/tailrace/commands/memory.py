@@ -48,8 +48,9 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
             has_critic=config.algorithm.advantage == "gae",
             keeps_old_policy=config.algorithm.old_policy == "recomputed",
         )
+        longest = _longest_sample(config)
         for is_first in (True, False):
-            if (process := trainer_memory(shape, trainer, work, is_first=is_first)).num:
+            if (process := trainer_memory(shape, trainer, work, is_first=is_first, longest=longest)).num:
                 yield process
     if isinstance(engine, NativeEngineSettings) or not engine.urls:
         completion = config.sampling.max_completion_tokens
@@ -73,6 +74,17 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
             yield judge_memory(judge)
     small = {"process": SMALL_PROCESS_BYTES}
     yield ProcessMemory("controller and reward workers", "cpu", small, {}, config.reward.workers + 1)
+
+
+def _longest_sample(config: RunConfig) -> int:
+    """Tokens of one sequence of the trainer, as far as they are bounded: prompts count where
+    `max_prompt_tokens` bounds them, and the tokens of an environment fill the context."""
+    assert config.model and config.data and config.sampling
+    context = context_length(config.model.path)
+    if isinstance(config.environment, EpisodeSettings):
+        return context
+    prompts = [source.max_prompt_tokens or 0 for source in sources_of(config.data)]
+    return min(context, max(prompts) + config.sampling.max_completion_tokens)
 
 
 def _without_training(trainer: ProcessMemory) -> ProcessMemory:

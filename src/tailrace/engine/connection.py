@@ -82,7 +82,7 @@ class Connection:
         """A request for the rest of a sample's present turn, with an id that was not used before."""
         seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
         return self.probe(
-            [*sample.prompt.ids, *sample.response_ids],
+            sample.context_ids,
             max_tokens,
             seed=int.from_bytes(seed, "little") >> 1,
             greedy=sample.greedy,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.environments.agent_prompts import Encode
+from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.session import Session
 from tailrace.environments.session_server import SessionServer
@@ -45,18 +45,19 @@ class AgentEnvironment:
     """`Environment` (base.py).
 
     Args:
-        encode: of the data source of a prompt.
         server: open.
     """
 
     def __init__(
-        self, settings: AgentSettings, agent: Agent, encode: Callable[[Prompt], Encode], server: SessionServer
+        self, settings: AgentSettings, agent: Agent, encoder: RequestEncoder, server: SessionServer
     ) -> None:
-        self._settings, self._agent, self._encode, self._server = settings, agent, encode, server
+        self._settings, self._agent, self._encoder, self._server = settings, agent, encoder, server
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """As Environment.run."""
-        with self._server.session(self._encode(prompt), PARSERS[self._settings.parser]) as session:
+        settings = self._settings
+        contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
+        with self._server.session(contexts, PARSERS[settings.parser]) as session:
             task = Task(prompt.row, _messages(prompt), self._server.url(session), session.key)
             agent = asyncio.ensure_future(self._agent(task))
             try:
@@ -92,10 +93,10 @@ def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome
     """
     try:
         reward = agent.result()
-    except Exception as why:
+    except (Exception, SystemExit) as why:
         if session.is_over:
             raise EpisodeOver from why
-        reason = "rewritten history" if session.num_rewritten else "agent"
+        reason = "rewritten history" if session.num_refused else "agent"
         raise EnvironmentFailed(reason, f"{type(why).__name__}: {why}") from why
     if not session.num_turns:
         raise EnvironmentFailed("no request", "the agent ended and had sent no request")

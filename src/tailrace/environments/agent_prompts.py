@@ -1,6 +1,6 @@
 """The prompts of agents, which write their own first request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -8,30 +8,30 @@ from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.base import Message
+from tailrace.environments.contexts import Contexts, Encode, History, extends
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
-Encode = Callable[[Sequence[Message], Sequence[Message] | None], Sequence[int]]
-"""The tokens of messages and tools, with the generation prompt. Raises BadRow."""
-
 
 class RequestEncoder:
-    """Encodes the first requests of agents as the data room encodes prompts, with the settings of the data
+    """Encodes the requests of agents as the data room encodes prompts, with the settings of the data
     source."""
 
     def __init__(self, data: DataSettings, tokenizer: Tokenizer, max_context_tokens: int) -> None:
-        self._encoders = {
-            source.name if isinstance(source, MixedSettings) else "": PromptEncoder(
-                source, tokenizer, max_context_tokens
-            )
-            for source in sources_of(data)
-        }
+        self._extends = extends(tokenizer)
+        self._encoders, self._later = dict[str, PromptEncoder](), dict[str, PromptEncoder]()
+        for source in sources_of(data):
+            name = source.name if isinstance(source, MixedSettings) else ""
+            self._encoders[name] = PromptEncoder(source, tokenizer, max_context_tokens)
+            # The episode knows how much room it has.
+            of_any_length = source.model_copy(update={"max_prompt_tokens": None})
+            self._later[name] = PromptEncoder(of_any_length, tokenizer)
 
-    def __call__(self, prompt: Prompt) -> Encode:
-        """Return what encodes the first request of an agent whose task is the prompt."""
-        first = next(iter(self._encoders.values()))
-        encoder = self._encoders.get(prompt.source, first)
-        return lambda messages, tools: encoder.encode(list(messages), tools)[1]
+    def contexts(self, prompt: Prompt, history: History, max_branches: int) -> Contexts:
+        """Return the contexts of an agent whose task is the prompt."""
+        name = prompt.source if prompt.source in self._encoders else next(iter(self._encoders))
+        first, later = _encode(self._encoders[name]), _encode(self._later[name])
+        return Contexts(first, later, self._extends if history == "template" else None, max_branches)
 
     def start(self) -> list[int]:
         """Return the token with which every first request begins.
@@ -60,6 +60,10 @@ class AgentPrompts:
 
     def __getitem__(self, index: int) -> Prompt:
         return replace(self._prompts[index], ids=self._start)
+
+
+def _encode(encoder: PromptEncoder) -> Encode:
+    return lambda messages, tools: encoder.encode(list(messages), tools)[1]
 
 
 def _message(role: str, content: str) -> Message:

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from tailrace.clock import RealTimeLoop
+
 STOP_S = 5.0
 """Seconds in which agents that are cancelled must end."""
 
@@ -19,7 +21,7 @@ class AgentThread:
     async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Await a coroutine in the thread. Cancelling the call cancels it there and does not wait for it."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = RealTimeLoop()
             self._thread.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 

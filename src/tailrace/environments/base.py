@@ -47,6 +47,10 @@ class Policy(Protocol):
     id: SampleId
     """The sample. An episode that is interrupted and goes on has the same."""
 
+    @property
+    def context_ids(self) -> Sequence[int]:
+        """After a turn: all tokens of the context up to its end."""
+
     def open(self, prompt_ids: Sequence[int]) -> None:
         """Set the context of the first turn, before it. Without this call it is the prompt.
 
@@ -61,17 +65,24 @@ class Policy(Protocol):
         """
 
     async def complete(
-        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        max_tokens: int | None = None,
+        context_ids: Sequence[int] | None = None,
     ) -> Completion:
         """Return the policy's next turn.
 
         The context of the turn is the context of the last turn, its tokens, and the tokens that the chat
-        template writes for `messages`. Nothing is tokenised again.
+        template writes for `messages`. Nothing is tokenised again. With `context_ids` the history is
+        rewritten: the turn begins a branch (turns.py), which is trained as a sequence of its own.
 
         Args:
             messages: what the environment says after the last turn. Empty before the first turn, whose
                 context is the prompt.
             max_tokens: the turn is cut off there; None: where the limits of the episode are.
+            context_ids: the whole context of the turn, the prompt included, in place of an extension. The
+                context of the first turn is set with `open`.
 
         Raises:
             EpisodeOver: the last turn was cut off, or the context or the completion has no room for more.

@@ -13,7 +13,8 @@ import msgspec
 
 from tailrace.environments.base import Completion, EpisodeOver, Message
 from tailrace.errors import EnvironmentFailed
-from tailrace.types import Sample, Turn
+from tailrace.turns import Branch, Turn, branches_of
+from tailrace.types import Sample
 
 Serve = Callable[[Sample], Awaitable[None]]
 """Generates the rest of a turn. It may be cancelled at any token."""
@@ -34,7 +35,7 @@ class Episode:
 
     Args:
         max_completion_tokens: of all turns together.
-        max_context_tokens: of the prompt, the turns and the environment together.
+        max_context_tokens: of the prompt, the turns and the environment together, in each branch.
         grace_s: seconds for which an action that is under way is awaited when the episode is parked.
         written: awaited before an action begins and before its result is used.
     """
@@ -62,6 +63,12 @@ class Episode:
         self._num_openings = 0
         """1: the first recorded turn is no turn of the policy, but what `open` has put after the prompt."""
 
+    @property
+    def context_ids(self) -> list[int]:
+        """As Policy.context_ids."""
+        branch = self._branch(self._sample.turns[self._num_turns - 1].num_tokens)
+        return [*branch.context_ids, *branch.response_ids(self._sample.completion_ids)]
+
     def open(self, prompt_ids: Sequence[int]) -> None:
         """As Policy.open."""
         turns, prompt = self._sample.turns, list(self._sample.prompt.ids)
@@ -72,19 +79,25 @@ class Episode:
         if turns and opening != ids:
             raise _diverged()
         if ids and not turns:
-            self._check_room(ids)
+            self._check_room(len(prompt_ids))
             turns.append(Turn(0, "stop", observation_ids=ids))
         self._num_turns = self._num_openings = 1 if ids else 0
 
     async def complete(
-        self, messages: Sequence[Message] = (), *, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        max_tokens: int | None = None,
+        context_ids: Sequence[int] | None = None,
     ) -> Completion:
         """As Policy.complete."""
         if self._is_generating:
             raise RuntimeError("an environment called Policy.complete while another turn was generated")
         turns = self._sample.turns
         if self._num_turns > self._num_openings:
-            self._continue(turns[self._num_turns - 1], messages)
+            self._continue(turns[self._num_turns - 1], messages, context_ids)
+        elif context_ids is not None:
+            raise RuntimeError("the context of the first turn is set with Policy.open")
         if self._num_turns == len(turns):
             self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
             self._is_generating = True
@@ -100,8 +113,7 @@ class Episode:
         self._num_turns, self._num_calls = self._num_turns + 1, 0
         ids = self._sample.completion_ids[start : turn.num_tokens]
         logprobs = self._sample.behavior_logprobs[start : turn.num_tokens]
-        before = turns[: self._num_turns - 1]
-        num_context = len(self._sample.prompt.ids) + start + sum(len(each.observation_ids) for each in before)
+        num_context = self._branch(start).num_tokens
         return Completion(turn.text, turn.finish_reason, turn.num_tokens - start, ids, logprobs, num_context)
 
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
@@ -131,24 +143,31 @@ class Episode:
         await self._written()
         return result
 
-    def _continue(self, last: Turn, given: Sequence[Message]) -> None:
+    def _branch(self, num_tokens: int) -> Branch:
+        """The branch of the last turn that the environment has seen, up to a completion token."""
+        before = self._sample.turns[: self._num_turns - 1]
+        return branches_of(self._sample.prompt.ids, before, num_tokens)[-1]
+
+    def _continue(self, last: Turn, given: Sequence[Message], context_ids: Sequence[int] | None) -> None:
         """Put the environment's tokens after the last turn, unless they are there."""
         sample = self._sample
         last_id = sample.completion_ids[last.num_tokens - 1] if sample.completion_ids else None
         messages = _unicode(given)
-        ids = self._observe(messages, last_id)
+        begins_branch = context_ids is not None
+        ids = self._observe(messages, last_id) if context_ids is None else list(context_ids)
         if last.observation_ids:
-            if last.observation_ids != ids:
+            if (last.observation_ids, last.begins_branch) != (ids, begins_branch):
                 raise _diverged()
             return
-        self._check_room(ids, is_cut_off=last.finish_reason == "length")
-        last.messages = messages
+        num_before = 0 if begins_branch else sample.num_context_tokens
+        self._check_room(num_before + len(ids), is_cut_off=last.finish_reason == "length")
+        last.messages, last.begins_branch = messages, begins_branch
         last.observation_ids, sample.finish_reason = ids, None
 
-    def _check_room(self, ids: Sequence[int], *, is_cut_off: bool = False) -> None:
-        """Raises EpisodeOver if no turn fits after these tokens of the environment."""
+    def _check_room(self, num_context: int, *, is_cut_off: bool = False) -> None:
+        """Raises EpisodeOver if no turn fits after a context of so many tokens."""
         sample = self._sample
-        is_full = sample.num_context_tokens + len(ids) >= self._max_context_tokens
+        is_full = num_context >= self._max_context_tokens
         if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
             sample.finish_reason = "length"
             raise EpisodeOver

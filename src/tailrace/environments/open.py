@@ -13,6 +13,7 @@ from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.settings import (
     AgentSettings,
     EnvironmentSettings,
+    EpisodeSettings,
     PythonSettings,
     SingleTurnSettings,
     ToolsSettings,
@@ -42,7 +43,7 @@ async def open_environment(
     """Open an environment for the length of the block; None for single turns.
 
     Args:
-        tokenizer, encoder: for agents.
+        tokenizer, encoder: for agents, and for tasksets of verifiers.
 
     Raises:
         ConfigError: the settings name what cannot be imported or made.
@@ -61,7 +62,7 @@ async def open_environment(
             # Not at the top: verifiers takes seconds to import, and may not be installed.
             from tailrace.environments.verifiers.environment import open_verifiers
 
-            async with open_verifiers(settings) as environment:
+            async with open_verifiers(settings, encoder) as environment:
                 yield environment
 
 
@@ -82,6 +83,16 @@ def check_environment(settings: EnvironmentSettings) -> None:
         from tailrace.environments.agents import make_agent
 
         make_agent(settings, AgentThread())
+
+
+def gives_every_reward(settings: EpisodeSettings) -> bool:
+    """Return whether the environment gives the reward of every episode that it ends itself, as far as that
+    can be known before it runs: from its kind, or from the type hint of an agent."""
+    if isinstance(settings, AgentSettings) and settings.function:
+        function = import_function(settings.function, "environment.function")
+        hint = inspect.signature(function).return_annotation
+        return hint in (float, int, bool, "float", "int", "bool")
+    return settings.always_rewards
 
 
 def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:

@@ -1,17 +1,19 @@
 """A session: the conversation of one agent, whose requests are the turns of one episode.
 
 A request continues the conversation, repeats the last request, or rewrites the history. One that repeats gets
-the same reply: clients send a request again when a connection breaks. One that rewrites is refused, because
-the tokens of an episode are one sequence; the session goes on from the history that it has.
+the same reply: clients send a request again when a connection breaks. One that rewrites begins a branch
+(turns.py); if the episode may have no other, it is refused, and the session goes on from the history that it
+has.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tailrace.environments.agent_prompts import Encode
 from tailrace.environments.base import Completion, EpisodeOver, Policy
 from tailrace.environments.chat_replies import Reply, assistant_message
 from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
+from tailrace.environments.contexts import Contexts, TooManyBranches
 from tailrace.environments.tool_calls import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
 
@@ -40,17 +42,17 @@ class Session:
     Args:
         name: part of the ids of replies.
         key: the secret that requests must bear.
-        encode: makes the context of the first turn.
+        contexts: makes the contexts of the turns that do not extend the one before.
         parse: finds tool calls in the text of a turn.
     """
 
-    def __init__(self, name: str, key: str, encode: Encode, parse: Parse) -> None:
+    def __init__(self, name: str, key: str, contexts: Contexts, parse: Parse) -> None:
         self.name, self.key = name, key
-        self.num_turns = self.num_rewritten = 0
-        """Turns that were answered, and requests that were refused because they rewrite the history."""
+        self.num_turns = self.num_rewritten = self.num_refused = 0
+        """Turns that were answered; requests that rewrote the history; those of them that were refused."""
         self.is_over = False
         """A request found no room for another turn."""
-        self._encode, self._parse = encode, parse
+        self._contexts, self._parse = contexts, parse
         self._asks: asyncio.Queue[_Ask] = asyncio.Queue()
         self._open: set[_Ask] = set()
         self._asked: list[Plain] = []
@@ -105,30 +107,43 @@ class Session:
         messages = body.messages
         if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
             return self._last
-        new = self._new_messages(body)
+        max_tokens = body.max_completion_tokens or body.max_tokens
         try:
             if self._last is None:
                 self._open_episode(body, policy)
-            completion = await policy.complete(new, max_tokens=body.max_completion_tokens or body.max_tokens)
+                completion = await policy.complete(max_tokens=max_tokens)
+            else:
+                new, ids = self._continue(self._last, body, policy)
+                completion = await policy.complete(new, max_tokens=max_tokens, context_ids=ids)
         except EpisodeOver as why:
             self.is_over = True
             raise Refused("context_length_exceeded", "no room is left for another turn") from why
         return self._add(body, completion)
 
-    def _new_messages(self, body: SessionRequest) -> list[Plain]:
-        """The messages since the last turn."""
-        if self._last is None:
-            return []
-        history = [*self._asked, plain(self._last.message)]
-        if body.tools != self._tools or not continues(history, body.messages):
+    def _continue(
+        self, last: Reply, body: SessionRequest, policy: Policy
+    ) -> tuple[list[Plain], Sequence[int] | None]:
+        """The messages since the last turn, and the context if the turn begins a branch."""
+        history = [*self._asked, plain(last.message)]
+        is_longer = body.tools == self._tools and continues(history, body.messages)
+        try:
+            ids = self._contexts.rewritten(policy.context_ids, body.messages, body.tools, continues=is_longer)
+        except BadRow as why:
+            raise Refused("invalid_prompt", str(why)) from why
+        except TooManyBranches as why:
             self.num_rewritten += 1
-            problem = "a request must have the messages of the last one, its reply, and the same tools"
-            raise Refused("rewritten_history", problem)
-        return body.messages[len(history) :]
+            self.num_refused += 1
+            problem = (
+                "the history is rewritten more often than environment.max_branches allows: continue with the "
+                "messages of the last request, its reply, and the same tools"
+            )
+            raise Refused("rewritten_history", problem) from why
+        self.num_rewritten += ids is not None
+        return body.messages[len(history) if is_longer else 0 :], ids
 
     def _open_episode(self, body: SessionRequest, policy: Policy) -> None:
         try:
-            ids = self._encode(body.messages, body.tools)
+            ids = self._contexts.first(body.messages, body.tools)
         except BadRow as why:
             raise Refused("invalid_prompt", str(why)) from why
         try:

@@ -17,9 +17,9 @@ from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.serve.errors import add_error_handlers
 from tailrace.engine.serve.guard import Guard, error_body
 from tailrace.engine.serve.listening import Server
-from tailrace.environments.agent_prompts import Encode
 from tailrace.environments.chat_replies import Replies
 from tailrace.environments.chat_requests import SessionRequest
+from tailrace.environments.contexts import Contexts
 from tailrace.environments.session import Refused, Session
 from tailrace.environments.settings import MODEL
 from tailrace.environments.tool_calls import Parse
@@ -52,11 +52,11 @@ class SessionServer:
         self._serving: asyncio.Task[None] | None = None
 
     @contextmanager
-    def session(self, encode: Encode, parse: Parse) -> Iterator[Session]:
+    def session(self, contexts: Contexts, parse: Parse) -> Iterator[Session]:
         """Open a session and close it with the block."""
         if self._serving is None:
             self._serving = asyncio.create_task(self._server.serve([self._socket]))
-        session = Session(next(self._names), secrets.token_urlsafe(24), encode, parse)
+        session = Session(next(self._names), secrets.token_urlsafe(24), contexts, parse)
         self._sessions[session.name] = session
         try:
             yield session

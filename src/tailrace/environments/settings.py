@@ -24,12 +24,18 @@ class EpisodeSettings(Settings):
 
     gives_rewards: ClassVar[bool] = True
     """Whether it may give rewards itself, so that a run may go without reward functions."""
+    always_rewards: ClassVar[bool] = False
+    """Whether it gives every reward itself, so that reward functions and judges are not called."""
 
     grace_s: float = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
     """Seconds for which an action that is under way, such as a call of a tool, is awaited when its episode is
     parked; 0 to a day. After that it is cancelled, and made again when the episode goes on."""
     max_failures: int = Field(default=100, ge=1, le=1_000_000_000)
     """Consecutive episodes that fail because the environment raises, which end the run; at least 1."""
+    timeout_s: float | None = Field(default=None, gt=0, le=604_800, allow_inf_nan=False)
+    """Seconds after which an episode fails as "environment timeout"; above 0, at most a week. The time in
+    which the policy generates does not count. An episode that goes on after an interruption has them again.
+    None: no limit."""
 
 
 class ToolsSettings(EpisodeSettings):
@@ -71,7 +77,20 @@ class PythonSettings(EpisodeSettings):
     """Arguments of the class."""
 
 
-class AgentSettings(EpisodeSettings):
+class ConversationSettings(EpisodeSettings):
+    """What the settings of environments whose agents send the whole conversation have in common."""
+
+    history: Literal["keep", "template"] = "keep"
+    """What a turn reads of the turns before. "keep": what the policy wrote, token by token. "template": what
+    the chat template writes of them, as inference servers do; where it leaves something out (Qwen3's: the
+    thinking of earlier turns), the turn begins a branch."""
+    max_branches: int = Field(default=16, ge=1, le=100_000)
+    """Sequences that an episode may consist of: one, and one more for each time that its history is
+    rewritten; at least 1. Each may fill the model's context, and they are trained in one micro-batch. A
+    request that would begin one more is refused."""
+
+
+class AgentSettings(ConversationSettings):
     """An agent written for OpenAI's API: a function or a program, which talks to the policy over HTTP."""
 
     kind: Literal["agent"] = "agent"
@@ -103,8 +122,10 @@ class AgentSettings(EpisodeSettings):
         return self
 
 
-class VerifiersSettings(EpisodeSettings):
+class VerifiersSettings(ConversationSettings):
     """The environment of a taskset of verifiers, whose tasks are the data."""
+
+    always_rewards: ClassVar[bool] = True
 
     kind: Literal["verifiers"] = "verifiers"
     """Selects this kind of environment."""

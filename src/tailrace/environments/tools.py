@@ -110,7 +110,7 @@ class Tools:
             result = await asyncio.wait_for(made, limit_s)
         except TimeoutError:
             return Answer("timeout", f"no result within {limit_s:g} s")
-        except Exception as why:
+        except (Exception, SystemExit) as why:
             return Answer("raised", f"{type(why).__name__}: {why}"[: self._settings.max_answer_chars])
         finally:
             CALLER.reset(token)

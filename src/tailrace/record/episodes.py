@@ -11,6 +11,7 @@ class EpisodeFigures(TypedDict, total=False):
     """As in rows.StepRow."""
 
     num_turns: dict[str, float]
+    num_branches: dict[str, float]
     environment_tokens: float
     calls: float
 
@@ -20,8 +21,10 @@ def episode_figures(samples: Sequence[Sample]) -> EpisodeFigures:
     if not any(sample.turns for sample in samples):
         return {}
     num_turns = [len(sample.turns) - bool(sample.opening_ids) for sample in samples]
+    num_branches = [len(sample.branches) for sample in samples]
     return {
         "num_turns": {"mean": fmean(num_turns), "max": max(num_turns)},
+        "num_branches": {"mean": fmean(num_branches), "max": max(num_branches)},
         "environment_tokens": fmean(
             sample.num_observation_tokens - len(sample.opening_ids) for sample in samples
         ),

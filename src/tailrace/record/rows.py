@@ -93,9 +93,11 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     clipped_ratio: float = field(name="completions/clipped_ratio")
     """Share of samples that ended at the length limit."""
     num_turns: dict[str, float] = {}
-    """`mean` and `max` turns of a sample. This and the next two only where an environment takes part."""
+    """`mean` and `max` turns of a sample. This and the next three only where an environment takes part."""
+    num_branches: dict[str, float] = {}
+    """`mean` and `max` branches of a sample: 1, and 1 more for each time that its history was rewritten."""
     environment_tokens: float | None = field(name="environment_tokens/mean", default=None)
-    """Tokens of the environment in a sample: context that is not trained."""
+    """Tokens of the environment in a sample: context that is not trained. A new branch counts whole."""
     calls: float | None = field(name="tools/call_frequency", default=None)
     """Calls of the environment in a sample; mean over samples, as TRL counts tools."""
 

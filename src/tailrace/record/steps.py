@@ -215,7 +215,7 @@ class StepMeter:
         stats, samples, lags = event.stats, event.samples, event.lags
         step_s = event.end_s - self._last_end_s
         self._step, self._last_end_s = stats.num_steps, event.end_s
-        self._num_tokens += sum(sample.num_context_tokens for sample in samples)
+        self._num_tokens += sum(sample.num_sequence_tokens for sample in samples)
         groups = list(dict.fromkeys(sample.group for sample in samples))
         stds = [standard_deviation(_known_rewards(group.trainable)) for group in groups]
         counted_tokens = lags.publications.total()

@@ -3,7 +3,8 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tailrace.clock import now
@@ -27,6 +28,7 @@ class Episodes:
         observe, max_completion_tokens, max_context_tokens, grace_s: as Episode.
         decode: text of token ids.
         max_failures: consecutive episodes that fail, which end the run.
+        timeout_s: of one episode, without the time in which the policy generates. None: no limit.
         reference: log-probs of the samples that the environment rewards; the others get theirs when they are
             scored. None: the algorithm needs none.
     """
@@ -41,6 +43,7 @@ class Episodes:
         max_context_tokens: int,
         grace_s: float,
         max_failures: int,
+        timeout_s: float | None = None,
         reference: Reference | None = None,
     ) -> None:
         self._environment, self._observe, self._decode = environment, observe, decode
@@ -49,6 +52,7 @@ class Episodes:
             "max_context_tokens": max_context_tokens,
         }
         self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
+        self._timeout_s = timeout_s
         self._num_failures, self._first_failure = 0, ""
 
     async def play(
@@ -70,11 +74,17 @@ class Episodes:
                 broken.append(why)
                 raise
 
+        limit = asyncio.timeout(self._timeout_s)
+
+        async def generate(sample: Sample) -> None:
+            with _paused(limit):
+                await kept(serve(sample))
+
         sample.in_episode = True
         is_stored = sample.id.prompt >= 0  # not one of an evaluation
         episode = Episode(
             sample,
-            lambda sample: kept(serve(sample)),
+            generate,
             self._observe,
             self._decode,
             **self._limits,
@@ -83,13 +93,13 @@ class Episodes:
         )
         detail = ""
         try:
-            outcome = await self._run(sample, episode)
+            outcome = await self._run(sample, episode, limit)
             if outcome.reward is not None and self._reference:
                 sample.reference_logprobs = _checked(await kept(self._reference.logprobs(sample)))
         except EpisodeOver:
             outcome = Outcome()
         # An environment may raise CancelledError by itself: a task that it awaits was cancelled.
-        except (Exception, asyncio.CancelledError) as why:
+        except (Exception, asyncio.CancelledError, SystemExit) as why:
             if broken:
                 raise broken[0] from None
             _raise_if_cancelled()
@@ -101,8 +111,14 @@ class Episodes:
             scored = SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
             recorder.emit(scored)
 
-    async def _run(self, sample: Sample, episode: Episode) -> Outcome:
-        outcome = await self._environment.run(sample.prompt, episode)
+    async def _run(self, sample: Sample, episode: Episode, limit: asyncio.Timeout) -> Outcome:
+        try:
+            async with limit:
+                outcome = await self._environment.run(sample.prompt, episode)
+        except TimeoutError as why:
+            if not limit.expired():
+                raise
+            raise EnvironmentFailed("timeout", f"it took more than {self._timeout_s:g} s") from why
         _raise_if_cancelled()
         if not sample.turns:
             raise EnvironmentFailed("no turn", "it ended before the first turn of the policy")
@@ -136,6 +152,18 @@ class Episodes:
         if self._num_failures >= self._max_failures:
             raise EnvironmentBroken(self._num_failures, self._first_failure)
         return detail.encode(errors="replace").decode()  # it may quote what is not Unicode
+
+
+@contextmanager
+def _paused(limit: asyncio.Timeout) -> Iterator[None]:
+    """The time of the block does not count."""
+    when = limit.when()
+    left_s = None if when is None else when - now()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(None if left_s is None else now() + left_s)
 
 
 def _raise_if_cancelled() -> None:

@@ -47,4 +47,4 @@ def feasible(groups: Iterable[Group], max_tokens: int) -> Iterator[list[Group]]:
 def trained_tokens(group: Group) -> int:
     """Tokens that a trainer computes for a group: its trainable samples, prompts and the environment's tokens
     included."""
-    return sum(sample.num_context_tokens for sample in samples_of([group]))
+    return sum(sample.num_sequence_tokens for sample in samples_of([group]))

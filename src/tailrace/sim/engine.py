@@ -299,8 +299,8 @@ class SimEngine:
 
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request. Running requests have precedence over it."""
-        context = len(sample.prompt.ids) + sample.num_observation_tokens
-        self._suspended.keep(sample, context + self._running[sample].base + self._steps)
+        before = sample.num_context_tokens - sample.num_tokens
+        self._suspended.keep(sample, before + self._running[sample].base + self._steps)
 
     def _sync(self, sample: Sample) -> None:
         sample.grow(self._running[sample].base + self._steps - sample.num_tokens, self.version)

@@ -16,5 +16,5 @@ class SimReference:
     async def logprobs(self, sample: Sample) -> list[float]:
         """Empty: simulated samples have no token ids."""
         async with self._device:
-            await asyncio.sleep(sample.num_context_tokens / self._cost.tokens_per_s)
+            await asyncio.sleep(sample.num_sequence_tokens / self._cost.tokens_per_s)
         return []

@@ -92,7 +92,7 @@ class SimTrainer:
 
 
 def _num_positions(samples: Sequence[Sample]) -> int:
-    return sum(sample.num_context_tokens for sample in samples)
+    return sum(sample.num_sequence_tokens for sample in samples)
 
 
 def _ess(log_weights: Sequence[tuple[int, float]]) -> float:

@@ -4,6 +4,7 @@ import itertools
 
 import msgspec
 
+from tailrace.turns import Branch
 from tailrace.types import Sample, SampleId
 
 
@@ -32,6 +33,9 @@ class TrainingSample(msgspec.Struct, frozen=True):
     observations: list[tuple[int, list[int]]] = []
     """The environment's tokens, each time with the number of completion tokens before them. The model reads
     them; they are not trained. The last token is one of the completion."""
+    branches: list[tuple[int, list[int]]] = []
+    """For each later branch (turns.py): the number of completion tokens before it, and its context. The model
+    reads it as a sequence of its own; in every other respect its tokens are those of the sample."""
 
     @classmethod
     def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
@@ -42,7 +46,8 @@ class TrainingSample(msgspec.Struct, frozen=True):
         """
         ends = itertools.accumulate(span.num_tokens for span in sample.spans)
         carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
-        observations = [(turn.num_tokens, turn.observation_ids) for turn in sample.turns]
+        branches = sample.branches
+        observations = [each for branch in branches for each in branch.observations]
         return cls(
             sample.id,
             list(sample.prompt.ids),
@@ -51,7 +56,12 @@ class TrainingSample(msgspec.Struct, frozen=True):
             sample.advantage,
             sample.reference_logprobs,
             max(carried, default=0),
-            [each for each in observations if each[1] and each[0] < sample.num_tokens],
+            [each for each in observations if each[0] < sample.num_tokens],
+            [
+                (branch.start, list(branch.context_ids))
+                for branch in branches[1:]
+                if branch.start < sample.num_tokens
+            ],
         )
 
     def __post_init__(self) -> None:
@@ -61,7 +71,18 @@ class TrainingSample(msgspec.Struct, frozen=True):
         )
 
     @property
+    def sequences(self) -> list[Branch]:
+        """What the model reads, one by one."""
+        starts, contexts = zip((0, self.prompt_ids), *self.branches, strict=True)
+        ends = [*starts[1:], len(self.completion_ids)]
+        return [
+            Branch(context, start, end, [each for each in self.observations if start <= each[0] < end])
+            for start, end, context in zip(starts, ends, contexts, strict=True)
+        ]
+
+    @property
     def num_input_tokens(self) -> int:
-        """Tokens that a forward pass computes: the last completion token is a target only."""
-        num_observed = sum(len(ids) for _, ids in self.observations)
-        return len(self.prompt_ids) + num_observed + max(0, len(self.completion_ids) - 1)
+        """Tokens that a forward pass computes: the last token of a sequence is a target only."""
+        num_observed = sum(len(ids) for _, ids in (*self.observations, *self.branches))
+        num_targets = len(self.completion_ids)
+        return len(self.prompt_ids) + num_observed + max(0, num_targets - 1 - len(self.branches))

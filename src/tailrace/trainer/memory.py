@@ -1,7 +1,8 @@
 """The memory that one rank of the trainer needs, from the shape of the model. Imports no torch.
 
 The phases of a rank, one of which is the largest: reading the folder, a pass over a micro-batch of
-`max_tokens_per_microbatch` tokens, publishing, and saving a checkpoint. benchmarks/memory.py measures.
+`max_tokens_per_microbatch` tokens or over the longest sample, publishing, and saving a checkpoint.
+benchmarks/memory.py measures.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
 ALLOCATOR_SHARE = 0.12
 """Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
-ADVICE = "lower trainer.max_tokens_per_microbatch, train with [trainer.lora], or use more trainer.ranks"
+ADVICE = (
+    "lower trainer.max_tokens_per_microbatch or sampling.max_completion_tokens, "
+    "train with [trainer.lora], or use more trainer.ranks"
+)
 CUDA_BYTES = 600 * 2**20
 """CUDA's context and the workspaces of its libraries."""
 
@@ -44,12 +48,13 @@ class TrainerWork:
 
 
 def trainer_memory(
-    shape: ModelShape, settings: TrainerSettings, work: TrainerWork, *, is_first: bool
+    shape: ModelShape, settings: TrainerSettings, work: TrainerWork, *, is_first: bool, longest: int = 0
 ) -> ProcessMemory:
     """Estimate the memory of one process of the trainer.
 
     Args:
         is_first: rank 0, which reads the folder, publishes and exports; the other ranks do not.
+        longest: tokens of the longest sample, which may exceed a micro-batch.
     """
     ranks, has_adapter = settings.ranks, work.adapter_parameters is not None
     is_sharded = ranks > 1 or settings.cpu_offload
@@ -62,7 +67,8 @@ def trainer_memory(
         "critic": 4 * whole // ranks if work.has_critic else 0,
         "old policy": 4 * trained // ranks if work.keeps_old_policy else 0,
     }
-    computing = _pass(shape, settings, is_sharded, is_trained=not has_adapter)
+    tokens = max(settings.max_tokens_per_microbatch, longest)
+    computing = _pass(shape, settings, tokens, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
     host = {"process": TRANSFORMERS_BYTES, "publications": publications if is_first else 0}
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
@@ -99,10 +105,10 @@ def _with_allocator(parts: dict[str, int]) -> dict[str, int]:
 
 
 def _pass(
-    shape: ModelShape, settings: TrainerSettings, is_sharded: bool, *, is_trained: bool
+    shape: ModelShape, settings: TrainerSettings, tokens: int, is_sharded: bool, *, is_trained: bool
 ) -> dict[str, int]:
     """The largest moment of a forward and backward pass: at the head, or in the backward pass of a block."""
-    tokens, size = settings.max_tokens_per_microbatch, ITEM_BYTES[settings.dtype]
+    size = ITEM_BYTES[settings.dtype]
     block, outside = shape.block_parameters, shape.outside_parameters
     activations = tokens * block_activation_bytes(shape, size)
     kept = tokens * shape.hidden_size * size * shape.num_layers

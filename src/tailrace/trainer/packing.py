@@ -1,7 +1,8 @@
 """Packing: samples are laid end to end in micro-batches of a bounded number of tokens, without padding.
 
 The last token of a completion predicts nothing: it is a target and not an input. The environment's tokens of
-an episode are inputs and no targets.
+an episode are inputs and no targets. A sample whose history was rewritten is several sequences, which stay in
+one micro-batch: losses take means over the sample.
 
 Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
 only if it is a single sample; the result depends on the samples and their order only.
@@ -10,6 +11,7 @@ The ranks of a sharded model compute side by side, a micro-batch each, and must 
 rank that has none left computes a filler, which counts for nothing.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,18 +24,19 @@ from tailrace.types import SampleId
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """N samples with T input tokens and C completion tokens. [C] tensors are in the order of the samples."""
+    """N samples with T input tokens and C completion tokens, in S sequences: one for each branch of a sample
+    (turns.py). [C] tensors are in the order of the samples."""
 
     ids: list[SampleId]
     """[N]"""
     input_ids: Tensor
     """[1, T]"""
     position_ids: Tensor
-    """[1, T]: starts at zero in each sample."""
+    """[1, T]: starts at zero in each sequence."""
     boundaries: Tensor
-    """[N + 1] int32: the input tokens of sample n are boundaries[n] : boundaries[n + 1]."""
+    """[S + 1] int32: the input tokens of sequence s are boundaries[s] : boundaries[s + 1]."""
     max_length: int
-    """Input tokens of the longest sample."""
+    """Input tokens of the longest sequence."""
     predictors: Tensor
     """[C]: the index in 0..T-1 of the input token that predicts each completion token."""
     targets: Tensor
@@ -64,15 +67,15 @@ class MicroBatch:
         position_ids: list[int] = []
         predictors: list[int] = []
         boundaries = [0]
-        for sample in samples:
-            input_ids += sample.prompt_ids
-            start = 0
-            for end, observation in [*sample.observations, (len(sample.completion_ids), [])]:
+        for sample, sequence in [(each, sequence) for each in samples for sequence in each.sequences]:
+            input_ids += sequence.context_ids
+            start = sequence.start
+            for end, observation in [*sequence.observations, (sequence.end, [])]:
                 predictors += range(len(input_ids) - 1, len(input_ids) - 1 + end - start)
                 input_ids += sample.completion_ids[start:end] + observation
                 start = end
             input_ids.pop()
-            position_ids += range(sample.num_input_tokens)
+            position_ids += range(len(input_ids) - boundaries[-1])
             boundaries.append(len(input_ids))
 
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -83,7 +86,7 @@ class MicroBatch:
             input_ids=tensor(input_ids)[None],
             position_ids=tensor(position_ids)[None],
             boundaries=tensor(boundaries, torch.int32),
-            max_length=max(sample.num_input_tokens for sample in samples),
+            max_length=max(end - start for start, end in itertools.pairwise(boundaries)),
             predictors=tensor(predictors),
             targets=tensor([token for sample in samples for token in sample.completion_ids]),
             behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),

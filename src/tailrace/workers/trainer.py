@@ -190,7 +190,7 @@ class RemoteTrainer:
 
     def _divide(self, units: Sequence[Sequence[Sample]], replica: int | None) -> list[list[Sequence[Sample]]]:
         """The units of each replica, in their order."""
-        sizes = [sum(each.num_context_tokens for each in unit) for unit in units]
+        sizes = [sum(each.num_sequence_tokens for each in unit) for unit in units]
         owners = [0] * len(units)
         for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
             owners[index] = self._given.index(min(self._given)) if replica is None else replica

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 import httpx
 from verifiers.v1.clients import resolve_client
 
+from tailrace.clock import RealTimeLoop
 from tailrace.data.base import TasksetSettings
 from tailrace.data.taskset import Opening, Taskset, is_local
+from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Outcome, Policy
 from tailrace.environments.settings import VerifiersSettings
-from tailrace.environments.tool_calls import PARSERS, Parse
+from tailrace.environments.tool_calls import PARSERS
 from tailrace.environments.verifiers.harness import ID, RUNS, LocalTools, Run
 from tailrace.environments.verifiers.play import POLICY, Play, PolicyClient, RecordedClient
 from tailrace.types import Prompt
@@ -28,7 +30,9 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def open_verifiers(settings: VerifiersSettings) -> AsyncIterator["VerifiersEnvironment"]:
+async def open_verifiers(
+    settings: VerifiersSettings, encoder: RequestEncoder
+) -> AsyncIterator["VerifiersEnvironment"]:
     """Open the environment of a taskset for the length of the block.
 
     Raises:
@@ -38,7 +42,7 @@ async def open_verifiers(settings: VerifiersSettings) -> AsyncIterator["Verifier
         taskset=settings.taskset, args=settings.args, verifiers=settings.verifiers, agent=settings.agent
     )
     taskset = Taskset(names, harness=ID)
-    environment = VerifiersEnvironment(taskset, PARSERS[settings.parser])
+    environment = VerifiersEnvironment(taskset, settings, encoder)
     try:
         await environment.start()
         yield environment
@@ -50,12 +54,12 @@ class VerifiersEnvironment:
     """`Environment` (base.py) around an environment of verifiers.
 
     Args:
-        parse: finds the tool calls in the text of a turn.
+        encoder: for contexts of turns that begin a branch.
     """
 
-    def __init__(self, taskset: Taskset, parse: Parse) -> None:
-        self._taskset, self._parse = taskset, parse
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, taskset: Taskset, settings: VerifiersSettings, encoder: RequestEncoder) -> None:
+        self._taskset, self._settings, self._encoder = taskset, settings, encoder
+        self._loop = RealTimeLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
         self._life: concurrent.futures.Future[None] | None = None
         self._closing = asyncio.Event()
@@ -90,7 +94,9 @@ class VerifiersEnvironment:
         """
         task = self._taskset.task(prompt.row["task"])
         opening = Opening(prompt.given, prompt.row["tools"])  # type: ignore[arg-type]
-        play = Play(self._taskset.agent, opening, policy, self._parse)
+        settings = self._settings
+        contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
+        play = Play(self._taskset.agent, opening, policy, PARSERS[settings.parser], contexts)
         playing = asyncio.ensure_future(self._there(self._play(task, play)))
         try:
             episode = await play.serve(playing)

@@ -3,7 +3,7 @@
 import asyncio
 import concurrent.futures
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.v1.clients import Client, ModelContext, TrainClientConfig
@@ -14,9 +14,10 @@ from verifiers.v1.types import AssistantMessage, Response, Usage
 from verifiers.v1.types import ToolCall as WireCall
 
 from tailrace.data.taskset import Opening
-from tailrace.environments.base import Completion, EpisodeOver, Outcome, Policy
+from tailrace.environments.base import Completion, EpisodeOver, Message, Outcome, Policy
+from tailrace.environments.contexts import Contexts, TooManyBranches
 from tailrace.environments.tool_calls import Parse
-from tailrace.errors import EnvironmentFailed
+from tailrace.errors import BadRow, EnvironmentFailed
 
 T = TypeVar("T")
 
@@ -89,16 +90,25 @@ class RecordedClient(Client):  # type: ignore[misc]
 
 
 class Play:
-    """One episode: between the thread of verifiers, which asks, and that of the policy, which answers."""
+    """One episode: between the thread of verifiers, which asks, and that of the policy, which answers.
 
-    def __init__(self, agent: str, opening: Opening, policy: Policy, parse: Parse) -> None:
+    Args:
+        agent: the one that is trained.
+        opening: its first request.
+        parse: finds the tool calls in the text of a turn.
+        contexts: makes the contexts of turns that begin a branch.
+    """
+
+    def __init__(
+        self, agent: str, opening: Opening, policy: Policy, parse: Parse, contexts: Contexts
+    ) -> None:
         self.agent, self._opening, self._policy, self._parse = agent, opening, policy, parse
+        self._contexts = contexts
         self._loop = asyncio.get_running_loop()
         self._requests: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], concurrent.futures.Future[Any]]]
         self._requests = asyncio.Queue()
         self._trace: Any = None
-        self._num_turns = 0
-        self._rewritten = False
+        self._num_turns = self._num_rewritten = 0
         self._problem = ""
 
     async def serve(self, playing: asyncio.Future[T]) -> T:
@@ -141,17 +151,21 @@ class Play:
             self._problem = f"the agent {self.agent} runs twice in an episode"
             raise ProviderError(self._problem, status_code=400)
         self._trace = trace
-        known = [node for node in turn.prefix_node_ids if trace.nodes[node].sampled]
-        if len(known) != self._num_turns:
-            self._rewritten = True
-            return self._end(trace, "rewritten_history")
-        tail = [message_to_wire(message) for message in turn.tail]
-        if not self._num_turns:
-            tools = [tool_to_wire(tool) for tool in turn.tools or []]
-            self._check_opening(Opening([message_to_wire(each) for each in turn.prompt], tools))
-            tail = []
+        asked = [message_to_wire(message) for message in turn.prompt]
+        tools = [tool_to_wire(tool) for tool in turn.tools or []]
         try:
-            completion = await self._ask(lambda: self._policy.complete(tail))
+            if self._num_turns:
+                tail, context_ids = self._continue(turn, asked, tools)
+                completion = await self._ask(lambda: self._policy.complete(tail, context_ids=context_ids))
+            else:
+                self._check_opening(Opening(asked, tools))
+                completion = await self._ask(self._policy.complete)
+        except BadRow as why:
+            self._problem = str(why)
+            raise ProviderError(self._problem, status_code=400) from why
+        except TooManyBranches:
+            self._num_rewritten += 1
+            return self._end(trace, "rewritten_history")
         except EpisodeOver:
             return self._end(trace, "length")
         self._num_turns += 1
@@ -170,8 +184,27 @@ class Play:
         rewards = {name: each.score for name, each in self._trace.rewards.items() if each is not None}
         metrics = {name: value for name, value in self._trace.metrics.items() if value is not None}
         return Outcome(
-            self._trace.reward, {**metrics, **rewards, "rewritten_history": float(self._rewritten)}
+            self._trace.reward, {**metrics, **rewards, "rewritten_history": float(self._num_rewritten)}
         )
+
+    def _continue(
+        self, turn: Any, asked: Sequence[Message], tools: Sequence[Message]
+    ) -> tuple[Sequence[Message], Sequence[int] | None]:
+        """The messages since the last turn, and the context if the turn begins a branch."""
+        last = max(number for number, node in enumerate(turn.trace.nodes) if node.sampled)
+        continues = last in turn.prefix_node_ids
+        conversation = [self._as_written(message) for message in asked]
+        ids = self._contexts.rewritten(
+            self._policy.context_ids, conversation, tools or None, continues=continues
+        )
+        self._num_rewritten += ids is not None
+        return asked[turn.prefix_node_ids.index(last) + 1 if continues else 0 :], ids
+
+    def _as_written(self, message: Message) -> Message:
+        """The message without tool calls that its text has, too: a template would write them twice."""
+        if message.get("tool_calls") and self._parse(str(message.get("content") or "")):
+            return {key: value for key, value in message.items() if key != "tool_calls"}
+        return message
 
     def _check_opening(self, asked: Opening) -> None:
         if json.dumps(asked, sort_keys=True) != json.dumps(self._opening, sort_keys=True):
