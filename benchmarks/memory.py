@@ -118,7 +118,7 @@ async def train(config: RunConfig, folder: Path, num_tokens: int) -> list[int]:
             stats = await trainer.step()
             print(f"step {stats.num_steps}: {stats.num_tokens} tokens, {stats.compute_s:.0f} s", flush=True)
         await trainer.publish(1)
-        await trainer.save(folder / "checkpoint")
+        await (await trainer.save(folder / "checkpoint"))
         return [peak_bytes(each.process.pid) for each in named]
     finally:
         await trainer.close()

@@ -73,7 +73,7 @@ def run(trainer: TorchTrainer, replicas: list[int], folder: Path) -> Outcome:
                 trainer.accumulate([UNITS[index] for index in call])
         stats.append(trainer.step())
         if step == 0 and 0 in replicas:
-            trainer.save(folder)
+            trainer.save(folder)()
     ess = trainer.ess(UNITS[:2])
     assert trainer.logprobs(UNITS[0][0]) == trainer.logprobs(UNITS[0][0])
     return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.publish()})

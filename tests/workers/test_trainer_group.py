@@ -104,7 +104,7 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
                 weights = await trainer.publish(1)
                 names = set(load_file(model_path / "model.safetensors"))
                 assert set(load_file(Path(weights.location))) == names
-                await trainer.save(tmp_path / "checkpoint")
+                await (await trainer.save(tmp_path / "checkpoint"))
                 assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
                 assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
                 pids = [each.process.pid for each in trainer.processes]

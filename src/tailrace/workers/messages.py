@@ -246,9 +246,17 @@ class Send(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Write a checkpoint. Answered by Done or Refused."""
+    """Begin a checkpoint. Answered by Done when training may go on, or by Refused. A Written follows Done;
+    it comes before Done if the trainer does not train on while it writes."""
 
     folder: str
+
+
+class Written(msgspec.Struct, tag=True):
+    """The checkpoint of the last Save is complete, or has failed."""
+
+    failure: str | None
+    """Of CheckpointError."""
 
 
 class Restore(msgspec.Struct, tag=True):
@@ -308,7 +316,9 @@ class Referred(msgspec.Struct, tag=True):
 
 
 ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent
+FromTrainer = (
+    Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent | Written
+)
 
 
 FromReference = Ready | Refused | Referred
