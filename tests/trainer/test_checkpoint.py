@@ -132,3 +132,26 @@ def test_a_checkpoint_of_another_model_is_refused(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"to another model: .*mlp.* is .*64.*here .*48"):
         make_trainer().restore(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"advantage": "gae"}, {"lora": {"rank": 2}}])
+def test_a_checkpoint_has_the_state_at_its_beginning_though_training_goes_on(
+    make_trainer: Make, tmp_path: Path, settings: dict[str, object], beside: bool
+) -> None:
+    trainer = make_trainer(async_checkpoints=beside, **settings)
+    steps(trainer, range(2))
+    write = trainer.save(tmp_path / "checkpoint")
+    if beside:
+        wanted = steps(trainer, range(2, 4))
+        assert not (tmp_path / "checkpoint").exists()
+        write()
+    else:
+        write()
+        wanted = steps(trainer, range(2, 4))
+    restored = make_trainer(**settings)
+    restored.restore(tmp_path / "checkpoint")
+    got = steps(restored, range(2, 4))
+    assert [(s.num_steps, s.loss, s.grad_norm) for s in got] == [
+        (s.num_steps, s.loss, s.grad_norm) for s in wanted
+    ]
