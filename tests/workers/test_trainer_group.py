@@ -109,7 +109,7 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
                 await trainer.step()
                 await written
                 (tmp_path / "file").write_text("where a checkpoint is to be")
-                with pytest.raises(CheckpointError, match="file cannot be written .* make room on the disk"):
+                with pytest.raises(CheckpointError, match=r"file cannot be written .* make room on the disk"):
                     await (await trainer.save(tmp_path / "file"))
                 assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
                 assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2

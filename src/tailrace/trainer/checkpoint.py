@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.trainer import state_files
 from tailrace.trainer.fsdp import gather, scatter
 from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import PolicyModel, read_model
-from tailrace.trainer import state_files
 from tailrace.trainer.state_files import TrainerState, load, must_match, remedy, shapes_of
 
 STATE_FOLDER = "trainer"
