@@ -21,8 +21,11 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
+from tailrace.engine.vllm_adapter import VllmAdapters
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
+from tailrace.trainer.adapter import adapter_tensors
+from tailrace.trainer.base import LoraSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import JoinedServer, ManagedServer, free_port
@@ -40,6 +43,7 @@ class HttpEngines:
         devices: of each engine.
         min_context: tokens that a prompt and its completion may have together.
         trainer: publishes the weights. It may still be starting.
+        adapter: what is published in place of whole weights; None: whole weights are.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class HttpEngines:
         devices: Sequence[Devices | None],
         min_context: int,
         trainer: RemoteTrainer,
+        adapter: LoraSettings | None,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
         self._logs, self._spawner, self._trainer = logs, spawner, trainer
@@ -60,7 +65,10 @@ class HttpEngines:
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
         self._expected = Expected(settings, sampling, vocabulary, min_context)
-        self._tensors: Sequence[TensorInfo] = expected_tensors(model, settings.dtype)
+        self._adapter = adapter
+        self._tensors: Sequence[TensorInfo] = (
+            adapter_tensors(model, adapter) if adapter else expected_tensors(model, settings.dtype)
+        )
         self._compared: set[str] = set()
         """Engines that were compared with the trainer."""
         self._seeds = itertools.count(1)
@@ -124,12 +132,14 @@ class HttpEngines:
             port=port,
             plugins=write_plugin(self._logs / "vllm-plugin"),
             seed=next(self._seeds),
+            adapter_rank=self._adapter.rank if self._adapter else None,
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
         if isinstance(self._settings, SglangEngineSettings):
             return await sglang.detect(client, self._sampling, self._end_of_text)
-        return await vllm.detect(client, self._sampling, self._end_of_text)
+        kind = VllmAdapters if self._adapter else vllm.Vllm
+        return await vllm.detect(client, self._sampling, self._end_of_text, kind)
 
     async def _check(self, engine: HttpEngine) -> None:
         await check_server(engine.connection, self._expected)

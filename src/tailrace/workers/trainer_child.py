@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
+from tailrace.trainer.adapter import peft_config
 from tailrace.trainer.launch import Ranks, is_lost_peer, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.base import Weights, WeightSender
@@ -100,7 +101,8 @@ def write_checkpoint(write: Callable[[], None], channel: WorkerEnd[ToTrainer]) -
 def open_transport(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> WeightSender:
     """Open the configured transport; a ConfigError goes to the controller and ends the process."""
     with config_errors_sent(channel):
-        return open_sender(job.weights, job.model)
+        adapter = job.trainer.adapter
+        return open_sender(job.weights, job.model, peft_config(job.model, adapter) if adapter else None)
 
 
 def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
