@@ -224,7 +224,7 @@ class HttpEngine:
             raise Evicted(f"{self.name} aborted {sample.id} unasked")
 
     async def _end_attempts(self) -> None:
-        """End all requests at the server, also those that reach it late. A load holds back their successors."""
+        """End all requests at the server, also those that reach it late. The load holds their successors."""
         while attempts := [each.attempt for each in self._requests.values() if each.attempt]:
             await asyncio.gather(*map(self._send_abort, attempts))
             await asyncio.sleep(ABORTED_S)

@@ -208,14 +208,19 @@ class Vllm:
         await call(self.client, "GET", "/is_paused")
 
 
-async def detect(
-    client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int], kind: type[V]
+async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]) -> Vllm:
+    """As `detect_as`, for whole weights."""
+    return await detect_as(Vllm, client, sampling, end_of_text)
+
+
+async def detect_as(
+    kind: type[V], client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
 ) -> V:
     """Find out what a server can do.
 
     Args:
-        end_of_text: the model's tokens that end a text.
         kind: the dialect for the way in which weights are loaded.
+        end_of_text: the model's tokens that end a text.
 
     Raises:
         EngineDied: it cannot be reached.

@@ -6,12 +6,15 @@ adapter. So each request has one version, whatever the server says about the wei
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import httpx
+
 from tailrace.engine.dialect import Attempt, Chunk, call
-from tailrace.engine.vllm import DEV_MODE, Vllm
+from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.vllm import DEV_MODE, Vllm, detect_as
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
@@ -34,9 +37,9 @@ class VllmAdapters(Vllm):
     ends_requests: bool = True
     _adapter: str | None = field(default=None, init=False)
     """The name of the newest one."""
-    routes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("/pause", "/resume", "/abort_requests"), DEV_MODE
-    ) | dict.fromkeys((_LOAD, _UNLOAD), _ADAPTERS)
+    routes: ClassVar[Mapping[str, str]] = dict.fromkeys(("/pause", "/resume"), DEV_MODE) | dict.fromkeys(
+        (_LOAD, _UNLOAD), _ADAPTERS
+    )
     backend: ClassVar[str | None] = None
 
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
@@ -59,3 +62,12 @@ class VllmAdapters(Vllm):
         old, self._adapter = self._adapter, name
         if old:
             await call(self.client, "POST", _UNLOAD, body={"lora_name": old})
+
+
+async def detect(
+    client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
+) -> VllmAdapters:
+    """As `vllm.detect_as`."""
+    found = await detect_as(VllmAdapters, client, sampling, end_of_text)
+    found.capabilities = replace(found.capabilities, version_spans=False)
+    return found

@@ -14,6 +14,8 @@ from tailrace.weights.base import TensorInfo
 _WEIGHT = ".weight"
 _NOT_LINEAR = ("embed_tokens", "lm_head")
 _KEY = "trainer.lora"
+VLLM_MAX_RANK = 512
+"""As engine/vllm_adapter.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
@@ -67,6 +69,9 @@ def _check_taker(lora: LoraSettings, engine: str, transport: str) -> None:
         problem = f"vLLM reads an adapter from a folder, and weights.transport is {transport!r}"
         remedy = 'set weights.transport = "filesystem", or write "merged"'
         raise ConfigError(key, value, problem, remedy)
+    if engine == "vllm" and lora.rank > VLLM_MAX_RANK:
+        problem = f"vLLM takes adapters of a rank of {VLLM_MAX_RANK} at most"
+        raise ConfigError(f"{_KEY}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
     if engine not in ("native", "vllm"):
         problem = f"engines of the kind {engine!r} take whole weights only"
         raise ConfigError(key, value, problem, 'write "merged"')

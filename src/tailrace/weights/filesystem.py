@@ -1,7 +1,8 @@
 """Weight transport by a shared file system: a complete Hugging Face folder for each version.
 
-A version has config.json, the tokenizer and safetensors files, so any server can load it. An adapter is a
-version of its own, in peft's files. A version is written under a temporary name, synchronised to the disk and renamed: a reader sees a complete folder or none.
+A version has config.json, the tokenizer and safetensors files, so any server can load it; or it is an
+adapter in peft's files. It is written under a temporary name, synchronised to the disk and renamed: a reader
+sees a complete folder or none.
 """
 
 import json

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from tailrace.devices import Devices
-from tailrace.engine import sglang, sglang_server, vllm
+from tailrace.engine import sglang, sglang_server, vllm, vllm_adapter
 from tailrace.engine.connection import Server
 from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
@@ -21,7 +21,6 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.vllm_adapter import VllmAdapters
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
@@ -138,8 +137,8 @@ class HttpEngines:
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
         if isinstance(self._settings, SglangEngineSettings):
             return await sglang.detect(client, self._sampling, self._end_of_text)
-        kind = VllmAdapters if self._adapter else vllm.Vllm
-        return await vllm.detect(client, self._sampling, self._end_of_text, kind)
+        detect = vllm_adapter.detect if self._adapter else vllm.detect
+        return await detect(client, self._sampling, self._end_of_text)
 
     async def _check(self, engine: HttpEngine) -> None:
         await check_server(engine.connection, self._expected)

@@ -66,7 +66,7 @@ class Joined:
             await check_policy(engine, expected, joined.version(0), trainer_logprobs)
 
         async def find(client: httpx.AsyncClient) -> Vllm:
-            return await detect(client, SAMPLING, (), Vllm)
+            return await detect(client, SAMPLING, ())
 
         def engine(name: str, url: str) -> SupervisedEngine:
             async def begin() -> HttpEngine:

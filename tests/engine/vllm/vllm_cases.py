@@ -121,7 +121,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
     servers = Servers(runner, models, [], [])
 
     async def recording(client: httpx.AsyncClient) -> RecordingVllm:
-        found = await detect(client, SAMPLING, (), Vllm)
+        found = await detect(client, SAMPLING, ())
         given = {each.name: getattr(found, each.name) for each in fields(found) if each.init}
         record = servers.records[servers.urls.index(str(client.base_url).rstrip("/"))]
         return RecordingVllm(**given, record=record)
