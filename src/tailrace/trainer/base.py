@@ -32,7 +32,8 @@ class LoraSettings(Settings):
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
     """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
-    embedded engine adds to its own copy of W."""
+    embedded engine adds to its own copy of W, and vLLM to its activations, with
+    `weights.transport = "filesystem"`."""
 
 
 class TrainerSettings(Settings):
