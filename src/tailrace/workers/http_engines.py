@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from tempfile import gettempdir
 
 import httpx
 
@@ -21,7 +23,7 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import LoraSettings
@@ -37,7 +39,6 @@ class HttpEngines:
 
     Args:
         model: the Hugging Face folder.
-        logs: receives what servers that are started must find in files.
         spawner: starts servers.
         devices: of each engine.
         min_context: tokens that a prompt and its completion may have together.
@@ -51,7 +52,6 @@ class HttpEngines:
         settings: ServerEngineSettings,
         sampling: SamplingSettings,
         *,
-        logs: Path,
         spawner: Spawner,
         devices: Sequence[Devices | None],
         min_context: int,
@@ -59,7 +59,7 @@ class HttpEngines:
         adapter: LoraSettings | None,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
-        self._logs, self._spawner, self._trainer = logs, spawner, trainer
+        self._spawner, self._trainer = spawner, trainer
         self._devices = devices
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
@@ -112,13 +112,16 @@ class HttpEngines:
     async def _start(
         self, name: str, settings: ServerEngineSettings, devices: Devices | None
     ) -> ManagedServer:
-        port = free_port()
-        launch = self._launch(settings, port)
-        job = ServerJob(command=launch.command, env=dict(launch.env))
-        url, start_s = f"http://127.0.0.1:{port}", settings.start_s
-        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s, devices=devices)
+        port, plugins = free_port(), Path(gettempdir()) / f"tailrace-plugin-{os.urandom(6).hex()}"
+        launch = self._launch(settings, port, plugins)
+        needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
+        job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
+        start_s = settings.start_s
+        return await ManagedServer.spawn(
+            name, job, self._spawner, port=port, start_s=start_s, devices=devices
+        )
 
-    def _launch(self, settings: ServerEngineSettings, port: int) -> Launch:
+    def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
         max_context = context_length(self._model)
         if isinstance(settings, SglangEngineSettings):
             return sglang_server.launch(settings, model=self._model, max_context=max_context, port=port)
@@ -129,7 +132,7 @@ class HttpEngines:
             model=self._model,
             max_context=max_context,
             port=port,
-            plugins=write_plugin(self._logs / "vllm-plugin"),
+            plugins=plugins,
             seed=next(self._seeds),
             adapter_rank=self._adapter.rank if self._adapter else None,
         )

@@ -144,7 +144,6 @@ async def open_local(
                 model,
                 engine,
                 sampling,
-                logs=folder / "logs",
                 spawner=spawner,
                 devices=devices.engines,
                 min_context=longest,

@@ -79,7 +79,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         plugins=write_plugin(tmp_path / "plugin"),
         adapter_rank=LORA.rank,
     )
-    job, url = ServerJob(command=launch.command, env=dict(launch.env)), f"http://127.0.0.1:{port}"
+    job = ServerJob(command=launch.command, env=dict(launch.env))
 
     async def policy_logprobs(sample: Sample) -> list[float]:
         return logprobs(published.policies[0], sample)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         await check_policy(engine, expected, published.publish(), policy_logprobs)
 
     async def begin() -> HttpEngine:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(tmp_path), url=url, start_s=DEADLINE_S)
+        server = await ManagedServer.spawn("vllm", job, LocalSpawner(tmp_path), port=port, start_s=DEADLINE_S)
         return HttpEngine(
             "vllm",
             server,
