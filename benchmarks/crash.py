@@ -160,7 +160,7 @@ async def laps(
     unwritten: list[tuple[float, float]] = []
     async with open_parts(config, folder) as parts:
         start = folder / "start"
-        await parts.trainer.save(start)
+        await (await parts.trainer.save(start))
 
         async def lap(starting_point: StartingPoint, journal: Journal | NullJournal) -> tuple[float, float]:
             await rewind(parts, start, version=0)

@@ -1,10 +1,12 @@
 """The memory that `tailrace train --dry-run` estimates, against what the trainer's processes use.
 
-    python benchmarks/memory.py [--json FILE] [--ranks N] [--layers N] [--tokens N] [--lora RANK]
+    python benchmarks/memory.py [--json FILE] [--ranks N] [--layers N] [--vocabulary N]
+                                [--tokens N] [--lora RANK]
 
 Trains a model of the shape of Qwen3-0.6B with random weights on the CPU: two steps of one micro-batch for
 each rank, in bfloat16, with activation checkpointing, a publication and a checkpoint, by the processes that
-a run starts. The first step has no optimizer state yet, so the second one is the larger.
+a run starts. The first step has no optimizer state yet, so the second one is the larger. The checkpoint is
+written beside it.
 
     estimate_bytes  of the process that needs most, as --dry-run prints it
     peak_bytes      its peak resident memory (VmHWM); Linux only
@@ -36,11 +38,11 @@ WORD_IDS = 1000
 """Random tokens are below it."""
 
 
-def make_model(folder: Path, num_layers: int) -> None:
-    """Save a Qwen3-0.6B of so many layers with random weights, in bfloat16."""
+def make_model(folder: Path, num_layers: int, vocabulary: int) -> None:
+    """Save a Qwen3-0.6B of so many layers and tokens with random weights, in bfloat16."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=151_936,
+        vocab_size=vocabulary,
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=num_layers,
@@ -112,13 +114,17 @@ async def train(config: RunConfig, folder: Path, num_tokens: int) -> list[int]:
     trainer = RemoteTrainer(named)
     try:
         await trainer.ready()
+        written = None
         for step in range(2):
+            if step:  # the checkpoint is written beside the second step
+                written = await trainer.save(folder / "checkpoint")
             units = [make_group(step * len(named) + index, num_tokens) for index in range(len(named))]
             await trainer.accumulate(units, version=0)
             stats = await trainer.step()
             print(f"step {stats.num_steps}: {stats.num_tokens} tokens, {stats.compute_s:.0f} s", flush=True)
         await trainer.publish(1)
-        await trainer.save(folder / "checkpoint")
+        if written:
+            await written
         return [peak_bytes(each.process.pid) for each in named]
     finally:
         await trainer.close()
@@ -135,6 +141,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--vocabulary", type=int, default=151_936, help=f"tokens, at least {WORD_IDS}")
     parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
@@ -142,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder / "model", arguments.layers)
+        make_model(folder / "model", arguments.layers, arguments.vocabulary)
         config = make_config(folder / "model", arguments)
         processes = run_memory(config)
         print(memory_table(processes))

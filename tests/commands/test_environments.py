@@ -100,7 +100,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
     async def run() -> None:
         async with open_parts(tools, folder) as parts:
-            await parts.trainer.save(folder / "start")
+            await (await parts.trainer.save(folder / "start"))
             settings = tools.run.model_copy(update={"rounds": 1, "group_size": 8})
             meter = StepMeter(*writers, wall_clock=lambda: 0.0)
             serial = partial(SCHEDULES["serial"], groups_per_round=16, groups_per_step=16)

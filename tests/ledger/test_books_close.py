@@ -5,8 +5,10 @@ failures, the filter, the engines that die, how fast the ledger is written, and 
 run is killed and resumed; and what the store says is checked against the life that ended.
 """
 
+import asyncio
 import shutil
 import tempfile
+from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.slow_disk import SlowDisk
 from helpers.virtual import (
     ON_POLICY,
     Book,
@@ -44,7 +47,6 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.sim.trainer import SimTrainer
 from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
 
@@ -181,10 +183,12 @@ KILLS = st.lists(
     max_size=4,
 )
 BOOKS = st.builds(Book, commit_s=st.sampled_from([0.0, 0.01, 1.0]), flush_s=st.sampled_from([0.05, 0.2, 5.0]))
+WRITES = st.sampled_from([0.0, 0.2, 1.0])
+"""Seconds in which a checkpoint is written."""
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS)
+@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS, WRITES)
 def test_the_books_close_in_every_world(
     schedule: partial,  # type: ignore[type-arg]
     run: RunSettings,
@@ -193,6 +197,7 @@ def test_the_books_close_in_every_world(
     deaths: list[Death],
     kills: list[Kill],
     book: Book,
+    write_s: float,
 ) -> None:
     drawn: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -208,7 +213,7 @@ def test_the_books_close_in_every_world(
                 beside=beside_each_other(dying(*deaths), reporting),
                 parts=lambda: replace(
                     simulated_parts(world, run.seed, reference=algorithm.needs_reference),
-                    trainer=Witness(world.trainer),
+                    trainer=Witness(world.trainer, write_s),
                 ),
                 algorithm=algorithm,
             )
@@ -234,11 +239,11 @@ def test_the_books_close_in_every_world(
     assert sorted(trained) == sorted(witness.trained)
 
 
-class Witness(SimTrainer):
+class Witness(SlowDisk):
     """Whose weights are the list of what they were trained on."""
 
-    def __init__(self, cost: SimTrainerSettings) -> None:
-        super().__init__(cost)
+    def __init__(self, cost: SimTrainerSettings, write_s: float) -> None:
+        super().__init__(cost, write_s)
         self.trained: list[SampleId] = []
 
     async def step(self) -> StepStats:
@@ -246,9 +251,14 @@ class Witness(SimTrainer):
         self.trained += stats.samples
         return stats
 
-    async def save(self, folder: Path) -> None:
-        await super().save(folder)
-        (folder / "trained").write_bytes(msgspec.json.encode(self.trained))
+    async def save(self, folder: Path) -> Awaitable[None]:
+        written, trained = await super().save(folder), msgspec.json.encode(self.trained)
+
+        async def write() -> None:
+            await written
+            (folder / "trained").write_bytes(trained)
+
+        return asyncio.ensure_future(write())
 
     async def restore(self, folder: Path) -> None:
         await super().restore(folder)

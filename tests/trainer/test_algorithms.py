@@ -48,7 +48,7 @@ def gradients(trainer: TorchTrainer, calls: list[list[Unit]], folder: Path) -> T
     for units in calls:
         trainer.accumulate(units)
     trainer.step()
-    trainer.save(folder)
+    trainer.save(folder)()
     owners = ["policy", "critic"] if trainer._algorithm.advantage == "gae" else ["policy"]
     return torch.cat([first_moments(folder, owner) for owner in owners])
 
@@ -117,8 +117,8 @@ def test_with_a_critic_at_zero_the_advantage_is_the_reward(make_trainer: Make, t
     for trainer in (ppo, grpo):
         trainer.accumulate(units)
     assert ppo.step().loss == pytest.approx(grpo.step().loss, abs=1e-6)
-    ppo.save(tmp_path / "ppo")
-    grpo.save(tmp_path / "grpo")
+    ppo.save(tmp_path / "ppo")()
+    grpo.save(tmp_path / "grpo")()
     torch.testing.assert_close(first_moments(tmp_path / "ppo"), first_moments(tmp_path / "grpo"))
 
 
@@ -127,7 +127,7 @@ def test_a_restored_critic_goes_on_bit_for_bit_and_is_never_published(
 ) -> None:
     original = make_trainer(name="ppo", critic_learning_rate=1e-2)
     ppo_steps(original, 2)
-    original.save(tmp_path / "checkpoint")
+    original.save(tmp_path / "checkpoint")()
     wanted = ppo_steps(original, 3)
     restored = make_trainer(name="ppo", critic_learning_rate=1e-2)
     restored.restore(tmp_path / "checkpoint")
@@ -240,7 +240,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(make_trainer: Make, tmp_pat
     stats = trainer.step()
     assert stats.skipped and stats.num_steps == 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in dict(trainer.weights()).items())
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     restored = make_trainer()
     restored.restore(tmp_path / "checkpoint")
     for each in (trainer, untroubled, restored):

@@ -27,7 +27,7 @@ def steps(trainer: TorchTrainer, seeds: range) -> list[StepStats]:
 def test_a_restored_trainer_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Path, num_before: int) -> None:
     original = make_trainer(warmup_steps=5, weight_decay=0.1)
     steps(original, range(num_before))
-    original.save(tmp_path / "checkpoint")
+    original.save(tmp_path / "checkpoint")()
     chance = torch.rand(4)
     wanted = steps(original, range(num_before, 6))
 
@@ -47,7 +47,7 @@ def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
 ) -> None:
     trainer = make_trainer()
     steps(trainer, range(2))
-    trainer.save(tmp_path / "export")
+    trainer.save(tmp_path / "export")()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     ours = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for name, parameter in ours.named_parameters():
@@ -60,10 +60,10 @@ def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
 
 def test_saving_again_replaces_the_folder_and_leaves_nothing_else(make_trainer: Make, tmp_path: Path) -> None:
     trainer = make_trainer()
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     steps(trainer, range(1))
     (tmp_path / "checkpoint.partial").mkdir()
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     fresh = make_trainer()
     fresh.restore(tmp_path / "checkpoint")
@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
 ) -> None:
     trainer = make_trainer()
     steps(trainer, range(1))
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     path = tmp_path / "checkpoint" / file
     content = path.read_bytes()
     path.unlink()
@@ -96,7 +96,7 @@ def test_moments_that_are_missing_as_a_whole_are_a_defect(
     monkeypatch.setattr(state_files, "FILE_BYTES", 5100)  # the random state and the counts, nothing else
     trainer = make_trainer()
     steps(trainer, range(1))
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     _, *others = sorted((tmp_path / "checkpoint" / "trainer").iterdir())
     assert others
     for file in others:
@@ -109,11 +109,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(
     make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     before = (tmp_path / "checkpoint" / STATE_FILE).read_bytes()
     (tmp_path / "checkpoint.partial").write_text("a file where a folder is to be")
     with pytest.raises(CheckpointError, match=r"checkpoint cannot be written \(.*; make room on the disk"):
-        trainer.save(tmp_path / "checkpoint")
+        trainer.save(tmp_path / "checkpoint")()
     assert (tmp_path / "checkpoint" / STATE_FILE).read_bytes() == before
 
 
@@ -126,9 +126,32 @@ def test_a_checkpoint_of_another_model_is_refused(
     make_trainer: Make, model_path: Path, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
-    trainer.save(tmp_path / "checkpoint")
+    trainer.save(tmp_path / "checkpoint")()
     config = AutoConfig.from_pretrained(model_path)
     config.intermediate_size = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"to another model: .*mlp.* is .*64.*here .*48"):
         make_trainer().restore(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"advantage": "gae"}, {"lora": {"rank": 2}}])
+def test_a_checkpoint_has_the_state_at_its_beginning_though_training_goes_on(
+    make_trainer: Make, tmp_path: Path, settings: dict[str, object], beside: bool
+) -> None:
+    trainer = make_trainer(async_checkpoints=beside, **settings)
+    steps(trainer, range(2))
+    write = trainer.save(tmp_path / "checkpoint")
+    if beside:
+        wanted = steps(trainer, range(2, 4))
+        assert not (tmp_path / "checkpoint").exists()
+        write()
+    else:
+        write()
+        wanted = steps(trainer, range(2, 4))
+    restored = make_trainer(**settings)
+    restored.restore(tmp_path / "checkpoint")
+    got = steps(restored, range(2, 4))
+    assert [(s.num_steps, s.loss, s.grad_norm) for s in got] == [
+        (s.num_steps, s.loss, s.grad_norm) for s in wanted
+    ]

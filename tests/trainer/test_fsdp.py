@@ -5,6 +5,7 @@ Four processes are started once. They join in one layout after another, and each
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,16 +66,19 @@ def make(models: Mapping[str, Path], case: str, place: Ranks | None = None, **la
 
 
 def run(trainer: TorchTrainer, replicas: list[int], folder: Path) -> Outcome:
-    """Three steps, of what these replicas are given; a checkpoint after the first one."""
-    stats = []
+    """Three steps, of what these replicas are given. A checkpoint of the first one is written beside the
+    others."""
+    stats, writer = [], None
     for step, shares in enumerate(CALLS):
         for replica in replicas:
             for call in shares[replica]:
                 trainer.accumulate([UNITS[index] for index in call])
         stats.append(trainer.step())
         if step == 0 and 0 in replicas:
-            trainer.save(folder)
+            writer = ThreadPoolExecutor(1).submit(trainer.save(folder))
     ess = trainer.ess(UNITS[:2])
+    if writer:
+        writer.result()
     assert trainer.logprobs(UNITS[0][0]) == trainer.logprobs(UNITS[0][0])
     return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.publish()})
 

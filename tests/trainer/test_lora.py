@@ -54,7 +54,7 @@ def test_only_the_adapter_changes_and_merged_weights_are_its_sum_with_the_base(m
 def test_merged_weights_give_the_log_probs_of_the_trained_policy(make_trainer: Make, tmp_path: Path) -> None:
     trainer = make_trainer(lora=LORA)
     step(trainer)
-    trainer.save(tmp_path / "saved")
+    trainer.save(tmp_path / "saved")()
     sample = make_units(1)[0][0]
     policy = trainer._policy
     exported = make_trainer()
@@ -70,7 +70,7 @@ def test_merged_weights_give_the_log_probs_of_the_trained_policy(make_trainer: M
 def test_the_adapter_is_in_the_format_of_peft(make_trainer: Make, model_path: Path, tmp_path: Path) -> None:
     trainer = make_trainer(lora=LORA)
     step(trainer)
-    trainer.save(tmp_path / "saved")
+    trainer.save(tmp_path / "saved")()
     base = AutoModelForCausalLM.from_pretrained(model_path).eval()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     ids = torch.arange(20)[None]
@@ -82,7 +82,7 @@ def test_the_adapter_is_in_the_format_of_peft(make_trainer: Make, model_path: Pa
 def test_a_restored_adapter_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Path) -> None:
     original = make_trainer(lora=LORA, weight_decay=0.1)
     step(original)
-    original.save(tmp_path / "saved")
+    original.save(tmp_path / "saved")()
     wanted = step(original, 1)
     restored = make_trainer(lora=LORA, weight_decay=0.1)
     restored.restore(tmp_path / "saved")
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
 ) -> None:
     trainer = make_trainer(lora=LORA)
     step(trainer)
-    trainer.save(tmp_path / "saved")
+    trainer.save(tmp_path / "saved")()
     with pytest.raises(CheckpointError, match=words):
         make_trainer(lora=other).restore(tmp_path / "saved")
 

@@ -25,7 +25,7 @@ def gradient(trainer: TorchTrainer, calls: list[list[Unit]], folder: Path) -> Te
     for units in calls:
         trainer.accumulate(units)
     trainer.step()
-    trainer.save(folder)
+    trainer.save(folder)()
     return first_moments(folder)
 
 
@@ -78,7 +78,7 @@ def test_samples_without_advantage_are_counted_and_measured_as_if_they_had_one(
         trainer = make_trainer(normalize="token_mean", **NO_MOMENTUM)
         trainer.accumulate(of)
         stats.append(trainer.step())
-        trainer.save(tmp_path / str(index))
+        trainer.save(tmp_path / str(index))()
         gradients.append(first_moments(tmp_path / str(index)))
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)

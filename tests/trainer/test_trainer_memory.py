@@ -76,7 +76,9 @@ def test_lora_needs_no_gradient_and_moments_for_the_weights() -> None:
 
 
 def test_on_a_gpu_the_host_reads_and_saves_and_the_device_computes() -> None:
-    settings = TrainerSettings(device="cuda", ranks=2, dtype="bfloat16", activation_checkpointing=True)
+    settings = TrainerSettings(
+        device="cuda", ranks=2, dtype="bfloat16", activation_checkpointing=True, async_checkpoints=False
+    )
     need = trainer_memory(QWEN3, settings, TrainerWork(published_bytes=10), is_first=True)
     assert need.device == "cuda"
     assert {"weights", "gradient", "optimizer", "activations", "CUDA"} <= need.on_device.keys()
@@ -85,6 +87,18 @@ def test_on_a_gpu_the_host_reads_and_saves_and_the_device_computes() -> None:
     offloaded = settings.model_copy(update={"cpu_offload": True})
     moved = trainer_memory(QWEN3, offloaded, TrainerWork(published_bytes=10), is_first=True)
     assert "optimizer" not in moved.on_device and "optimizer" in moved.in_host
+
+
+def test_a_checkpoint_beside_training_needs_a_copy_in_host_memory() -> None:
+    settings = TrainerSettings(device="cuda", ranks=2)
+    first, other = (
+        trainer_memory(QWEN3, settings, TrainerWork(), is_first=is_first).in_host["checkpoint copy"]
+        for is_first in (True, False)
+    )
+    moments, files = 4 * QWEN3.num_parameters, 2 * memory.FILE_BYTES
+    assert (first, other) == (moments + files + 4 * QWEN3.num_parameters, moments + files)
+    alone = settings.model_copy(update={"async_checkpoints": False})
+    assert "checkpoint copy" not in trainer_memory(QWEN3, alone, TrainerWork(), is_first=False).in_host
 
 
 def test_the_processes_of_a_trainer_are_counted_once() -> None:

@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_a_masked_loss_by_hand(
     )
     trainer.accumulate(units)
     stats = trainer.step()
-    trainer.save(tmp_path / "trained")
+    trainer.save(tmp_path / "trained")()
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     losses = [-sample.advantage * masked_forward(model, sample).sum() for sample in samples]
@@ -116,7 +116,7 @@ def test_streamed_episodes_give_the_gradient_of_one_call_bit_for_bit(
         for call in calls:
             trainer.accumulate(call)
         trainer.step()
-        trainer.save(tmp_path / str(number))
+        trainer.save(tmp_path / str(number))()
         found.append(first_moments(tmp_path / str(number)))
     assert found[0].abs().max() > 1e-4
     assert torch.equal(*found)

@@ -55,7 +55,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
     with exact:
         trainer.accumulate([samples[:3], samples[3:]])
         stats = trainer.step()
-    trainer.save(tmp_path / "trained")
+    trainer.save(tmp_path / "trained")()
     assert case.trainer == "RLOO" or stats.loss == pytest.approx(wanted_loss, abs=1e-6)
     on_policy = case.vllm or case.trainer == "RLOO"
     assert on_policy or 0 < stats.clip_ratio < 1, "the batch must exercise the clip"

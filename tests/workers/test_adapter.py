@@ -69,7 +69,7 @@ def test_an_engine_with_the_adapter_generates_as_one_with_merged_weights(
             await opened.engines[0].sleep()
             await opened.engines[0].wake()
             last = await roll_out(opened)
-            await opened.trainer.save(tmp_path / "merged")
+            await (await opened.trainer.save(tmp_path / "merged"))
         merged = generated_by(tmp_path / "merged", last)
         for sample in last:
             assert {span.version for span in sample.spans} == {2}

@@ -8,7 +8,6 @@ import pytest
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.settings import (
-    EngineSettings,
     NativeEngineSettings,
     SamplingSettings,
     VllmEngineSettings,
@@ -25,7 +24,7 @@ from tailrace.weights.base import (
 from tailrace.workers.base import BrokerSettings, LocalHostSettings, RayHostSettings, RoleResources
 from tailrace.workers.bundles import Bundles, plan_bundles, trainer_names
 from tailrace.workers.hosts import check_host, where_workers_run
-from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.messages import EngineJob, ServerJob, TrainerJob
 from tailrace.workers.trainer import processes_of
 
 RAY, STREAM = RayHostSettings(), ProcessGroupSettings()
@@ -66,23 +65,41 @@ def test_servers_that_somebody_else_runs_are_not_placed() -> None:
     assert [bundles.role for bundles in found] == ["trainer", "reward"]
 
 
+def test_a_server_that_the_run_starts_has_a_bundle_with_the_gpus_of_its_group() -> None:
+    engine = VllmEngineSettings(replicas=2, tensor_parallel_size=4)
+    found = plan_bundles(
+        RAY,
+        engine=engine,
+        trainer=TrainerSettings(),
+        reward=RewardSettings(workers=1),
+        needs_reference=False,
+    )
+    assert found[1] == Bundles("engine", ["engine-0", "engine-1"], {"CPU": 1.0, "GPU": 4.0})
+
+
+def test_a_server_on_another_node_listens_on_the_address_of_its_node() -> None:
+    command = ("/venv/bin/python", "-m", "server", "--host", "127.0.0.1", "--port", "4000")
+    server = ServerJob(command=command, needs={"engine.python": Path("/venv/bin")})
+    assert server.at("10.0.0.7").command[4:] == ("10.0.0.7", "--port", "4000")
+    assert server.folders() == {"engine.python": Path("/venv/bin")}
+
+
 @pytest.mark.parametrize(
-    ("key", "engine", "weights", "broker"),
+    ("key", "weights", "broker"),
     [
-        ("weights.transport", NativeEngineSettings(), SharedMemorySettings(), BrokerSettings()),
-        ("engine.kind", VllmEngineSettings(), STREAM, BrokerSettings()),
-        ("broker.url", NativeEngineSettings(), STREAM, BrokerSettings(url="redis://host:1/0")),
+        ("weights.transport", SharedMemorySettings(), BrokerSettings()),
+        ("broker.url", STREAM, BrokerSettings(url="redis://host:1/0")),
     ],
 )
 def test_what_cannot_be_honoured_on_other_nodes_is_refused(
-    key: str, engine: EngineSettings, weights: WeightsSettings, broker: BrokerSettings
+    key: str, weights: WeightsSettings, broker: BrokerSettings
 ) -> None:
     pytest.importorskip("ray")
     with pytest.raises(ConfigError) as refused:
-        check_host(RAY, engine=engine, weights=weights, broker=broker)
+        check_host(RAY, weights=weights, broker=broker)
     assert refused.value.key == key
-    check_host(LocalHostSettings(), engine=engine, weights=weights, broker=broker)
-    check_host(RAY, engine=NativeEngineSettings(), weights=FilesystemSettings(), broker=BrokerSettings())
+    check_host(LocalHostSettings(), weights=weights, broker=broker)
+    check_host(RAY, weights=FilesystemSettings(), broker=BrokerSettings())
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +107,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         ConfigError, match=r"host\.kind = 'ray': Ray is not installed; pip install 'tailrace\[ray\]'"
     ):
-        check_host(RAY, engine=NativeEngineSettings(), weights=STREAM, broker=BrokerSettings())
+        check_host(RAY, weights=STREAM, broker=BrokerSettings())
 
 
 def test_a_file_with_rewards_is_in_the_working_directory_of_a_worker_on_another_node() -> None:

@@ -46,7 +46,7 @@ async def train(opened: Workers, samples: list[Sample]) -> StepStats:
 
 async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     """A step reaches the engines; a trainer that is restored repeats it."""
-    await opened.trainer.save(start)
+    await (await opened.trainer.save(start))
     first = await roll_out(opened, 8)
     assert [s.reward for s in first] == [len(s.text) + len("what?") / 8 for s in first]
     assert await opened.trainer.ess([first], version=0) == pytest.approx(1.0, abs=1e-4)

@@ -38,9 +38,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 async def spawn(code: str, logs: Path, start_s: float = 60.0) -> ManagedServer:
     port = free_port()
     job = ServerJob(command=(sys.executable, "-c", code, str(port)), env={"COLOUR": "red"})
-    return await ManagedServer.spawn(
-        "engine-3", job, LocalSpawner(logs), url=f"http://127.0.0.1:{port}", start_s=start_s
-    )
+    return await ManagedServer.spawn("engine-3", job, LocalSpawner(logs), port=port, start_s=start_s)
 
 
 async def pids(server: ManagedServer) -> list[int]:

@@ -104,7 +104,13 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
                 weights = await trainer.publish(1)
                 names = set(load_file(model_path / "model.safetensors"))
                 assert set(load_file(Path(weights.location))) == names
-                await trainer.save(tmp_path / "checkpoint")
+                written = await trainer.save(tmp_path / "checkpoint")
+                await trainer.accumulate([unit(0, 5)], version=1)
+                await trainer.step()
+                await written
+                (tmp_path / "file").write_text("where a checkpoint is to be")
+                with pytest.raises(CheckpointError, match=r"file cannot be written .* make room on the disk"):
+                    await (await trainer.save(tmp_path / "file"))
                 assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
                 assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
                 pids = [each.process.pid for each in trainer.processes]

@@ -81,7 +81,7 @@ def check_live(config: RunConfig) -> None:
     import_sinks(config.record.sinks)
     check_trackers(config.record.trackers)
     check_placement(config)
-    check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
+    check_host(config.host, weights=config.weights, broker=config.broker)
     if config.host.kind == "local":
         in_turn = config.placement.kind == "colocated"
         check_memory(run_memory(config), config.model.path, in_turn=in_turn)

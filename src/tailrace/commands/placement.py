@@ -40,6 +40,9 @@ def shared(config: RunConfig) -> Shared:
     if largest and (not isinstance(engine, VllmEngineSettings) or engine.urls):
         problem = "only vLLM servers that the run starts can be restarted with another size"
         raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    if largest and config.host.kind == "ray":
+        problem = "Ray gives each server its devices once, and two servers cannot be joined"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
     return shared_devices(
         config.placement,
         config.trainer,

@@ -79,7 +79,7 @@ class Arena:
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
             # For each set-up anew: what a trainer keeps beside the weights depends on its algorithm.
-            await self._parts.trainer.save(self._folder / "start")
+            await (await self._parts.trainer.save(self._folder / "start"))
         await rewind(self._parts, self._folder / "start", version=0)
         return self._parts
 

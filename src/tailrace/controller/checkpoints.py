@@ -1,8 +1,10 @@
 """Checkpoints and evaluations, which stand between the rounds of a run."""
 
+import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tailrace import clock
@@ -21,7 +23,12 @@ class Checkpoints:
     """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
     an interruption.
 
+    The run goes on while a checkpoint is written. The ledger is marked when it is complete, with the state of
+    the run at the moment at which the checkpoint began. So a run that is killed meanwhile resumes from the
+    checkpoint before. A checkpoint that cannot be written ends the run.
+
     Args:
+        tasks: what waits for the trainer and marks the ledger runs in this task group.
         folder: where checkpoints go; None: none are written.
         start: the checkpoint that the run was resumed from, and its round and optimizer steps.
     """
@@ -33,16 +40,20 @@ class Checkpoints:
         ledger: Ledger,
         journal: Journal | NullJournal,
         recorder: Recorder,
+        tasks: asyncio.TaskGroup,
         *,
         folder: Path | None,
         start: StartingPoint,
     ) -> None:
         self._parts, self._settings, self._ledger = parts, settings, ledger
         self._journal, self._recorder, self._folder = journal, recorder, folder
+        self._tasks = tasks
+        self._writing: asyncio.Task[None] | None = None
+        """Completes the newest checkpoint."""
         self.newest = folder / start.checkpoint if folder and start.checkpoint and start.step else None
-        """The newest checkpoint that has an optimizer step; None: there is none."""
+        """The newest complete checkpoint that has an optimizer step; None: there is none."""
         self._saved_at = (start.round if start.checkpoint else -1, start.step)
-        """Round and optimizer steps of the newest checkpoint."""
+        """Round and optimizer steps of the newest checkpoint, which may be still being written."""
 
     async def save_if_due(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
@@ -58,6 +69,18 @@ class Checkpoints:
         due = last or (every > 0 and state.round % every == 0)
         if due and (state.round, state.num_steps) != self._saved_at:
             await self._save(f"round_{state.round:06d}", state, state.version, parked, longest)
+        if last:
+            await self.written()
+
+    async def written(self) -> None:
+        """Wait until the newest checkpoint is complete.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self._writing:
+            with clock.waiting(f"the checkpoint {self._writing.get_name()} to be written"):
+                await self._writing
 
     async def save_mid_round(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int]
@@ -68,35 +91,43 @@ class Checkpoints:
         After a step since the last publication these weights are a new version, so that tokens of the
         published one count as older.
         """
-        if state.num_steps == self._saved_at[1]:
-            return
-        is_published = state.steps_at[state.version] == state.num_steps
-        version = state.version if is_published else state.version + 1
-        name = f"round_{state.round:06d}_step_{state.num_steps:06d}"
-        await self._save(name, state, version, parked, longest)
+        if state.num_steps != self._saved_at[1]:
+            is_published = state.steps_at[state.version] == state.num_steps
+            version = state.version if is_published else state.version + 1
+            name = f"round_{state.round:06d}_step_{state.num_steps:06d}"
+            await self._save(name, state, version, parked, longest)
+        await self.written()
 
     async def _save(
         self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
     ) -> None:
         if self._folder is None:
             return
-        folder = self._folder / name
-        await self._parts.trainer.save(folder)
-        await self._journal.mark(
-            name,
-            round=state.round,
-            version=version,
-            step=state.num_steps,
-            parked=parked,
-            longest=longest,
-            steps_at={**state.steps_at, version: state.num_steps},
-            anchors=self._parts.anchors.longest_s,
-        )
-        self.newest = folder if state.num_steps else None
-        self._saved_at = (state.round, state.num_steps)
-        self._delete_old(folder)
+        await self.written()  # at most one is written at a time
+        folder, round, num_steps = self._folder / name, state.round, state.num_steps
         num_drawn = self._ledger.totals.num_drawn
-        self._recorder.emit(Saved(clock.now(), state.round, str(folder), version, num_drawn))
+        mark = partial(
+            self._journal.mark,
+            name,
+            round=round,
+            version=version,
+            step=num_steps,
+            parked=list(parked),
+            longest=dict(longest),
+            steps_at={**state.steps_at, version: num_steps},
+            anchors=dict(self._parts.anchors.longest_s),
+        )
+        trainer_done = await self._parts.trainer.save(folder)
+        self._saved_at = (round, num_steps)
+
+        async def complete() -> None:
+            await trainer_done
+            await mark()
+            self.newest = folder if num_steps else None
+            self._delete_old(folder)
+            self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))
+
+        self._writing = self._tasks.create_task(complete(), name=name)
 
     def _delete_old(self, newest: Path) -> None:
         if (keep := self._settings.keep_checkpoints) is None:

@@ -75,7 +75,7 @@ class Run:
         self._generated_before = start.num_generated - self.router.num_generated
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.checkpoints = Checkpoints(
-            parts, settings, self._ledger, journal, recorder, folder=folder, start=start
+            parts, settings, self._ledger, journal, recorder, tasks, folder=folder, start=start
         )
         self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
         self.pool = Pool(

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 from typing import Any, Protocol
@@ -19,6 +20,22 @@ from tailrace.types import Sample
 TOKEN_VARIABLE = "TAILRACE_TOKEN"
 """The environment variable with the bearer token that requests to servers have."""
 _decode: Callable[[str], Any] = msgspec.json.decode
+
+
+@dataclass(slots=True)
+class Request:
+    """A sample that is being generated.
+
+    Args:
+        attempt: what the server was asked; None: nothing at present.
+        start: the sample's tokens at the start of the attempt.
+        cancelled: it must not be asked again.
+    """
+
+    sample: Sample
+    attempt: Attempt | None = None
+    start: int = 0
+    cancelled: bool = False
 
 
 class Server(Protocol):

@@ -104,6 +104,9 @@ class Dialect(Protocol):
     capabilities: Capabilities
     alive_route: str
     """A route that a well server answers at any time, also while it loads weights."""
+    ends_requests: bool
+    """An update needs a server without requests. Those in flight are ended and go on after it from their
+    tokens."""
     missing: tuple[str, ...]
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""

@@ -8,14 +8,14 @@ nothing that has arrived, and no token comes twice.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 
 from tailrace.clock import now, waiting
 from tailrace.engine.base import Capabilities, Usage
-from tailrace.engine.connection import Connection, Server
+from tailrace.engine.connection import Connection, Request, Server
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.dialect import Attempt, Dialect, VersionSpan
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
@@ -31,24 +31,10 @@ RETRY_S = 1.0
 """The pause before a request is sent again that was not answered or refused for now."""
 HEALTH_EVERY_S = 5.0
 """Seconds between two health checks, at most."""
+ABORTED_S = 0.05
+"""The pause before the server is asked again to end requests that an update may not meet."""
 _FOR_NOW = (408, 409, 425, 429)
 """Statuses below 500 after which a request may be sent again."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A sample that is being generated.
-
-    Args:
-        attempt: what the server was asked; None: nothing at present.
-        start: the sample's tokens at the start of the attempt.
-        cancelled: it must not be asked again.
-    """
-
-    sample: Sample
-    attempt: Attempt | None = None
-    start: int = 0
-    cancelled: bool = False
 
 
 class HttpEngine:
@@ -85,7 +71,7 @@ class HttpEngine:
         self._version = 0
         """Of the weights that the server has, as far as it was told."""
         self._num_prefilled = 0
-        self._requests: dict[Sample, _Request] = {}
+        self._requests: dict[Sample, Request] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._loading = asyncio.Lock()
         self._num_loads = 0
@@ -112,7 +98,7 @@ class HttpEngine:
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call aborts the request at the server, and returns once its last
         token is in the sample. Cancelling it again in the meantime has no effect."""
-        request = self._requests[sample] = _Request(sample)
+        request = self._requests[sample] = Request(sample)
         try:
             with self._until_death(self._complete(request)) as task:
                 try:
@@ -176,6 +162,8 @@ class HttpEngine:
         try:
             await self.dialect.pause(kv)
             try:
+                if self.dialect.ends_requests:
+                    await self._end_attempts()
                 update = self.dialect.update(weights, self._link)
                 await send_and_load(self._send(weights, self._link), update)
                 self._version = weights.version  # before the first token of these weights can arrive
@@ -184,7 +172,7 @@ class HttpEngine:
         except ServerRefused as refused:
             raise TransferFailed(f"{self.name}: {refused}") from refused
 
-    async def _complete(self, request: _Request) -> None:
+    async def _complete(self, request: Request) -> None:
         """Ask until the turn has ended. A broken stream is asked for again while the server is well."""
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
@@ -198,6 +186,7 @@ class HttpEngine:
             self._num_prefilled += len(request.attempt.ids)
             try:
                 await self._receive(request, request.attempt)
+                request.attempt = None
             except ServerRefused as refused:
                 if refused.status < 500 and refused.status not in _FOR_NOW:
                     raise
@@ -209,7 +198,7 @@ class HttpEngine:
                     raise
                 await self._before_retry(request)
 
-    async def _receive(self, request: _Request, attempt: Attempt) -> None:
+    async def _receive(self, request: Request, attempt: Attempt) -> None:
         """Put what arrives into the sample, until the request has ended.
 
         Raises:
@@ -231,10 +220,16 @@ class HttpEngine:
                 ended = ended or chunk.finish is not None
         if not ended:
             raise EngineDied(f"{self.name}: the stream of {sample.id} ended early")
-        if sample.finish_reason is None and not request.cancelled:
+        if sample.finish_reason is None and not request.cancelled and not self._num_loads:
             raise Evicted(f"{self.name} aborted {sample.id} unasked")
 
-    def _attribute(self, request: _Request, spans: Sequence[VersionSpan]) -> None:
+    async def _end_attempts(self) -> None:
+        """End all requests at the server, also those that reach it late. The load holds their successors."""
+        while attempts := [each.attempt for each in self._requests.values() if each.attempt]:
+            await asyncio.gather(*map(self._send_abort, attempts))
+            await asyncio.sleep(ABORTED_S)
+
+    def _attribute(self, request: Request, spans: Sequence[VersionSpan]) -> None:
         """Correct the versions of an attempt's tokens by the server's own word. A label that is no version is
         that of the model the server started with."""
         versions = [
@@ -245,14 +240,14 @@ class HttpEngine:
             raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
         request.sample.attribute(request.start, versions)
 
-    async def _before_retry(self, request: _Request) -> None:
+    async def _before_retry(self, request: Request) -> None:
         """Raise EngineDied if the server is not well, else make a pause."""
         request.attempt = None
         if not request.cancelled:
             await self._check_health()
             await asyncio.sleep(RETRY_S)
 
-    async def _abort(self, request: _Request, task: asyncio.Future[None]) -> None:
+    async def _abort(self, request: Request, task: asyncio.Future[None]) -> None:
         request.cancelled = True
         deadline_s = now() + ABORT_S
         while not task.done():

@@ -45,6 +45,7 @@ class Sglang:
     missing: tuple[str, ...]
     alive_route: str = "/model_info"
     """/health would generate a token, and fail while the server is paused."""
+    ends_requests: bool = False
     _flush: bool = field(default=False, init=False)
     _loaded: bool = field(default=False, init=False)
     """The weights are no longer those that the server started with."""

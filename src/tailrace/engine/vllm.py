@@ -5,7 +5,7 @@ Generation is /inference/v1/generate where the server streams it, else /v1/compl
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 
@@ -27,8 +27,7 @@ from tailrace.weights.base import Link, Weights
 from tailrace.weights.vllm_plugin import BACKEND
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-_RL_ROUTES = ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights")
-_DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
+DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
 _TOKEN_PREFIX = "token_id:"
 _ABSENT = -9999.0
 """The log-prob that vLLM writes where it has none."""
@@ -56,6 +55,9 @@ def check_sampling(sampling: SamplingSettings) -> None:
             "not those of the policy that is trained"
         )
         raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
+
+
+V = TypeVar("V", bound="Vllm")
 
 
 @dataclass(slots=True)
@@ -86,8 +88,15 @@ class Vllm:
     config: Mapping[str, Any]
     capabilities: Capabilities
     alive_route: str = "/health"
+    ends_requests: bool = False
     missing: tuple[str, ...] = ()
     _initialised: bool = field(default=False, init=False)
+    routes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"), DEV_MODE
+    )
+    """Those that a run needs, and what adds each."""
+    backend: ClassVar[str | None] = BACKEND
+    """Of weight transfer; None: any."""
 
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         """As Dialect.request, without the seed. With one, vLLM draws for each request alone, which is slow,
@@ -200,9 +209,17 @@ class Vllm:
 
 
 async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]) -> Vllm:
+    """As `detect_as`, for whole weights."""
+    return await detect_as(Vllm, client, sampling, end_of_text)
+
+
+async def detect_as(
+    kind: type[V], client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
+) -> V:
     """Find out what a server can do.
 
     Args:
+        kind: the dialect for the way in which weights are loaded.
         end_of_text: the model's tokens that end a text.
 
     Raises:
@@ -218,7 +235,7 @@ async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_t
     config = await _config(client) if "/server_info" in paths else {}
     salted = "cache_salt" in completion or "cache_salt" in _fields(schemas, "GenerateRequest")
     raw = (config.get("model_config") or {}).get("logprobs_mode") == "raw_logprobs"
-    vllm = Vllm(
+    vllm = kind(
         client=client,
         sampling=sampling,
         stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
@@ -235,7 +252,7 @@ async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_t
         config=config,
         capabilities=Capabilities(),
         missing=(
-            *_missing(paths, config, sampling),
+            *_missing(kind, paths, config, sampling),
             *(() if salted else ("the field cache_salt: update vLLM",)),
         ),
     )
@@ -251,12 +268,14 @@ async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_t
     return vllm
 
 
-def _missing(paths: Collection[str], config: Mapping[str, Any], sampling: SamplingSettings) -> list[str]:
-    missing = [f"the route {route}: {_DEV_MODE}" for route in _RL_ROUTES if route not in paths]
+def _missing(
+    kind: type[Vllm], paths: Collection[str], config: Mapping[str, Any], sampling: SamplingSettings
+) -> list[str]:
+    missing = [f"the route {route}: {remedy}" for route, remedy in kind.routes.items() if route not in paths]
     if not config:
         return missing
     backend = (config.get("weight_transfer_config") or {}).get("backend")
-    if backend != BACKEND:
+    if kind.backend and backend != kind.backend:
         missing.append(
             f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps tailrace` there, "
             f'and start it with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''

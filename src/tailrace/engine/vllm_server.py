@@ -7,6 +7,7 @@ from pathlib import Path
 from tailrace.engine.launch import Launch, find_interpreter
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.vllm import logprobs_mode
+from tailrace.engine.vllm_adapter import RUNTIME_ADAPTERS, max_rank
 from tailrace.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
@@ -49,6 +50,7 @@ class VllmInstallation:
         port: int,
         plugins: Path,
         seed: int = 0,
+        adapter_rank: int | None = None,
     ) -> Launch:
         """The command line of one server on the loopback interface.
 
@@ -56,6 +58,7 @@ class VllmInstallation:
             max_context: tokens of a prompt and its completion together.
             plugins: the folder that `write_plugin` has written.
             seed: of the sampling noise. Two replicas with one seed would draw the same noise.
+            adapter_rank: of the adapters that it gets in place of whole weights.
         """
         flags = {
             "--model": str(model),
@@ -72,6 +75,9 @@ class VllmInstallation:
         words = [word for flag in flags.items() for word in flag]
         words += ["--enable-prompt-tokens-details", *(["--enable-scale-out"] if self.has_scale_out else [])]
         env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        if adapter_rank is not None:
+            words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(adapter_rank))]
+            env[RUNTIME_ADAPTERS] = "1"
         module = ("-m", "vllm.entrypoints.openai.api_server")
         return Launch((self.python, *module, *words, *settings.args), env | settings.env)
 

@@ -187,7 +187,7 @@ class Evaluated(Moment, frozen=True):
 
 
 class Saved(Moment, frozen=True):
-    """A checkpoint was written before a round."""
+    """A checkpoint is complete. It began before a round, or in it."""
 
     round: int
     path: str

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from tailrace.errors import CheckpointError
@@ -72,9 +72,12 @@ class SimTrainer:
             await asyncio.sleep(self._cost.publish_s)
         return Weights(version)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Awaitable[None]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STEPS_FILE).write_text(str(self._num_steps))
+        complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        complete.set_result(None)
+        return complete
 
     async def restore(self, folder: Path) -> None:
         try:

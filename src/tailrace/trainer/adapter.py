@@ -14,6 +14,8 @@ from tailrace.weights.base import TensorInfo
 _WEIGHT = ".weight"
 _NOT_LINEAR = ("embed_tokens", "lm_head")
 _KEY = "trainer.lora"
+VLLM_MAX_RANK = 512
+"""As engine/vllm_adapter.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
@@ -51,16 +53,42 @@ def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) 
     """
     if find_spec("peft") is None:
         raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
-    takers = {
-        f"engines of the kind {engine!r} take whole weights only": engine == "native",
-        "a version in a folder is a whole model": transport != "filesystem",
-    }
-    for problem, takes in takers.items():
-        if lora.publish == "adapter" and not takes:
-            raise ConfigError(f"{_KEY}.publish", lora.publish, problem, 'write "merged"')
+    if lora.publish == "adapter":
+        _check_taker(lora, engine, transport)
     if not adapted_modules(model, lora):
         problem = "the model has no linear layer of these names"
         raise ConfigError(f"{_KEY}.target_modules", str(lora.target_modules), problem, "name at least one")
+
+
+def _check_taker(lora: LoraSettings, engine: str, transport: str) -> None:
+    key, value, in_files = f"{_KEY}.publish", lora.publish, transport == "filesystem"
+    if engine == "native" and in_files:
+        problem = "the embedded engine reads a version in a folder as a whole model"
+        raise ConfigError(key, value, problem, 'choose another weights.transport, or write "merged"')
+    if engine == "vllm" and not in_files:
+        problem = f"vLLM reads an adapter from a folder, and weights.transport is {transport!r}"
+        remedy = 'set weights.transport = "filesystem", or write "merged"'
+        raise ConfigError(key, value, problem, remedy)
+    if engine == "vllm" and lora.rank > VLLM_MAX_RANK:
+        problem = f"vLLM takes adapters of a rank of {VLLM_MAX_RANK} at most"
+        raise ConfigError(f"{_KEY}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
+    if engine not in ("native", "vllm"):
+        problem = f"engines of the kind {engine!r} take whole weights only"
+        raise ConfigError(key, value, problem, 'write "merged"')
+
+
+def peft_config(model: Path, lora: LoraSettings) -> dict[str, object]:
+    """The config file of a published adapter, as peft and inference servers read it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(adapted_modules(model, lora)),
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def adapter_tensors(model: Path, lora: LoraSettings) -> tuple[TensorInfo, ...]:

@@ -3,7 +3,7 @@
 A trainer has two verbs, `accumulate` and `step`, so that a schedule decides when the optimizer steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -32,7 +32,8 @@ class LoraSettings(Settings):
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
     """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
-    embedded engine adds to its own copy of W."""
+    embedded engine adds to its own copy of W, and vLLM to its activations, with
+    `weights.transport = "filesystem"`."""
 
 
 class TrainerSettings(Settings):
@@ -75,10 +76,13 @@ class TrainerSettings(Settings):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time.
     true or false."""
+    async_checkpoints: bool = True
+    """Train on while a checkpoint is written, from a copy of weights and optimizer states in host memory.
+    false: the trainer waits, and needs no memory for the copy. true or false."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others in one collective, at most. It must be more than the slowest
-    rank takes for one pass, and than rank 0 takes to read the model or to write a checkpoint, while the
-    others wait. Range: (0, 86,400]."""
+    rank takes for one pass, than rank 0 takes to read the model, and than a rank takes to write its part of
+    a checkpoint, while the others wait. Range: (0, 86,400]."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
     trained."""
@@ -164,8 +168,17 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Weights:
         """Make the current weights available to the engines as `version`."""
 
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint: model (a Hugging Face folder), optimizer, step count, random state."""
+    async def save(self, folder: Path) -> Awaitable[None]:
+        """Begin a checkpoint: model (a Hugging Face folder), optimizer, step count, random state.
+
+        Returns when it has what the trainer may change from now on. At most one is written at a time.
+
+        Returns:
+            Waits until the checkpoint is complete and in its folder.
+
+        Raises:
+            CheckpointError: it cannot be written. What is returned raises it, too.
+        """
 
     async def restore(self, folder: Path) -> None:
         """Continue from a checkpoint that `save` wrote.

@@ -7,6 +7,9 @@
 Each rank writes its shards into `trainer/` (state_files.py). Rank 0 gathers the model. The folder is written
 under a temporary name and renamed when it is complete, so a folder that exists was written to its end. Later
 damage is detected when it is read. Nothing is pickled.
+
+A checkpoint has two halves. `writing` copies the state to host memory. What it returns writes the copy and
+may run in a thread, while the trainer goes on.
 """
 
 import shutil
@@ -16,13 +19,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.trainer import state_files
 from tailrace.trainer.fsdp import gather, scatter
 from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import PolicyModel, read_model
-from tailrace.trainer.state_files import TrainerState, load, must_match, remedy, save, shapes_of
+from tailrace.trainer.state_files import TrainerState, load, must_match, remedy, shapes_of
 
 STATE_FOLDER = "trainer"
 ADAPTER_FOLDER = "adapter"
@@ -38,14 +41,25 @@ TOKENIZER_FILES = (
 )
 
 
-def write(folder: Path, policy: PolicyModel, state: TrainerState, tokenizer_from: Path, ranks: Ranks) -> None:
-    """Write a checkpoint, replacing the one in `folder` if there is one. All ranks of a replica call it.
+def writing(
+    folder: Path,
+    policy: PolicyModel,
+    state: TrainerState,
+    tokenizer_from: Path,
+    ranks: Ranks,
+    *,
+    copied: bool,
+) -> Callable[[], None]:
+    """Begin a checkpoint, and return what writes it, in place of the one in `folder` if there is one. All
+    ranks of a replica call it, and then what it returns. At most one checkpoint is written at a time.
 
     Args:
         tokenizer_from: the folder whose tokenizer files are copied.
+        copied: what is written is a copy in host memory, so that training may go on meanwhile.
 
     Raises:
-        CheckpointError: it cannot be written. The checkpoint that was there is unchanged.
+        CheckpointError: it cannot be written, here or in what is returned. The checkpoint that was there is
+            unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     is_first = ranks.rank == 0
@@ -55,31 +69,33 @@ def write(folder: Path, policy: PolicyModel, state: TrainerState, tokenizer_from
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    def export() -> None:
-        if is_first:
-            policy.model.save_pretrained(partial, state_dict=whole)
-            if policy.adapter:
-                policy.adapter.save(partial / ADAPTER_FOLDER, factors)
-            for pattern in TOKENIZER_FILES:
-                for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
-                    shutil.copy(file, partial)
+    ranks.together(lambda: _explained(folder, prepare))
+    write_state = state_files.writing(partial / STATE_FOLDER, state, ranks, copied=copied)
+    model = _whole_model(policy, is_first=is_first, copied=copied)
+    factors = {n: _in_host(gather(each), copied) for n, each in policy.factors().items()}
 
-    try:
-        ranks.together(lambda: _writing(folder, prepare))
-        factors = {n: gather(each) for n, each in policy.parameters().items()} if policy.adapter else {}
-        _writing(folder, lambda: save(partial / STATE_FOLDER, state, ranks))  # its copy is free again below
-        whole = {} if policy.adapter else _not_sharded(policy)
-        for name, tensor in policy.weights():
-            if is_first:
-                whole[name] = tensor.cpu()
-        ranks.together(lambda: _writing(folder, export))
-    except CheckpointError:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if is_first:
+    def write() -> None:
+        write_state()  # returns when all ranks have written
+        if not is_first:
+            return
+        policy.model.save_pretrained(partial, state_dict=model)
+        if policy.adapter:
+            policy.adapter.save(partial / ADAPTER_FOLDER, factors)
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
+                shutil.copy(file, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+
+    def write_or_clear() -> None:
+        try:
+            _explained(folder, write)
+        except CheckpointError:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    return write_or_clear
 
 
 def read(
@@ -107,7 +123,7 @@ def read(
     return state
 
 
-def _writing(folder: Path, work: Callable[[], None]) -> None:
+def _explained(folder: Path, work: Callable[[], None]) -> None:
     try:
         work()
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -115,10 +131,21 @@ def _writing(folder: Path, work: Callable[[], None]) -> None:
         raise CheckpointError(problem) from error
 
 
-def _not_sharded(policy: PolicyModel) -> dict[str, Tensor]:
-    """The state of a model without what `PolicyModel.weights` gathers."""
-    state = policy.model.state_dict()
-    return {name: tensor for name, tensor in state.items() if not isinstance(tensor, DTensor)}
+def _whole_model(policy: PolicyModel, *, is_first: bool, copied: bool) -> dict[str, Tensor]:
+    """The weights and buffers that rank 0 writes; empty in the other ranks, which help to gather them."""
+    whole = {}
+    for name, tensor in policy.weights():
+        if is_first:
+            whole[name] = _in_host(tensor, copied)
+    if is_first and not policy.adapter:
+        weights = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
+        state = policy.model.state_dict()
+        whole |= {name: _in_host(each, copied) for name, each in state.items() if name not in weights}
+    return whole
+
+
+def _in_host(tensor: Tensor, copied: bool) -> Tensor:
+    return tensor.to("cpu", copy=copied)
 
 
 def _read_weights(folder: Path, policy: PolicyModel) -> Mapping[str, Tensor]:

@@ -38,6 +38,9 @@ class Ranks:
     """The ranks of the replica, over which the model is sharded; None: this process has the whole model."""
     replicas: ProcessGroup | None = None
     """The process of the same rank in every replica; None: there is one replica."""
+    writers: ProcessGroup | None = None
+    """The ranks of the replica once more, on Gloo: for the threads that write a checkpoint, because the
+    collectives of two threads would mix in one group."""
 
     def sum_over_all(self, values: Tensor) -> None:
         """Add up values of all processes, in place."""
@@ -115,9 +118,11 @@ def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: in
         new_groups: Any = dist.new_subgroups_by_enumeration
         replica_ranks, _ = new_groups(numbers.tolist(), timeout=timeout)
         same_rank, _ = new_groups(numbers.T.tolist(), timeout=timeout)
+        writers, _ = new_groups(numbers.tolist(), timeout=timeout, backend="gloo")
         sharded = settings.ranks > 1 or settings.cpu_offload
         mesh = DeviceMesh.from_group(replica_ranks, device.type) if sharded else None
-        yield Ranks(rank, settings.ranks, mesh, same_rank if settings.replicas > 1 else None)
+        replicas = same_rank if settings.replicas > 1 else None
+        yield Ranks(rank, settings.ranks, mesh, replicas, writers if mesh else None)
     finally:
         dist.destroy_process_group()
 

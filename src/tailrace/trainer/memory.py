@@ -1,8 +1,8 @@
 """The memory that one rank of the trainer needs, from the shape of the model. Imports no torch.
 
 The phases of a rank, one of which is the largest: reading the folder, a pass over a micro-batch of
-`max_tokens_per_microbatch` tokens or over the longest sample, publishing, and saving a checkpoint.
-benchmarks/memory.py measures.
+`max_tokens_per_microbatch` tokens, publishing, and saving a checkpoint. The copy from which a checkpoint is
+written is there in all of them but the first. benchmarks/memory.py measures.
 """
 
 from dataclasses import dataclass
@@ -70,13 +70,28 @@ def trainer_memory(
     tokens = max(settings.max_tokens_per_microbatch, longest)
     computing = _pass(shape, settings, tokens, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
+<<<<<<< HEAD
     host = {"process": TRANSFORMERS_BYTES, "publications": publications if is_first else 0}
+=======
+    state = (8 * trained + (3 * whole if work.has_critic else 0)) // ranks
+    model = whole + (4 * trained if has_adapter else 0) if is_first else 0
+    files = 2 * min(FILE_BYTES, state)
+    host = {
+        "process": PROCESS_BYTES,
+        "publications": publications if is_first else 0,
+        "checkpoint copy": state + model + files if settings.async_checkpoints else 0,
+    }
+>>>>>>> i20
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
     phases = {
         "pass": computing,
         "publish": {"new publication": max(gathered, work.published_bytes if is_first else 0)},
-        "save": {"checkpoint": max(2 * FILE_BYTES, gathered, whole if is_copied else 0)},
+        "save": {
+            "checkpoint": gathered
+            if settings.async_checkpoints
+            else max(gathered, files + (model if is_copied else 0))
+        },
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read

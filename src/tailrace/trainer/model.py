@@ -213,6 +213,10 @@ class PolicyModel:
         parameters occur once. Those of a sharded model are DTensors."""
         return self._parameters
 
+    def factors(self) -> Mapping[str, Tensor]:
+        """The parameters of the adapter; none without one."""
+        return self._parameters if self.adapter else {}
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights with their Hugging Face names, the adapter added, one after another. They are copies if
         they are sharded or adapted; all ranks of the replica must take those of a sharded model."""

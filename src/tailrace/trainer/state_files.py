@@ -6,7 +6,7 @@ its own shards.
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +54,12 @@ class TrainerState:
     """uint8 states of this process's generators, by device type."""
 
 
-def save(folder: Path, state: TrainerState, ranks: Ranks) -> None:
-    """Write a state. All ranks of a replica call it.
+def writing(folder: Path, state: TrainerState, ranks: Ranks, *, copied: bool) -> Callable[[], None]:
+    """Return what writes a state. All ranks of a replica call it, and what it returns, which raises a
+    CheckpointException if a rank cannot write. These are the two halves of torch's `async_save`.
 
-    Raises:
-        CheckpointException: a rank could not write.
+    Args:
+        copied: the state is copied to host memory first, so that training may go on while it is written.
     """
     tensors = {f"random.{kind}.{ranks.rank}": each for kind, each in state.random.items()}
     for owner, optimizer in (("policy", state.policy), ("critic", state.critic)):
@@ -71,9 +72,14 @@ def save(folder: Path, state: TrainerState, ranks: Ranks) -> None:
     tensors |= {f"critic.weight.{name}": each for name, each in state.critic_weights.items()}
     files = _files_of(tensors, ranks)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    group = ranks.mesh.get_group() if ranks.mesh else None
-    with _alone_on_purpose():
-        state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    kept = writer.stage(tensors) if copied else tensors
+
+    def write() -> None:
+        group = ranks.writers
+        with _alone_on_purpose():
+            state_dict_saver.save(kept, storage_writer=writer, process_group=group, no_dist=group is None)
+
+    return write
 
 
 def _files_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:

@@ -11,7 +11,7 @@ change the gradient, and replicas may have unequal shares or none. A critic is t
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -193,15 +193,19 @@ class TorchTrainer:
         self._weights_published = True
         return self.weights()
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint without the accumulated gradients; raises as `checkpoint.write`."""
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Begin a checkpoint without the accumulated gradients. Returns what writes it, as
+        `checkpoint.writing`: in a thread, or with `async_checkpoints = false` before the next call."""
         random = {"cpu": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._policy.device)
         critic = self._critic.optimizer.state() if self._critic else None
         values = self._critic.parameters() if self._critic else {}
         state = TrainerState(self._optimizer.state(), critic, values, random)
-        checkpoint.write(folder, self._policy, state, self._tokenizer_from, self._ranks)
+        copied = self._settings.async_checkpoints
+        return checkpoint.writing(
+            folder, self._policy, state, self._tokenizer_from, self._ranks, copied=copied
+        )
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are

@@ -1,26 +1,31 @@
 """Weight transport by a shared file system: a complete Hugging Face folder for each version.
 
-A version has config.json, the tokenizer and safetensors files, so any server can load it. It is written
-under a temporary name, synchronised to the disk and renamed: a reader sees a complete folder or none.
+A version has config.json, the tokenizer and safetensors files, so any server can load it; or it is an
+adapter in peft's files. It is written under a temporary name, synchronised to the disk and renamed: a reader
+sees a complete folder or none.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tailrace.errors import ConfigError
 from tailrace.model_folder import read_config
-from tailrace.weights.base import KEPT_VERSIONS, Link, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, TensorInfo, Weights
 from tailrace.weights.tensors import manifest
 
 _VERSION, _PARTIAL, _LOCK = "version-", "partial-", ".lock"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."
+"""Of the names in peft's files."""
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 """Files of the model folder that are in each version: config, generation config and tokenizer."""
 
@@ -32,13 +37,21 @@ class FilesystemSender:
         folder: where the versions are written. What an earlier process left there is removed.
         model: the Hugging Face folder that is trained.
         shard_bytes: size of a safetensors file, at most.
+        adapter: the peft config of the adapters that are published in place of whole weights.
 
     Raises:
         ConfigError: the folder cannot be written to, or another trainer uses it.
     """
 
-    def __init__(self, folder: Path, model: Path, shard_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        shard_bytes: int,
+        adapter: Mapping[str, object] | None = None,
+    ) -> None:
         self._folder, self._model, self._shard_bytes = folder, model, shard_bytes
+        self._adapter = adapter
         self._kept: list[Path] = []
         """The kept versions, the oldest first."""
         try:
@@ -60,9 +73,7 @@ class FilesystemSender:
         infos = manifest(tensors)
         try:
             partial.mkdir()
-            self._write_config(partial, infos[0].dtype)
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_torch_state_dict(whole, partial, max_shard_size=self._shard_bytes)
+            self._write(partial, {name: tensor.contiguous() for name, tensor in tensors.items()}, infos)
             _synchronize(partial)
             shutil.rmtree(final, ignore_errors=True)  # a version that was undone
             partial.rename(final)
@@ -82,6 +93,15 @@ class FilesystemSender:
     def close(self) -> None:
         """Let another trainer use the folder. The versions stay."""
         self._lock.release()
+
+    def _write(self, folder: Path, tensors: dict[str, Tensor], infos: Sequence[TensorInfo]) -> None:
+        if self._adapter is None:
+            self._write_config(folder, infos[0].dtype)
+            save_torch_state_dict(tensors, folder, max_shard_size=self._shard_bytes)
+            return
+        named = {ADAPTER_PREFIX + name: tensor for name, tensor in tensors.items()}
+        save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._adapter, indent=2))
 
     def _write_config(self, folder: Path, dtype: str) -> None:
         for pattern in _COPIED:

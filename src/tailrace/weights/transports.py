@@ -4,7 +4,7 @@ This runs inside an inference server's environment too: it imports torch, safete
 and nothing of the package that needs more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -29,11 +29,14 @@ from tailrace.weights.shared_memory import SharedMemorySender
 from tailrace.weights.tensors import manifest
 
 
-def open_sender(settings: WeightsSettings, model: Path) -> WeightSender:
+def open_sender(
+    settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None = None
+) -> WeightSender:
     """Return the trainer's half of a transport.
 
     Args:
         model: the Hugging Face folder that is trained.
+        adapter: the peft config of the adapters that are published in place of whole weights.
 
     Raises:
         ConfigError: the transport cannot work here.
@@ -41,7 +44,7 @@ def open_sender(settings: WeightsSettings, model: Path) -> WeightSender:
     match settings:
         case FilesystemSettings(folder=folder, shard_bytes=shard_bytes):
             assert folder is not None
-            return FilesystemSender(folder, model, shard_bytes)
+            return FilesystemSender(folder, model, shard_bytes, adapter)
         case ProcessGroupSettings():
             return ProcessGroupSender(settings)
         case _:

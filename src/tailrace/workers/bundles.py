@@ -52,6 +52,10 @@ def plan_bundles(
         names = [f"engine-{number}" for number in range(engine.num_engines)]
         resources = named.engine or _default(engine.threads, engine.device)
         found.append(Bundles("engine", names, resources))
+    elif not engine.urls:
+        names = [f"engine-{number}" for number in range(engine.num_engines)]
+        gpus = {"CPU": 1.0, "GPU": float(engine.tensor_parallel_size)}
+        found.append(Bundles("engine", names, named.engine or gpus))
     names = [f"scorer-{number}" for number in range(reward.workers)]
     return [*found, Bundles("reward", names, named.reward or {"CPU": 1.0})]
 

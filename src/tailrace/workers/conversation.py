@@ -21,6 +21,9 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 class Conversation:
     """The controller's side. A subclass carries the messages and notices the end of the worker."""
 
+    address = "127.0.0.1"
+    """Under which this host reaches the worker's."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.on_message: Callable[[msgspec.Struct], None] = self.answer

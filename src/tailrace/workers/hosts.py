@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tailrace.engine.settings import EngineSettings, ServerEngineSettings
+from tailrace.engine.settings import EngineSettings
 from tailrace.errors import ConfigError
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
@@ -15,9 +15,7 @@ from tailrace.workers.bundles import plan_bundles
 from tailrace.workers.spawner import LocalSpawner, Spawner
 
 
-def check_host(
-    host: HostSettings, *, engine: EngineSettings, weights: WeightsSettings, broker: BrokerSettings
-) -> None:
+def check_host(host: HostSettings, *, weights: WeightsSettings, broker: BrokerSettings) -> None:
     """Check that the other settings can be honoured on other hosts. Does not look for the cluster.
 
     Raises:
@@ -31,10 +29,6 @@ def check_host(
         problem = "engines and trainer may be on different nodes (host.kind = 'ray')"
         remedy = 'write "process_group" or "filesystem"'
         raise ConfigError("weights.transport", "shared_memory", problem, remedy)
-    if isinstance(engine, ServerEngineSettings) and not engine.urls:
-        problem = "Ray places embedded engines; a server that the run starts would be on this host only"
-        remedy = "start the servers yourself, and name them in engine.urls"
-        raise ConfigError("engine.kind", engine.kind, problem, remedy)
     if broker.url:
         problem = "Ray places every stage (host.kind = 'ray')"
         raise ConfigError("broker.url", broker.url, problem, "remove the section [broker]")

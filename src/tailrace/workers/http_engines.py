@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from tempfile import gettempdir
 
 import httpx
 
 from tailrace.devices import Devices
-from tailrace.engine import sglang, sglang_server, vllm
+from tailrace.engine import sglang, sglang_server, vllm, vllm_adapter
 from tailrace.engine.connection import Server
 from tailrace.engine.dialect import Dialect
 from tailrace.engine.http import HttpEngine
@@ -21,8 +23,10 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
+from tailrace.trainer.adapter import adapter_tensors
+from tailrace.trainer.base import LoraSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import JoinedServer, ManagedServer, free_port
@@ -35,11 +39,11 @@ class HttpEngines:
 
     Args:
         model: the Hugging Face folder.
-        logs: receives what servers that are started must find in files.
         spawner: starts servers.
         devices: of each engine.
         min_context: tokens that a prompt and its completion may have together.
         trainer: publishes the weights. It may still be starting.
+        adapter: what is published in place of whole weights; None: whole weights are.
     """
 
     def __init__(
@@ -48,19 +52,22 @@ class HttpEngines:
         settings: ServerEngineSettings,
         sampling: SamplingSettings,
         *,
-        logs: Path,
         spawner: Spawner,
         devices: Sequence[Devices | None],
         min_context: int,
         trainer: RemoteTrainer,
+        adapter: LoraSettings | None,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
-        self._logs, self._spawner, self._trainer = logs, spawner, trainer
+        self._spawner, self._trainer = spawner, trainer
         self._devices = devices
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
         self._expected = Expected(settings, sampling, vocabulary, min_context)
-        self._tensors: Sequence[TensorInfo] = expected_tensors(model, settings.dtype)
+        self._adapter = adapter
+        self._tensors: Sequence[TensorInfo] = (
+            adapter_tensors(model, adapter) if adapter else expected_tensors(model, settings.dtype)
+        )
         self._compared: set[str] = set()
         """Engines that were compared with the trainer."""
         self._seeds = itertools.count(1)
@@ -105,13 +112,16 @@ class HttpEngines:
     async def _start(
         self, name: str, settings: ServerEngineSettings, devices: Devices | None
     ) -> ManagedServer:
-        port = free_port()
-        launch = self._launch(settings, port)
-        job = ServerJob(command=launch.command, env=dict(launch.env))
-        url, start_s = f"http://127.0.0.1:{port}", settings.start_s
-        return await ManagedServer.spawn(name, job, self._spawner, url=url, start_s=start_s, devices=devices)
+        port, plugins = free_port(), Path(gettempdir()) / f"tailrace-plugin-{os.urandom(6).hex()}"
+        launch = self._launch(settings, port, plugins)
+        needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
+        job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
+        start_s = settings.start_s
+        return await ManagedServer.spawn(
+            name, job, self._spawner, port=port, start_s=start_s, devices=devices
+        )
 
-    def _launch(self, settings: ServerEngineSettings, port: int) -> Launch:
+    def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
         max_context = context_length(self._model)
         if isinstance(settings, SglangEngineSettings):
             return sglang_server.launch(settings, model=self._model, max_context=max_context, port=port)
@@ -122,14 +132,16 @@ class HttpEngines:
             model=self._model,
             max_context=max_context,
             port=port,
-            plugins=write_plugin(self._logs / "vllm-plugin"),
+            plugins=plugins,
             seed=next(self._seeds),
+            adapter_rank=self._adapter.rank if self._adapter else None,
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
         if isinstance(self._settings, SglangEngineSettings):
             return await sglang.detect(client, self._sampling, self._end_of_text)
-        return await vllm.detect(client, self._sampling, self._end_of_text)
+        detect = vllm_adapter.detect if self._adapter else vllm.detect
+        return await detect(client, self._sampling, self._end_of_text)
 
     async def _check(self, engine: HttpEngine) -> None:
         await check_server(engine.connection, self._expected)

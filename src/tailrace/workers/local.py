@@ -144,11 +144,11 @@ async def open_local(
                 model,
                 engine,
                 sampling,
-                logs=folder / "logs",
                 spawner=spawner,
                 devices=devices.engines,
                 min_context=longest,
                 trainer=remote_trainer,
+                adapter=trainer.adapter,
             )
         num_scorers = reward.workers if scores and reward.calls_functions else 0
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]

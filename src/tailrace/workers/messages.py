@@ -24,6 +24,7 @@ from tailrace.types import KV
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
 
 _Plain = str | int | float | None
+LOOPBACK = "127.0.0.1"
 
 
 class Job(Settings):
@@ -65,8 +66,23 @@ class ServerJob(Job):
     """Run an inference server."""
 
     command: tuple[str, ...]
+    """On another host the loopback address in it is that host's own."""
     env: dict[str, str] = {}
     """Environment variables beside those of the controller."""
+    plugins: Path | None = None
+    """A folder that is written before the server starts, and removed with it: there this package is a plug-in
+    of vLLM."""
+    needs: dict[str, Path] = {}
+    """As `folders`."""
+
+    def folders(self) -> Mapping[str, Path]:
+        """As Job.folders."""
+        return self.needs
+
+    def at(self, address: str) -> Self:
+        """As Job.at. The server listens on that address."""
+        command = tuple(address if word == LOOPBACK else word for word in self.command)
+        return self.model_copy(update={"command": command})
 
 
 class TrainerJob(Job):
@@ -82,7 +98,7 @@ class TrainerJob(Job):
     replica: int = 0
     rank: int = 0
     """Of this process among those of its replica."""
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """The address of its host under which the other processes of the trainer reach it."""
 
     @property
@@ -246,9 +262,17 @@ class Send(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Write a checkpoint. Answered by Done or Refused."""
+    """Begin a checkpoint. Answered by Done when training may go on, or by Refused. A Written follows Done;
+    it comes before Done if the trainer does not train on while it writes."""
 
     folder: str
+
+
+class Written(msgspec.Struct, tag=True):
+    """The checkpoint of the last Save is complete, or has failed."""
+
+    failure: str | None
+    """Of CheckpointError."""
 
 
 class Restore(msgspec.Struct, tag=True):
@@ -308,7 +332,9 @@ class Referred(msgspec.Struct, tag=True):
 
 
 ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
-FromTrainer = Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent
+FromTrainer = (
+    Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent | Written
+)
 
 
 FromReference = Ready | Refused | Referred

@@ -48,8 +48,9 @@ _encode = msgspec.msgpack.encode
 class RayWorker(Conversation):
     """The controller's side of a worker on another node."""
 
-    def __init__(self, name: str, actor: Any, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(self, name: str, actor: Any, decoder: msgspec.msgpack.Decoder[Any], address: str) -> None:
         super().__init__(name)
+        self.address = address
         self._actor, self._decoder = actor, decoder
         self._unsent: list[bytes] = []
         self._something = asyncio.Event()
@@ -152,7 +153,7 @@ class RaySpawner:
         except BaseException:
             ray.kill(actor)
             raise
-        return RayWorker(name, actor, decoder)
+        return RayWorker(name, actor, decoder, address)
 
     def _create(self, name: str) -> Any:
         group, number, bundles = self._places[name]

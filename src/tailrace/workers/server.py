@@ -31,19 +31,20 @@ class ManagedServer:
         job: ServerJob,
         spawner: Spawner,
         *,
-        url: str,
+        port: int,
         start_s: float,
         devices: Devices | None = None,
     ) -> "ManagedServer":
         """Start a server in a process group of its own.
 
         Args:
-            url: where it will answer.
+            port: where it will answer, on the address of its host.
             start_s: seconds that it may take.
         """
         decoder = msgspec.msgpack.Decoder(FromServer)
         module = "tailrace.workers.server_child"
-        return cls(await spawner.spawn(name, module, job, decoder, devices=devices), url, start_s)
+        process = await spawner.spawn(name, module, job, decoder, devices=devices)
+        return cls(process, f"http://{process.address}:{port}", start_s)
 
     async def ready(self) -> None:
         """Wait until it answers.
@@ -100,7 +101,8 @@ async def _is_well(client: httpx.AsyncClient, url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now."""
+    """A port that is free on this host now. A server on another host that finds it taken ends, and is started
+    again with another one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

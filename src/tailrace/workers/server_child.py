@@ -5,9 +5,11 @@ leave behind. When the controller lets go, or dies, it kills them all.
 """
 
 import os
+import shutil
 import subprocess
 import threading
 
+from tailrace.engine.vllm_server import write_plugin
 from tailrace.workers.child import begin, end_with_controller
 from tailrace.workers.messages import ServerJob
 from tailrace.workers.orphans import adopt_orphans, kill_descendants
@@ -19,20 +21,28 @@ _OURS = ("PYTHONPATH", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "MKL_NUM_THREADS
 def main() -> None:
     end, job = begin(ServerJob)
     adopt_orphans()
+    if job.plugins:
+        write_plugin(job.plugins)
+
+    def clean_up() -> None:
+        kill_descendants()
+        if job.plugins:
+            shutil.rmtree(job.plugins, ignore_errors=True)
+
     inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
     server = subprocess.Popen(job.command, env={**inherited, **job.env})
-    end_with_controller(end, clean_up=kill_descendants)
+    end_with_controller(end, clean_up=clean_up)
 
     def watch() -> None:
         code = server.wait()
-        kill_descendants()
+        clean_up()
         if code < 0:  # end in the same way
             os.kill(os.getpid(), -code)
         os._exit(code)
 
     threading.Thread(target=watch, name="end with server", daemon=True).start()
     end.recv(1)  # nothing is ever sent: the controller lets go
-    kill_descendants()
+    clean_up()
     os._exit(0)
 
 

@@ -7,7 +7,7 @@ same order. Rank 0 of replica 0 publishes the weights and sends them.
 import asyncio
 import itertools
 import shutil
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import TransferFailed, WorkerDied
+from tailrace.errors import CheckpointError, TransferFailed, WorkerDied
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
@@ -42,6 +42,7 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
         process.on_message = self._on_message
         self.listening: asyncio.Future[messages.Listening] = process.promise()
         self.stranded: asyncio.Future[messages.Stranded] = process.promise()
+        self._written: asyncio.Future[str | None] = process.promise()
         self._numbers = itertools.count()
         self._sending: dict[int, asyncio.Future[str | None]] = {}
 
@@ -63,6 +64,11 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
         if failure is not None:
             raise TransferFailed(failure)
 
+    def next_written(self) -> "asyncio.Future[str | None]":
+        """Return a future of how the next checkpoint fails; None: it does not."""
+        self._written = self.process.promise()
+        return self._written
+
     async def close(self) -> None:
         """End the process and remove the published weights."""
         try:
@@ -77,6 +83,9 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
             case messages.Sent(number=number, failure=failure):
                 if (sent := self._sending.get(number)) is not None and not sent.done():
                     sent.set_result(failure)
+            case messages.Written(failure=failure):
+                if not self._written.done():
+                    self._written.set_result(failure)
             case messages.Listening():
                 self.listening.set_result(message)
             case messages.Stranded():
@@ -176,9 +185,17 @@ class RemoteTrainer:
         """As TrainerProcess.send."""
         await self._first.send(weights, link)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Awaitable[None]:
         """As Trainer.save, by replica 0."""
+        written = [each.next_written() for each in self._replicas[0]]
         await _ask(self._replicas[0], messages.Save(str(folder)), Done)
+
+        async def complete() -> None:
+            for failure in await asyncio.gather(*written):
+                if failure is not None:
+                    raise CheckpointError(failure)
+
+        return asyncio.ensure_future(complete())
 
     async def restore(self, folder: Path) -> None:
         """As Trainer.restore. The engines get the weights with the next publication."""

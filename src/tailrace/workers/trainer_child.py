@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
+from tailrace.trainer.adapter import peft_config
 from tailrace.trainer.launch import Ranks, is_lost_peer, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.base import Weights, WeightSender
@@ -49,8 +50,6 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
             return messages.Referred(logprobs(sample))
         case messages.Publish(version=version):
             return publish(trainer.publish(), version)
-        case messages.Save(folder=folder):
-            trainer.save(Path(folder))
         case messages.Restore(folder=folder):
             trainer.restore(Path(folder))
     return Done()
@@ -66,10 +65,44 @@ def send(message: messages.Send, sender: WeightSender, channel: WorkerEnd[ToTrai
     channel.send(messages.Sent(message.number, failure))
 
 
+def save(message: messages.Save, trainer: TorchTrainer, channel: WorkerEnd[ToTrainer], beside: bool) -> Done:
+    """Begin a checkpoint. Its outcome goes to the controller.
+
+    Args:
+        beside: a thread writes it.
+
+    Raises:
+        CheckpointError: it cannot be begun.
+    """
+    write = trainer.save(Path(message.folder))
+    if beside:
+        threading.Thread(target=write_checkpoint, args=(write, channel), daemon=True).start()
+    else:
+        write_checkpoint(write, channel)
+    return Done()
+
+
+def write_checkpoint(write: Callable[[], None], channel: WorkerEnd[ToTrainer]) -> None:
+    """Write a checkpoint, and send the outcome to the controller."""
+    failure = None
+    try:
+        write()
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        if is_lost_peer(error):
+            channel.send(messages.Stranded(str(error)))
+            return
+        failure = f"the checkpoint cannot be written ({type(error).__name__}: {error}); see the log above"
+    channel.send(messages.Written(failure))
+
+
 def open_transport(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> WeightSender:
     """Open the configured transport; a ConfigError goes to the controller and ends the process."""
     with config_errors_sent(channel):
-        return open_sender(job.weights, job.model)
+        adapter = job.trainer.adapter
+        return open_sender(job.weights, job.model, peft_config(job.model, adapter) if adapter else None)
 
 
 def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
@@ -117,6 +150,9 @@ def serve_as(
             threading.Thread(target=send, args=(message, sender, channel), daemon=True).start()
             continue
         try:
+            if isinstance(message, messages.Save):
+                channel.send(save(message, trainer, channel, job.trainer.async_checkpoints))
+                continue
             channel.send(execute(message, trainer, publish))
         except (CheckpointError, ScheduleError) as error:
             channel.send(Refused.of(error))

@@ -50,7 +50,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     job, url = ServerJob(command=launch.command, env=dict(launch.env)), f"http://127.0.0.1:{port}"
 
     async def start() -> ManagedServer:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), url=url, start_s=DEADLINE_S)
+        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
         await server.ready()
         return server
 

@@ -148,8 +148,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         servers.urls.append(f"http://127.0.0.1:{port}")
 
         async def begin() -> HttpEngine:
-            url = f"http://127.0.0.1:{port}"
-            server = await ManagedServer.spawn(name, job, LocalSpawner(folder), url=url, start_s=DEADLINE_S)
+            server = await ManagedServer.spawn(name, job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
             return HttpEngine(
                 name,
                 server,

@@ -13,12 +13,14 @@ from helpers.fakes.server import FakeServer
 from helpers.fakes.sglang import FakeSglang
 from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import VOCABULARY
-from tailrace.engine import sglang, vllm
+from tailrace.engine import sglang, vllm, vllm_adapter
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_server
 from tailrace.engine.settings import SamplingSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.engine.supervised import SupervisedEngine
+from tailrace.trainer.adapter import adapter_tensors
+from tailrace.trainer.base import LoraSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import Link, Weights, expected_tensors
 from tailrace.workers.server import JoinedServer
@@ -38,11 +40,15 @@ def http_engine(
     *,
     name: str = "engine-0",
     timeout_s: float = 20.0,
+    lora: LoraSettings | None = None,
 ) -> HttpEngine:
-    """An engine that joins a fake. Which kind of server it is, is all that it is told."""
+    """An engine that joins a fake. Which kind of server it is, is all that it is told, and whether it gets
+    adapters."""
     sampling = sampling or SamplingSettings(max_completion_tokens=NUM_TOKENS)
     is_vllm = fake.generation.server == "vllm"
     detect = vllm.detect if is_vllm else sglang.detect
+    if lora:
+        detect = vllm_adapter.detect
     kind = VllmEngineSettings if is_vllm else SglangEngineSettings
     expected = Expected(kind(urls=(fake.url,)), sampling, VOCABULARY, NUM_TOKENS)
     return HttpEngine(
@@ -53,7 +59,7 @@ def http_engine(
         health_timeout_s=timeout_s,
         check=lambda engine: check_server(engine.connection, expected),
         send=_is_in_files,
-        expected=expected_tensors(fake.folder, "float32"),
+        expected=adapter_tensors(fake.folder, lora) if lora else expected_tensors(fake.folder, "float32"),
     )
 
 

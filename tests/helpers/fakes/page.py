@@ -27,12 +27,19 @@ class Page:
 
     Args:
         hidden: routes that this server does not have, because of how it was started.
+        added: routes that it has because of how it was started: the fields of each.
     """
 
-    def __init__(self, generation: str, hidden: Collection[str]) -> None:
+    def __init__(
+        self, generation: str, hidden: Collection[str], added: Mapping[str, Collection[str]] | None = None
+    ) -> None:
         self._generation = generation
         released = _page(generation)
         self.paths = {path: item for path, item in released["paths"].items() if path not in hidden}
+        for path, fields in (added or {}).items():
+            schema = {"type": "object", "properties": {name: {} for name in fields}, "required": list(fields)}
+            body = {"content": {"application/json": {"schema": schema}}, "required": True}
+            self.paths[path] = {"post": {"requestBody": body}}
         self.document = {**released, "paths": self.paths}
 
     def has(self, method: str, path: str) -> bool:

@@ -1,10 +1,12 @@
 """The routes of vLLM, from 0.18 to 0.33, as in its packages."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from starlette.responses import JSONResponse, Response
 
 from helpers.fakes.model import Request
@@ -17,6 +19,10 @@ _RL = (
 )  # fmt: skip
 """Routes that exist only with VLLM_SERVER_DEV_MODE=1."""
 _SCALE_OUT = ("/inference/v1/generate", "/inference/v1/abort_requests")
+_ADAPTERS = {
+    "/v1/load_lora_adapter": ("lora_name", "lora_path"),
+    "/v1/unload_lora_adapter": ("lora_name",),
+}
 
 Body, Query = Mapping[str, Any], Mapping[str, str]
 
@@ -28,6 +34,7 @@ class FakeVllm(FakeServer):
         dev_mode: it was started with VLLM_SERVER_DEV_MODE=1.
         scale_out: it was started with --enable-scale-out.
         backend: of --weight-transfer-config.
+        adapters: it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora.
     """
 
     def __init__(
@@ -38,13 +45,16 @@ class FakeVllm(FakeServer):
         dev_mode: bool = True,
         scale_out: bool = True,
         backend: str | None = "tailrace",
+        adapters: bool = False,
         logprobs_mode: str = "processed_logprobs",
         **options: Any,
     ) -> None:
         super().__init__(generation, model, **options)
         hidden = {*options.get("hidden", ()), *(() if dev_mode else _RL)}
         hidden |= set() if scale_out or not self.generation.hides_generate else set(_SCALE_OUT)
-        self.page = type(self.page)(generation, hidden)
+        self.page = type(self.page)(generation, hidden, _ADAPTERS if adapters else None)
+        self.adapters: list[str] = []
+        """Those that requests may name, in the order in which they were loaded."""
         self.backend, self.logprobs_mode = backend, logprobs_mode
         self.paused: str | None = None
         self.asleep = self.initialised = self.updating = False
@@ -154,7 +164,7 @@ class FakeVllm(FakeServer):
             raise Refusal(
                 503, {"error": {"message": message, "type": "ServiceUnavailableError", "code": 503}}
             )
-        if body.get("model") not in (None, str(self.folder)):
+        if body.get("model") not in (None, str(self.folder), *self.adapters):
             raise Refusal(404, {"error": {"message": "The model does not exist.", "code": 404}})
         max_tokens = sampling.get("max_tokens") or 16
         if max(ids) >= self.model.vocabulary:
@@ -277,6 +287,29 @@ class FakeVllm(FakeServer):
 
     async def weight_info(self, body: Body, query: Query) -> Response:
         return JSONResponse({"weight_version": self.model.label})
+
+    async def v1_load_lora_adapter(self, body: Body, query: Query) -> Response:
+        """The fake has one version at a time, so no request may live through a change of the adapter."""
+        if body["lora_name"] in self.adapters:
+            raise Refusal(400, {"error": {"message": "has already been loaded", "code": 400}})
+        if self._due("failing_updates"):
+            raise _broken("the adapter cannot be loaded")
+        if any(each.finish is None for each in self.model.requests):
+            self.model.violations.append("an adapter was loaded under requests")
+        folder = Path(body["lora_path"])
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+        if any(config["r"] not in tensor.shape for tensor in tensors.values()):
+            raise _broken("the rank is not that of the config")
+        self.adapters.append(body["lora_name"])
+        self.model.version = int(folder.name.rpartition("-")[2])
+        return JSONResponse("Success")
+
+    async def v1_unload_lora_adapter(self, body: Body, query: Query) -> Response:
+        if body["lora_name"] not in self.adapters:
+            raise Refusal(404, {"error": {"message": "cannot be found", "code": 404}})
+        self.adapters.remove(body["lora_name"])
+        return JSONResponse("Success")
 
     def _need(self, body: Body, name: str) -> None:
         if name not in body:

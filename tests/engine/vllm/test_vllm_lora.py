@@ -1,0 +1,121 @@
+"""LoRA adapters published to a real vLLM server: every token has the log-prob of its version's adapter."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from vllm_cases import CONTEXT, DEADLINE_S, SETTINGS, in_files, logprobs
+
+from helpers.engine_contract import fresh_samples
+from helpers.tiny_models import VOCABULARY, save_tiny_model
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.http import HttpEngine
+from tailrace.engine.self_test import Expected, check_policy, check_server
+from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.supervised import SupervisedEngine
+from tailrace.engine.vllm_adapter import detect
+from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.record.events import Recorder
+from tailrace.rollout.router import Router
+from tailrace.trainer.adapter import adapter_tensors, peft_config
+from tailrace.trainer.base import LoraSettings
+from tailrace.types import Sample
+from tailrace.weights.base import Weights
+from tailrace.weights.filesystem import FilesystemSender
+from tailrace.workers.messages import ServerJob
+from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.spawner import LocalSpawner
+
+pytestmark = pytest.mark.vllm
+LORA = LoraSettings(rank=4, alpha=8.0, publish="adapter")
+TOLERANCE = 1e-3
+"""As test_vllm_engine.py."""
+
+
+class Publications:
+    """A model, and random adapters for it; version 0 changes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = folder / "model"
+        save_tiny_model(self.model, head_dim=32, max_position_embeddings=CONTEXT)
+        self._sender = FilesystemSender(folder / "weights", self.model, 10**9, peft_config(self.model, LORA))
+        self.policies: list[torch.nn.Module] = []
+        """The model with the adapter of each version."""
+
+    def publish(self) -> Weights:
+        version = len(self.policies)
+        chance = torch.Generator().manual_seed(version)
+        tensors = {
+            each.name: 0.3 * min(version, 1) * torch.randn(each.shape, generator=chance)
+            for each in adapter_tensors(self.model, LORA)
+        }
+        weights = self._sender.publish(tensors, version)
+        base = AutoModelForCausalLM.from_pretrained(self.model).eval()
+        self.policies.append(PeftModel.from_pretrained(base, weights.location).eval())
+        return weights
+
+    def difference(self, sample: Sample) -> float:
+        """How far the log-probs of a sample are from those of its versions."""
+        by_version = [logprobs(policy, sample) for policy in self.policies]  # type: ignore[arg-type]
+        versions = [span.version for span in sample.spans for _ in range(span.num_tokens)]
+        wanted = [by_version[version][place] for place, version in enumerate(versions)]
+        return max(abs(have - want) for have, want in zip(sample.behavior_logprobs, wanted, strict=True))
+
+
+def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_path: Path) -> None:
+    sampling = SamplingSettings(max_completion_tokens=400)
+    published = Publications(tmp_path)
+    expected = Expected(SETTINGS, sampling, VOCABULARY, CONTEXT)
+    port = free_port()
+    launch = VllmInstallation.find(SETTINGS).launch(
+        SETTINGS,
+        sampling,
+        model=published.model,
+        max_context=CONTEXT,
+        port=port,
+        plugins=write_plugin(tmp_path / "plugin"),
+        adapter_rank=LORA.rank,
+    )
+    job = ServerJob(command=launch.command, env=dict(launch.env))
+
+    async def policy_logprobs(sample: Sample) -> list[float]:
+        return logprobs(published.policies[0], sample)  # type: ignore[arg-type]
+
+    async def check(engine: HttpEngine) -> None:
+        await check_server(engine.connection, expected)
+        await check_policy(engine, expected, published.publish(), policy_logprobs)
+
+    async def begin() -> HttpEngine:
+        server = await ManagedServer.spawn("vllm", job, LocalSpawner(tmp_path), port=port, start_s=DEADLINE_S)
+        return HttpEngine(
+            "vllm",
+            server,
+            lambda client: detect(client, sampling, ()),
+            max_completion_tokens=sampling.max_completion_tokens,
+            health_timeout_s=60.0,
+            check=check,
+            send=in_files,
+            expected=adapter_tensors(published.model, LORA),
+        )
+
+    async def main() -> None:
+        engine = SupervisedEngine("vllm", SETTINGS.max_num_seqs, begin, TokenCounter())
+        try:
+            await engine.open()
+            router, samples = Router([engine], Recorder()), fresh_samples(8)
+            served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
+            for share in (0.2, 0.5):
+                while sum(each.num_tokens for each in samples) < share * 8 * 400:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await engine.load(published.publish(), kv="keep")
+            await asyncio.gather(*served)
+            assert {span.version for sample in samples for span in sample.spans} == {0, 1, 2}
+            assert max(map(published.difference, samples)) < TOLERANCE
+            assert min(map(published.difference, samples)) > 0
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
