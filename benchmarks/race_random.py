@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from tailrace.commands.laps import LapMeter
+
 from random_setups import Racer, Setup, classes, drawn
 from tailrace import clock
-from tailrace.commands.laps import LapMeter
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts

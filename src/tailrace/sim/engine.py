@@ -313,5 +313,5 @@ class SimEngine:
             self._prompts[sample.group] -= 1
             if not self._prompts[sample.group]:
                 del self._prompts[sample.group]
-        self._kv_base -= len(sample.prompt.ids) + sample.num_observation_tokens + request.base
+        self._kv_base -= sample.num_context_tokens - sample.num_tokens + request.base
         return request.future

@@ -70,18 +70,14 @@ def trainer_memory(
     tokens = max(settings.max_tokens_per_microbatch, longest)
     computing = _pass(shape, settings, tokens, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
-<<<<<<< HEAD
-    host = {"process": TRANSFORMERS_BYTES, "publications": publications if is_first else 0}
-=======
     state = (8 * trained + (3 * whole if work.has_critic else 0)) // ranks
     model = whole + (4 * trained if has_adapter else 0) if is_first else 0
     files = 2 * min(FILE_BYTES, state)
     host = {
-        "process": PROCESS_BYTES,
+        "process": TRANSFORMERS_BYTES,
         "publications": publications if is_first else 0,
         "checkpoint copy": state + model + files if settings.async_checkpoints else 0,
     }
->>>>>>> i20
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
     phases = {
