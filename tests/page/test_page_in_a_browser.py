@@ -15,7 +15,7 @@ from page_story import sinks_of, until, write_run
 from record_story import pipelined_round
 
 from tailrace.page.run import open_runs
-from tailrace.record.events import Stepped
+from tailrace.record.events import Stepped, Waiting
 from tailrace.record.steps import StepMeter
 from tailrace.record.trace import FORMAT, FORMAT_RECORD
 from tailrace.record.trace_file import TraceFile
@@ -240,11 +240,16 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
         line = rows.count(b"\n") + 1
         said = f"metrics.jsonl, line {line}: the file ends within this line. The rest is shown."
         assert tab.page.locator(".defect").all_text_contents() == [said]
+        meter.on(Waiting(16.0, 6.0, "pool: a request of engine0"))
+        stalled = tab.page.locator(".advisory", has_text="stalled")
+        stalled.wait_for()
+        assert "pool: a request of engine0\nThe oldest request is sample 1.0/0" in stalled.inner_text()
         for event in events[len(begun) :]:
             meter.on(event)
         meter.close()
         (tmp_path / "grows" / "summary.json").write_text("{}")
         tab.page.wait_for_function("window.tailrace.runs[0].parts.state.textContent === 'finished'")
+        assert stalled.count() == 0
         assert tab.spans(0)["ended"] == 3 and "not ended" not in tab.spans(0)
         assert tab.page.evaluate("document.querySelectorAll('.chart')[0].data[0].y.length") == 2
         assert tab.errors == []

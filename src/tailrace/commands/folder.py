@@ -11,6 +11,7 @@ model/           the newest checkpoint as a plain Hugging Face folder
 ledger.sqlite    the fate of each token and prompt, and the state of the run at each checkpoint
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
+tensorboard/     what trackers write here, as does wandb/
 lock             held by the process that trains here; the system releases it when that process ends
 """
 

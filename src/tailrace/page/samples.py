@@ -68,19 +68,22 @@ class SampleBook:
         Args:
             folder: the output directory of the run.
         """
+        self._folder = folder
+        self._texts: TokenTexts | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self.listed: list[dict[str, object]] = []
         """The newest samples, the newest last."""
         self.defects: dict[str, Defect] = {}
-        self._folder = folder
         self._files: dict[Path, LineFile] = {}
         self._places: dict[str, Place] = {}
-        self._texts: TokenTexts | None = None
 
     def update(self) -> bool:
         """Read what is new; return whether there was something."""
         paths = sorted((self._folder / "samples").glob("round_*.jsonl"))
         if any(file.was_replaced() or not file.path.exists() for file in self._files.values()):
-            self.__init__(self._folder)  # type: ignore[misc]
+            self._begin()
         num = len(self._places)
         # Only the newest round's file grows; the one before may have grown since the last time.
         for path in [path for path in paths if path not in self._files or path in paths[-2:]]:
