@@ -13,7 +13,8 @@ from tailrace.ledger.open import LEDGER_FILE
 from tailrace.ledger.sqlite import SqliteStore
 
 TURNS = (
-    '[{"num_tokens":3,"finish_reason":"stop","results":["7",null],"observation_ids":[8,9]},'
+    '[{"num_tokens":3,"finish_reason":"stop","results":["7",null],"observation_ids":[8,9],'
+    '"begins_branch":true},'
     '{"num_tokens":5,"finish_reason":"stop"}]'
 )
 
@@ -32,4 +33,4 @@ def test_the_turns_of_a_sample_are_shown_and_it_has_ended_with_its_episode(
     assert sample["finish_reason"] == ended
     assert [turn["num_tokens"] for turn in sample["turns"]] == [3, 5]
     inspect(config, tmp_path, prompt=0, as_json=False)
-    assert "3 (2, 2), 2 (0, 0)" in capsys.readouterr().out
+    assert "3 (2, 2)*, 2 (0, 0)" in capsys.readouterr().out

@@ -13,16 +13,20 @@ from characters import tokenizer
 from tailrace.data.base import RowsSettings
 from tailrace.data.tokenizer import text_of
 from tailrace.environments.agent_prompts import RequestEncoder
-from tailrace.environments.base import Outcome
+from tailrace.environments.base import EpisodeOver, Outcome
 from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
 from tailrace.environments.open import open_environment
 from tailrace.environments.settings import AgentSettings
+from tailrace.errors import EnvironmentFailed
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 QWEN3 = (Path(__file__).parents[1] / "helpers" / "qwen3_chat_template.jinja").read_text()
 CHARACTERS = tokenizer(QWEN3)
 START, END = CHARACTERS.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+ENCODER = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), CHARACTERS, 4096)
+OBSERVE = Chat(CHARACTERS, "agent", {}).observe
+LIMITS: Any = {"max_completion_tokens": 999, "max_context_tokens": 4096, "grace_s": 0.0}
 USER = {"role": "user", "content": "1+1?"}
 SURE = {"role": "user", "content": "sure?"}
 TURNS = ("<think>\nhm\n</think>\n\n2", "<think>\nno\n</think>\n\n3", "<think>\noh\n</think>\n\n4")
@@ -78,15 +82,12 @@ def play(
 
     monkeypatch.setattr(agents_of_tests, "agent", agent, raising=False)
     agents = AgentSettings(kind="agent", function="agents_of_tests:agent", **settings)
-    encoder = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), CHARACTERS, 4096)
-    limits: Any = {"max_completion_tokens": 999, "max_context_tokens": 4096, "grace_s": 0.0}
-    observe, decode = Chat(CHARACTERS, "agent", {}).observe, text_of(CHARACTERS)
 
     async def run() -> Outcome:
-        async with open_environment(agents, CHARACTERS, encoder) as environment:
+        async with open_environment(agents, CHARACTERS, ENCODER) as environment:
             assert environment is not None
             while True:
-                policy = Episode(sample, engine.serve, observe, decode, **limits)
+                policy = Episode(sample, engine.serve, OBSERVE, text_of(CHARACTERS), **LIMITS)
                 playing = asyncio.ensure_future(environment.run(sample.prompt, policy))
                 hanging = asyncio.ensure_future(engine.hangs.wait())
                 await asyncio.wait([playing, hanging], return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +161,46 @@ def test_an_episode_that_is_stopped_in_any_branch_goes_on(
     sample, engine = new_sample(), Engine(stop_at)
     outcome = play(monkeypatch, three_turns, sample, engine, history="template")
     assert outcome.reward == 1.0 and texts(sample) == BRANCHES and len(engine.contexts) == 3
+
+
+def play_messages(sample: Sample, engine: Engine, max_branches: int = 16) -> list[str]:
+    """An environment that sends new messages only, twice: what is recorded is not generated again."""
+    history = ENCODER.history(sample.prompt, max_branches)
+
+    async def run() -> list[str]:
+        policy = Episode(sample, engine.serve, OBSERVE, text_of(CHARACTERS), **LIMITS, rewritten=history)
+        turns = [await policy.complete(), await policy.complete([SURE])]
+        return [turn.text for turn in (*turns, await policy.complete([{"role": "tool", "content": "4"}]))]
+
+    assert asyncio.run(run()) == asyncio.run(run())
+    return engine.contexts
+
+
+def asked(given: object, text: str) -> Sample:
+    ids = CHARACTERS.encode(text, add_special_tokens=False)
+    return Sample(SampleId(0, 0, 0), Group(Prompt(0, ids, given=given), 1, []))
+
+
+QUESTION = STRIPPED[: STRIPPED.index("2<")]
+
+
+@pytest.mark.parametrize("given", ["1+1?", [USER]])
+def test_the_template_also_rewrites_where_an_environment_sends_new_messages_only(given: object) -> None:
+    sample, engine = asked(given, QUESTION), Engine()
+    assert play_messages(sample, engine) == [QUESTION, STRIPPED, f"{STRIPPED}{TURNS[1]}<|im_end|>{TOOL}"]
+    assert texts(sample) == [(QUESTION, f"{TURNS[0]}<|im_end|>"), BRANCHES[1]]
+
+
+def test_such_an_episode_is_over_when_it_may_have_no_other_branch() -> None:
+    sample, engine = asked("1+1?", QUESTION), Engine()
+    with pytest.raises(EpisodeOver):
+        play_messages(sample, engine, max_branches=1)
+    assert len(sample.branches) == 1 and engine.contexts == [QUESTION]
+
+
+def test_a_prompt_that_the_template_does_not_write_from_its_messages_fails_the_episode() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"template: .* needs prompts that the template writes"):
+        play_messages(asked("1+1?", f"<|im_start|>system\ntools<|im_end|>\n{QUESTION}"), Engine())
 
 
 def test_an_agent_that_forgets_begins_branches_until_it_may_have_no_more(

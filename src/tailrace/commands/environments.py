@@ -8,8 +8,8 @@ from tailrace.data.base import ProceduralSettings, Prompts, sources_of
 from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.environments.chat import Chat
-from tailrace.environments.open import check_environment, gives_every_reward, open_environment
-from tailrace.environments.settings import AgentSettings, EpisodeSettings, ToolsSettings
+from tailrace.environments.open import check_environment, gives_every_reward, open_environment, tools_of
+from tailrace.environments.settings import AgentSettings, EpisodeSettings, PythonSettings, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.model_folder import context_length
 from tailrace.rollout.episodes import Episodes
@@ -40,7 +40,8 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
 def request_encoder(config: RunConfig, tokenizer: Tokenizer) -> RequestEncoder:
     """Return what encodes the first requests of agents."""
     assert config.model and config.data
-    return RequestEncoder(config.data, tokenizer, context_length(config.model.path))
+    tools = tools_of(config.environment)
+    return RequestEncoder(config.data, tokenizer, context_length(config.model.path), tools)
 
 
 def prompts_of_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
@@ -81,11 +82,15 @@ async def open_play(
 ) -> AsyncIterator[Play | None]:
     """Open the environment of a checked config for the length of the block; None for single turns."""
     settings = config.environment
-    async with open_environment(settings, tokenizer, request_encoder(config, tokenizer)) as environment:
+    encoder = request_encoder(config, tokenizer)
+    async with open_environment(settings, tokenizer, encoder) as environment:
         if environment is None or not isinstance(settings, EpisodeSettings):
             yield None
             return
         assert config.model and config.sampling
+        max_branches = settings.max_branches
+        # Agents and tasksets send whole conversations, which they compare themselves.
+        sends_new = settings.history == "template" and isinstance(settings, ToolsSettings | PythonSettings)
         episodes = Episodes(
             environment,
             _chat(config, tokenizer).observe,
@@ -96,6 +101,8 @@ async def open_play(
             max_failures=settings.max_failures,
             timeout_s=settings.timeout_s,
             reference=reference,
+            max_branches=max_branches,
+            history=(lambda prompt: encoder.history(prompt, max_branches)) if sends_new else None,
         )
         yield episodes.play
 

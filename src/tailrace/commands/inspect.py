@@ -234,7 +234,7 @@ def _number(number: int | None) -> str:
 def _group_table(group: GroupLife) -> Table:
     table = Table("sample", "tokens by life and version", "ended", "reward", "fate", "steps")
     if any(sample.turns for sample in group.samples):
-        table.add_column("turns: tokens (environment's, calls)")
+        table.add_column("turns: tokens (environment's, calls; *: a branch follows)")
     table.title = (
         f"prompt {group.prompt}: drawn in round {group.round} of life {group.life}, parked {group.deferrals} "
         f"times, {group.attempts} attempts; {group.reason or group.fate or 'alive'}"
@@ -253,6 +253,6 @@ def _turns(turns: Sequence[Turn]) -> str:
     starts = [0, *(turn.num_tokens for turn in turns)]
     return ", ".join(
         f"{turn.num_tokens - start} ({len(turn.observation_ids)}, {len(turn.results)})"
-        + (" | branch" if turn.begins_branch else "")
+        + ("*" if turn.begins_branch else "")
         for start, turn in zip(starts, turns, strict=False)
     )

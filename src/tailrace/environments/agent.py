@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.environments.agent_prompts import RequestEncoder
+from tailrace.environments.agent_prompts import RequestEncoder, opening_messages
 from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.session import Session
 from tailrace.environments.session_server import SessionServer
@@ -58,7 +58,7 @@ class AgentEnvironment:
         settings = self._settings
         contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
         with self._server.session(contexts, PARSERS[settings.parser]) as session:
-            task = Task(prompt.row, _messages(prompt), self._server.url(session), session.key)
+            task = Task(prompt.row, opening_messages(prompt), self._server.url(session), session.key)
             agent = asyncio.ensure_future(self._agent(task))
             try:
                 await self._serve(session, agent, policy)
@@ -103,9 +103,3 @@ def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
         raise EnvironmentFailed("reward", f"the agent returned {reward!r:.80}, which is no number")
     return Outcome(reward, {"rewritten_history": session.num_rewritten})
-
-
-def _messages(prompt: Prompt) -> list[Message]:
-    if isinstance(prompt.given, list):
-        return prompt.given
-    return [{"role": "user", "content": prompt.text if prompt.given is None else prompt.given}]

@@ -1,15 +1,18 @@
-"""The contexts of the turns of an agent, whose requests hold the whole conversation."""
+"""The contexts of turns that may begin a branch (turns.py): from whole conversations to tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.environments.base import Message
+from tailrace.environments.base import EpisodeOver, Message
+from tailrace.errors import BadRow, EnvironmentFailed
+from tailrace.turns import Turn, messages_of
 
 Encode = Callable[[Sequence[Message], Sequence[Message] | None], Sequence[int]]
 """The tokens of messages and tools, with the generation prompt. Raises BadRow."""
 History = Literal["keep", "template"]
-"""As ConversationSettings.history (settings.py)."""
+"""As EpisodeSettings.history (settings.py)."""
 Extends = Callable[[Sequence[int], Sequence[int]], bool]
 """Whether the text of a context (second) begins with that of another one (first)."""
 
@@ -69,3 +72,40 @@ class Contexts:
             raise TooManyBranches
         self._num_free -= 1
         return ids
+
+
+class TemplateHistory:
+    """The history as the chat template writes it, where the environment sends new messages only.
+
+    Args:
+        contexts: of the history "template".
+        opening: the prompt as chat messages.
+        prompt_ids: the prompt.
+    """
+
+    def __init__(self, contexts: Contexts, opening: Sequence[Message], prompt_ids: Sequence[int]) -> None:
+        self._contexts, self._opening, self._prompt_ids = contexts, opening, prompt_ids
+
+    def __call__(
+        self, context_ids: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]
+    ) -> Sequence[int] | None:
+        """As Rewritten (episode.py).
+
+        Raises:
+            EnvironmentFailed: the template refuses the messages, or the data have made the prompt otherwise.
+            EpisodeOver: the episode has as many branches as it may have.
+        """
+        said = [replace(turn, begins_branch=False) for turn in turns]
+        said[-1].messages = []
+        conversation = [*self._opening, *messages_of(said), *messages]
+        try:
+            if len(turns) == 1 and list(self._contexts.first(self._opening, None)) != list(self._prompt_ids):
+                detail = (
+                    'history = "template" needs prompts that the template writes from their messages alone'
+                )
+                raise EnvironmentFailed("template", detail)
+            return self._contexts.rewritten(context_ids, conversation, None, continues=True)
+        except BadRow as why:
+            raise EnvironmentFailed("template", str(why)) from why
+        except TooManyBranches as why:
+            raise EpisodeOver from why

@@ -21,6 +21,9 @@ Serve = Callable[[Sample], Awaitable[None]]
 Observe = Callable[[Sequence[Message], int | None], list[int]]
 """The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
 and the last token of the turn (None in a simulation, which has no tokens)."""
+Rewritten = Callable[[Sequence[int], Sequence[Turn], Sequence[Message]], Sequence[int] | None]
+"""The context of a turn that begins a branch; None: it extends the context so far. Its arguments are all
+tokens so far, the turns of the policy, and the new messages."""
 Decode = Callable[[Sequence[int]], str]
 Written = Callable[[], Awaitable[None]]
 """Waits until the samples, as they stand, would survive a kill of the run."""
@@ -38,6 +41,8 @@ class Episode:
         max_context_tokens: of the prompt, the turns and the environment together, in each branch.
         grace_s: seconds for which an action that is under way is awaited when the episode is parked.
         written: awaited before an action begins and before its result is used.
+        max_branches: that its turns may make.
+        rewritten: asked at each turn for which the environment gives no context.
     """
 
     def __init__(
@@ -51,11 +56,13 @@ class Episode:
         max_context_tokens: int,
         grace_s: float,
         written: Written = not_written,
+        max_branches: float = inf,
+        rewritten: Rewritten | None = None,
     ) -> None:
         self._written = written
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
-        self._grace_s = grace_s
+        self._grace_s, self._max_branches, self._rewritten = grace_s, max_branches, rewritten
         self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
@@ -153,12 +160,17 @@ class Episode:
         sample = self._sample
         last_id = sample.completion_ids[last.num_tokens - 1] if sample.completion_ids else None
         messages = _unicode(given)
+        if context_ids is None and self._rewritten:
+            seen = sample.turns[self._num_openings : self._num_turns]
+            context_ids = self._rewritten(self.context_ids, seen, messages)
         begins_branch = context_ids is not None
         ids = self._observe(messages, last_id) if context_ids is None else list(context_ids)
         if last.observation_ids:
             if (last.observation_ids, last.begins_branch) != (ids, begins_branch):
                 raise _diverged()
             return
+        if begins_branch and len(sample.branches) >= self._max_branches:
+            raise EpisodeOver
         num_before = 0 if begins_branch else sample.num_context_tokens
         self._check_room(num_before + len(ids), is_cut_off=last.finish_reason == "length")
         last.messages, last.begins_branch = messages, begins_branch

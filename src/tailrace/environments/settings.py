@@ -36,6 +36,14 @@ class EpisodeSettings(Settings):
     """Seconds after which an episode fails as "environment timeout"; above 0, at most a week. The time in
     which the policy generates does not count. An episode that goes on after an interruption has them again.
     None: no limit."""
+    history: Literal["keep", "template"] = "keep"
+    """What a turn reads of the turns before. "keep": what the policy wrote, token by token. "template": what
+    the chat template writes of them, as inference servers do; where it leaves something out (Qwen3's: the
+    thinking of earlier turns), the turn begins a branch."""
+    max_branches: int = Field(default=16, ge=1, le=100_000)
+    """Sequences that an episode may consist of: one, and one more for each time that its history is
+    rewritten; at least 1. Each may fill the model's context, and they are trained in one micro-batch. A
+    request of an agent that would begin one more is refused; with other environments the episode is over."""
 
 
 class ToolsSettings(EpisodeSettings):
@@ -77,20 +85,7 @@ class PythonSettings(EpisodeSettings):
     """Arguments of the class."""
 
 
-class ConversationSettings(EpisodeSettings):
-    """What the settings of environments whose agents send the whole conversation have in common."""
-
-    history: Literal["keep", "template"] = "keep"
-    """What a turn reads of the turns before. "keep": what the policy wrote, token by token. "template": what
-    the chat template writes of them, as inference servers do; where it leaves something out (Qwen3's: the
-    thinking of earlier turns), the turn begins a branch."""
-    max_branches: int = Field(default=16, ge=1, le=100_000)
-    """Sequences that an episode may consist of: one, and one more for each time that its history is
-    rewritten; at least 1. Each may fill the model's context, and they are trained in one micro-batch. A
-    request that would begin one more is refused."""
-
-
-class AgentSettings(ConversationSettings):
+class AgentSettings(EpisodeSettings):
     """An agent written for OpenAI's API: a function or a program, which talks to the policy over HTTP."""
 
     kind: Literal["agent"] = "agent"
@@ -122,7 +117,7 @@ class AgentSettings(ConversationSettings):
         return self
 
 
-class VerifiersSettings(ConversationSettings):
+class VerifiersSettings(EpisodeSettings):
     """The environment of a taskset of verifiers, whose tasks are the data."""
 
     always_rewards: ClassVar[bool] = True

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from tailrace.clock import now
 from tailrace.environments.base import Environment, EpisodeOver, Outcome
-from tailrace.environments.episode import Episode, Observe, Serve, Written, not_written
+from tailrace.environments.episode import Episode, Observe, Rewritten, Serve, Written, not_written
 from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
 from tailrace.trainer.base import Reference
-from tailrace.types import Sample
+from tailrace.types import Prompt, Sample
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ class Episodes:
         decode: text of token ids.
         max_failures: consecutive episodes that fail, which end the run.
         timeout_s: of one episode, without the time in which the policy generates. None: no limit.
+        max_branches: as Episode.
+        history: makes what Episode takes as `rewritten`. None: turns extend what the policy wrote.
         reference: log-probs of the samples that the environment rewards; the others get theirs when they are
             scored. None: the algorithm needs none.
     """
@@ -45,6 +47,8 @@ class Episodes:
         max_failures: int,
         timeout_s: float | None = None,
         reference: Reference | None = None,
+        max_branches: float = math.inf,
+        history: Callable[[Prompt], Rewritten] | None = None,
     ) -> None:
         self._environment, self._observe, self._decode = environment, observe, decode
         self._limits = {
@@ -53,6 +57,7 @@ class Episodes:
         }
         self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
         self._timeout_s = timeout_s
+        self._max_branches, self._history = max_branches, history
         self._num_failures, self._first_failure = 0, ""
 
     async def play(
@@ -90,6 +95,8 @@ class Episodes:
             **self._limits,
             grace_s=self._grace_s,
             written=lambda: kept(written() if is_stored else not_written()),
+            max_branches=self._max_branches,
+            rewritten=self._history and self._history(sample.prompt),
         )
         detail = ""
         try:
