@@ -65,4 +65,5 @@ def test_a_schedule_that_never_stops_generating_is_refused_on_shared_devices() -
 
 def test_simulated_engines_may_be_joined() -> None:
     overrides = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
-    assert sim_shared(load_config(QUICKSTART, overrides)) == Shared(max_width=4)
+    config = load_config(QUICKSTART, overrides)
+    assert sim_shared(config, config.sim) == Shared(max_width=4)

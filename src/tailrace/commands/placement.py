@@ -7,6 +7,7 @@ from tailrace.errors import ConfigError
 from tailrace.model_folder import read_config
 from tailrace.rollout.device_map import plan_devices, shared_devices
 from tailrace.rollout.placement import PlacementSettings, Shared
+from tailrace.sim.settings import SimSettings
 
 
 def device_map(config: RunConfig) -> DeviceMap:
@@ -47,8 +48,12 @@ def shared(config: RunConfig) -> Shared:
     )
 
 
-def sim_shared(config: RunConfig) -> Shared:
-    """As `shared`, for simulated engines, which have no lists of devices."""
+def sim_shared(config: RunConfig, sim: SimSettings) -> Shared:
+    """As `shared`, for simulated engines, which have no lists of devices.
+
+    Args:
+        sim: [sim] with everything that it takes from the other sections.
+    """
     placement = config.placement
     settings = PlacementSettings(
         kind=placement.kind, max_tensor_parallel_size=placement.max_tensor_parallel_size
@@ -56,8 +61,8 @@ def sim_shared(config: RunConfig) -> Shared:
     return shared_devices(
         settings,
         config.trainer,
-        num_engines=config.sim.engines.count or config.engine.num_engines,
-        tensor_parallel_size=tensor_parallel_size(config),
+        num_engines=sim.engines.count or 1,
+        tensor_parallel_size=sim.cluster.tensor_parallel if sim.cluster else tensor_parallel_size(config),
     )
 
 

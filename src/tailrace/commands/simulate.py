@@ -21,6 +21,7 @@ from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
+from tailrace.sim.settings import SimSettings
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
@@ -31,10 +32,11 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         json_path: another file for the summary.
 
     Raises:
-        ConfigError: the schedule or its parameters cannot work.
+        ConfigError: the schedule, its parameters or [sim] cannot work.
     """
     schedule, name = resolve(config), str(config.schedule["name"])
     config = with_published_defaults(config)
+    sim = sim_settings(config)
     timeline, meter = Timeline(), LapMeter()
     summary = Summary(folder / "summary.json" if folder else None)
     sinks: list[Sink] = [meter, summary, Summary(json_path)]
@@ -48,14 +50,13 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         ]
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     console = Console()
-    console.print(_table(name, _set_up(config), seconds, summary.summary(), meter.lap()))
+    console.print(_table(name, _set_up(sim), seconds, summary.summary(), meter.lap()))
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
 
 
-def _set_up(config: RunConfig) -> str:
-    sim = sim_settings(config)
+def _set_up(sim: SimSettings) -> str:
     lengths = f"{sim.lengths.median_tokens:,.0f} tokens in the median, {sim.lengths.max_tokens:,} at most"
     return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
 

@@ -6,22 +6,28 @@ from tailrace.commands.placement import sim_shared
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
+from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.schedules.resolve import BoundSchedule
+from tailrace.sim.cluster import rates
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
 
 
 def run_virtual(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:
-    """Run a schedule on simulated parts; return the virtual seconds that it took."""
+    """Run a schedule on simulated parts; return the virtual seconds that it took.
+
+    Raises:
+        ConfigError: [sim] cannot work.
+    """
+    sim = sim_settings(config)
 
     async def run() -> float:
-        sim = sim_settings(config)
         parts = simulated_parts(
             sim,
             config.run.seed,
             reference=config.algorithm.needs_reference,
             replicas=config.trainer.replicas,
-            shared=sim_shared(config),
+            shared=sim_shared(config, sim),
         )
         advantages = ComputeAdvantages(config.algorithm, sim_max_tokens(config))
         await execute(schedule, parts, config.run, recorder, compute_advantages=advantages)
@@ -31,22 +37,43 @@ def run_virtual(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) 
 
 
 def sim_settings(config: RunConfig) -> SimSettings:
-    """[sim] of a config. What it leaves open is taken from [engine] and [sampling]."""
-    engines, lengths = config.sim.engines, config.sim.lengths
+    """[sim] of a config. What it leaves open follows from [sim.cluster], or is taken from [engine] and
+    [sampling].
+
+    Raises:
+        ConfigError: [sim.cluster] cannot work, or the placement is another one.
+    """
     max_tokens = sim_max_tokens(config)
-    taken = 1.0 if lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
+    sim = _with_cluster(config, max_tokens)
+    engines, lengths = sim.engines, sim.lengths
+    taken = 1.0 if config.sim.lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
     count = engines.count or config.engine.num_engines
     slots = engines.slots or config.engine.max_num_seqs
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
-    rewards = config.sim.rewards.model_copy(
-        update={"synchronous": config.sim.rewards.synchronous or config.reward.synchronous}
-    )
+    synchronous = sim.rewards.synchronous or config.reward.synchronous
+    rewards = sim.rewards.model_copy(update={"synchronous": synchronous})
     changes = {
         "rewards": rewards,
         "engines": engines.model_copy(update={"count": count, "slots": slots}),
         "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
     }
-    return config.sim.model_copy(update=changes)
+    return sim.model_copy(update=changes)
+
+
+def _with_cluster(config: RunConfig, max_tokens: int) -> SimSettings:
+    """[sim] with the rates of its cluster, which is checked with the length limit of the run."""
+    sim, cluster = config.sim, config.sim.cluster
+    if cluster is None:
+        return sim
+    kind = config.placement.kind
+    if (cluster.rollout_devices is None) == (kind == "disaggregated"):
+        found = "all devices generate" if cluster.rollout_devices is None else "some devices only train"
+        remedy = 'choose "disaggregated" with sim.cluster.rollout_devices, or another kind without it'
+        raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
+    if cluster.model is None and config.model:
+        cluster = cluster.model_copy(update={"model": str(config.model.path)})
+    lengths = sim.lengths.model_copy(update={"max_tokens": max_tokens})
+    return rates(sim.model_copy(update={"cluster": cluster, "lengths": lengths}))
 
 
 def sim_max_tokens(config: RunConfig) -> int:

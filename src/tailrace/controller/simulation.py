@@ -4,6 +4,7 @@ from tailrace.controller.base import Parts
 from tailrace.data.epochs import Epochs
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import rewards_of
@@ -26,7 +27,11 @@ def simulated_parts(
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
         shared: whether engines and trainer have devices in common.
+
+    Raises:
+        ConfigError: [sim.cluster] cannot work.
     """
+    settings = rates(settings)
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)

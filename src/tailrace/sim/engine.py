@@ -1,4 +1,4 @@
-"""A simulated engine: continuous batching in whole decode steps.
+"""A simulated engine: continuous batching in whole decode steps (steps.py).
 
 Time is settled when something changes, in O(1) whatever the number of requests. A request that joins, or
 continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing
@@ -13,12 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log2
 
 from tailrace.clock import now
 from tailrace.engine.base import Capabilities, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
+from tailrace.sim.steps import Steps
 from tailrace.types import KV, FinishReason, Group, Sample
 from tailrace.weights.base import Weights
 
@@ -138,7 +138,7 @@ class SimEngine:
         """As Engine.usage. It settles nothing, so that to look at an engine changes no rounding."""
         whole = 0
         if self._running and now() > self._since:
-            whole = int(self._credit + (now() - self._since) / self._step_s + 1e-6)
+            whole = int(self._next_steps.after(self._credit, now() - self._since) + 1e-6)
         num_new = whole * len(self._running)
         return Usage(
             num_running=len(self._running),
@@ -189,11 +189,8 @@ class SimEngine:
         return self._cost.kv_tokens * width + self._cost.weight_tokens * (width - 1)
 
     @property
-    def _step_s(self) -> float:
-        """A group of devices divides the work of a step, and communicates."""
-        cost, width = self._cost, max(self.width, 1)
-        alone_s = cost.base_s + cost.slope_s * len(self._running)
-        return alone_s / width + cost.communication_s * log2(width) if width > 1 else alone_s
+    def _next_steps(self) -> Steps:
+        return Steps.of(self._cost, len(self._running), self._kv_tokens, self.width)
 
     def _settle(self) -> None:
         """Count the whole decode steps since the last change; the rest of a step is kept as credit."""
@@ -201,7 +198,7 @@ class SimEngine:
         if time <= self._since:
             return  # stalled until then
         if self._running:
-            steps = self._credit + (time - self._since) / self._step_s
+            steps = self._next_steps.after(self._credit, time - self._since)
             whole = int(steps + 1e-6)
             self._credit = max(0.0, steps - whole)
             self._steps += whole
@@ -233,7 +230,7 @@ class SimEngine:
             steps = min(steps, max(1, room + 1))
             if self._queue and self._in_mid_step and len(self._running) < self.slots:
                 steps = 1  # the requests that wait join at the end of this step
-            when = self._since + max(0.0, steps - self._credit) * self._step_s
+            when = self._since + self._next_steps.seconds(self._credit, steps)
             self._timer = asyncio.get_running_loop().call_at(when, self._tick)
 
     def _tick(self) -> None:

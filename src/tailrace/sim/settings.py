@@ -4,7 +4,9 @@ A field whose default is None is taken from the other sections of the config (`c
 value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
 """
 
-from pydantic import Field
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from tailrace.reward.base import TimeoutSettings
 from tailrace.settings import Settings
@@ -15,7 +17,8 @@ DEFAULT_MAX_TOKENS = 16_384
 
 
 class SimEngineSettings(Settings):
-    """Continuous batching in whole decode steps of base_s + slope_s * running."""
+    """Continuous batching in whole decode steps of overhead_s + max(base_s, compute_s * running) +
+    slope_s * running + context_s * positions in the KV cache."""
 
     count: int | None = Field(default=None, ge=1)
     """Engines. None: engine.replicas of the config."""
@@ -25,6 +28,12 @@ class SimEngineSettings(Settings):
     """Seconds of a decode step, without the part that grows with the requests."""
     slope_s: float = Field(default=0.06e-3, ge=0)
     """Seconds that each running request adds to a decode step."""
+    context_s: float = Field(default=0.0, ge=0)
+    """Seconds that each position in the KV cache adds to a decode step."""
+    compute_s: float = Field(default=0.0, ge=0)
+    """Seconds of arithmetic of each running request. A step takes at least their sum."""
+    overhead_s: float = Field(default=0.0, ge=0)
+    """Seconds of a decode step that neither more devices nor a smaller model make shorter."""
     kv_tokens: int = Field(default=10_000_000, ge=1)
     """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
@@ -124,11 +133,70 @@ class SimRewardSettings(Settings):
     """Parameters of the beta distribution of the prompts' solve rates."""
 
 
+class SimClusterSettings(Settings):
+    """Devices and a model. All rates of [sim.engines] and [sim.trainer] that the config does not set follow
+    from them (sim/cluster.py), so that schedules are compared on equal hardware. Efficiencies are shares of
+    the device's peak."""
+
+    device: str = "H100"
+    """Name of a profile: A100-40G, RTX 4090, H100, H800, H200, MI300X or CPU."""
+    devices: int = Field(default=8, ge=1)
+    """Devices that generate and train."""
+    model: str | None = None
+    """Qwen2.5-7B, Qwen2.5-14B, Qwen2.5-32B, Qwen3-1.7B, Qwen3-4B, Qwen3-8B, or a Hugging Face model folder.
+    None: that of [model]."""
+    rollout_devices: int | None = Field(default=None, ge=1)
+    """Devices that generate; the others train. None: all generate and train in turn, which needs
+    placement.kind = "colocated" or "elastic"."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices of one engine."""
+    devices_per_node: int = Field(default=8, ge=1)
+    """Devices with links to one another. More of them communicate over the network."""
+    network_bytes_per_s: float = Field(default=50e9, gt=0)
+    """Network of one device. Default: NDR InfiniBand (NVIDIA ConnectX-7 data sheet, 2022)."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Memory that an engine uses for weights and KV cache. Default: vLLM's gpu_memory_utilization."""
+    bandwidth_efficiency: float = Field(default=0.7, gt=0, le=1)
+    """Share of the memory bandwidth that decoding reaches. Default: assumed."""
+    decode_efficiency: float = Field(default=0.5, gt=0, le=1)
+    """Share of the FLOP/s that a large batch reaches in decoding. Default: assumed."""
+    prefill_efficiency: float = Field(default=0.5, gt=0, le=1)
+    """Share of the FLOP/s that a prefill reaches. Default: assumed."""
+    training_efficiency: float = Field(default=0.4, gt=0, le=1)
+    """Share of the FLOP/s that forward and backward reach (MFU). Default: The Llama 3 Herd of Models, 2024,
+    table 4 (38 to 43%)."""
+    link_efficiency: float = Field(default=0.8, gt=0, le=1)
+    """Share of the bandwidth that links, network and host memory reach. Default: assumed."""
+    overhead_s: float = Field(default=2e-3, ge=0)
+    """Seconds of a decode step for scheduling, launches and sampling. Default: assumed."""
+    recompute_activations: bool = True
+    """Whether the trainer computes the forward pass twice to save memory: 8 instead of 6 FLOPs a parameter
+    and token."""
+    trainer_bytes_per_parameter: float = Field(default=16.0, gt=0)
+    """Memory of weights, gradients and optimizer state. Default: mixed-precision Adam (Rajbhandari et al.,
+    ZeRO, 2020, section 3.1)."""
+    transport: Literal["process_group", "filesystem"] = "process_group"
+    """How weights reach engines on other devices."""
+    filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
+    """Rate at which a shared file system is written and read. Default: assumed."""
+
+
 class SimSettings(Settings):
     """The [sim] section."""
 
+    cluster: SimClusterSettings | None = None
     engines: SimEngineSettings = SimEngineSettings()
     trainer: SimTrainerSettings = SimTrainerSettings()
     lengths: SimLengthSettings = SimLengthSettings()
     rewards: SimRewardSettings = SimRewardSettings()
     reference: SimReferenceSettings = SimReferenceSettings()
+
+    @model_serializer(mode="wrap")
+    def _keep_open_rates(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A resolved config leaves open what follows from the cluster."""
+        tree: dict[str, Any] = handler(self)
+        if self.cluster:
+            for name in ("engines", "trainer"):
+                given = getattr(self, name).model_fields_set
+                tree[name] = {key: value for key, value in tree[name].items() if key in given}
+        return tree

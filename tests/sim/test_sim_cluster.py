@@ -1,0 +1,198 @@
+"""The rates that follow from devices and a model, by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tailrace.commands.virtual import sim_settings
+from tailrace.config import RunConfig
+from tailrace.errors import ConfigError
+from tailrace.sim.cluster import rates
+from tailrace.sim.profiles import MODELS, Model
+from tailrace.sim.settings import (
+    SimClusterSettings,
+    SimEngineSettings,
+    SimLengthSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
+
+RUN = {"run": {"rounds": 1, "group_size": 4}, "schedule": {"name": "serial", "groups_per_round": 4}}
+PEAK = {f"{name}_efficiency": 1.0 for name in ("bandwidth", "decode", "prefill", "training", "link")} | {
+    "overhead_s": 0.0,
+    "memory_share": 1.0,
+}
+
+
+def on(device: str = "H100", model: str = "Qwen2.5-7B", **cluster: Any) -> SimSettings:
+    return SimSettings(cluster=SimClusterSettings(device=device, model=model, **(PEAK | cluster)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parameters_of_a_known_model_are_those_of_its_shape(name: str) -> None:
+    """Qwen2.5 has biases of queries, keys and values; Qwen3 norms of queries and keys instead."""
+    model = MODELS[name]
+    query, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    own = query + 2 * kv if name.startswith("Qwen2.5") else 2 * model.head_size
+    norms = 2 * model.hidden_size + own
+    is_tied = name in ("Qwen3-1.7B", "Qwen3-4B")
+    embedding = 0 if is_tied else model.hidden_size * model.vocabulary
+    others = model.num_layers * norms + model.hidden_size
+    assert model.num_parameters == model.multiplied_parameters + embedding + others
+
+
+def test_the_rates_of_a_seven_billion_model_on_eight_devices() -> None:
+    """Qwen2.5-7B on H100, peaks: 15.23 GB of weights at 3350 GB/s are 4.547 ms. A position of the KV cache
+    has 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344 bytes, 17.1 ns. 2 * 7.070 G FLOPs at 989.4 T are
+    14.29 us. 80 - 15.23 GB hold 1,129,477 positions."""
+    filled = rates(on(devices=8, rollout_devices=4))
+    engines, trainer = filled.engines, filled.trainer
+    weights, used = 15_231_233_024, 7_070_285_824
+    assert (engines.count, engines.kv_tokens, engines.weight_tokens) == (4, 1_129_477, 265_611)
+    assert engines.base_s == pytest.approx(weights / 3350e9) == pytest.approx(4.547e-3, rel=1e-3)
+    assert engines.context_s == pytest.approx(57_344 / 3350e9)
+    assert engines.compute_s == pytest.approx(2 * used / 989.4e12)
+    assert (engines.slope_s, engines.overhead_s) == (0.0, 0.0)
+    assert engines.prefill_tokens_per_s == pytest.approx(989.4e12 / (2 * used))
+    assert engines.load_s == pytest.approx(weights / 450e9)
+    assert trainer.tokens_per_s == pytest.approx(4 * 989.4e12 / (8 * used))
+    # Adam over a quarter of the parameters; float32 gradients and bfloat16 weights over the links
+    assert trainer.step_s == pytest.approx(30 * weights / 2 / (4 * 3350e9) + 3 * weights / 450e9)
+    assert trainer.publish_s == pytest.approx(weights / 450e9)
+
+
+def test_two_devices_an_engine_divide_the_work_and_all_reduce_twice_a_layer() -> None:
+    """56 all-reduces of 3584 * 2 bytes for each request, and 56 latencies of 10 us for each step."""
+    one, two = (rates(on(rollout_devices=4, tensor_parallel=size)).engines for size in (1, 2))
+    assert (one.count, two.count) == (4, 2)
+    for name in ("base_s", "compute_s", "context_s"):
+        assert getattr(two, name) == pytest.approx(getattr(one, name) / 2)
+    assert two.slope_s == pytest.approx(56 * 3584 * 2 / 450e9)
+    assert two.overhead_s == pytest.approx(56 * 10e-6)
+    assert two.kv_tokens == int((160e9 - 15_231_233_024) / 57_344)
+
+
+def test_more_devices_than_key_heads_keep_copies() -> None:
+    """8 heads on 16 devices: each has a whole one."""
+    eight = rates(
+        on(model="Qwen3-8B", devices=32, rollout_devices=16, tensor_parallel=16, devices_per_node=16)
+    )
+    assert eight.engines.kv_tokens == int((16 * 80e9 - 16_381_470_720) / (2 * 147_456))
+
+
+def test_devices_in_turn_serve_both_sides_at_the_cost_of_a_switch() -> None:
+    """16 bytes a parameter over 8 devices are 15.2 GB, 0.238 s at 64 GB/s; the weights take 0.034 s."""
+    apart, in_turn = rates(on(rollout_devices=4)), rates(on())
+    assert (apart.engines.count, in_turn.engines.count) == (4, 8)
+    assert in_turn.trainer.tokens_per_s == pytest.approx(2 * apart.trainer.tokens_per_s)
+    assert in_turn.engines.sleep_s == pytest.approx(0.238, abs=5e-4)
+    assert in_turn.engines.wake_s == pytest.approx(0.238 + 0.034, abs=5e-4)
+    assert in_turn.trainer.publish_s == 0.0
+
+
+def test_a_value_of_the_config_wins_and_filling_twice_changes_nothing() -> None:
+    settings = on(rollout_devices=4).model_copy(
+        update={
+            "engines": SimEngineSettings(base_s=0.5),
+            "trainer": SimTrainerSettings(tokens_per_s=7.0),
+        }
+    )
+    filled = rates(settings)
+    assert (filled.engines.base_s, filled.trainer.tokens_per_s) == (0.5, 7.0)
+    assert filled.engines.compute_s > 0
+    assert rates(filled) == filled
+    assert rates(SimSettings()) == SimSettings()
+
+
+def test_a_resolved_config_leaves_open_what_follows_from_the_cluster() -> None:
+    config = RunConfig.model_validate(
+        RUN | {"sim": {"cluster": {"model": "Qwen3-4B", "rollout_devices": 4}, "engines": {"base_s": 0.5}}}
+    )
+    again = RunConfig.model_validate_json(config.to_json())
+    assert sim_settings(again) == sim_settings(config)
+    assert again.sim.engines.model_fields_set == {"base_s"}
+
+
+def test_a_model_folder_is_read(tmp_path: Path) -> None:
+    """The numbers of Qwen3-1.7B, from a folder with an empty weight file."""
+    known = MODELS["Qwen3-1.7B"]
+    config = {
+        "hidden_size": known.hidden_size,
+        "intermediate_size": known.mlp_size,
+        "num_hidden_layers": known.num_layers,
+        "num_attention_heads": known.num_heads,
+        "num_key_value_heads": known.num_kv_heads,
+        "head_dim": known.head_size,
+        "vocab_size": known.vocabulary,
+        "max_position_embeddings": known.context_tokens,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": np.zeros(8, np.float16)}, tmp_path / "model.safetensors")
+    assert Model.read(tmp_path) == replace(known, num_parameters=8)
+    cluster = on(device="CPU", model=str(tmp_path), rollout_devices=4)
+    assert rates(cluster).engines.base_s == 16 / 307.2e9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            on(device="H10"),
+            "sim.cluster.device = 'H10': there is no profile of this name; choose from A100-40G",
+        ),
+        (
+            on(model="Qwen"),
+            "sim.cluster.model = 'Qwen': it is neither the name of a known model nor a folder",
+        ),
+        (on(rollout_devices=8), "all 8 devices would generate, and none would train"),
+        (on(rollout_devices=4, tensor_parallel=3), "the 4 devices that generate cannot be divided by it"),
+        (on(devices=12, tensor_parallel=3), "the 28 attention heads of the model cannot be divided by it"),
+        (on(devices=32, tensor_parallel=14, devices_per_node=8), "cannot be divided by it"),
+        (on(devices=28, tensor_parallel=14), "a node has 8 devices"),
+        (
+            on("RTX 4090", "Qwen2.5-14B", rollout_devices=4),
+            "its weights take 27.5 GiB, but an engine on 1 x RTX 4090 has 22.4 GiB; raise tensor_parallel",
+        ),
+        (
+            on("A100-40G", rollout_devices=6),
+            "the trainer holds 113.5 GiB, but 2 x A100-40G have 74.5 GiB; give the trainer more devices",
+        ),
+        (
+            on(model="Qwen3-4B").model_copy(update={"lengths": SimLengthSettings(max_tokens=50_000)}),
+            "a sequence has up to 50100 tokens, but the model's context has 40960",
+        ),
+        (
+            on("RTX 4090", memory_share=0.65).model_copy(
+                update={"lengths": SimLengthSettings(max_tokens=10_000)}
+            ),
+            "a sequence has up to 10100 tokens, but the KV cache of one engine has 6430 positions",
+        ),
+        (
+            on("RTX 4090", memory_share=0.65).model_copy(
+                update={
+                    "lengths": SimLengthSettings(max_tokens=100),
+                    "engines": SimEngineSettings(slots=100),
+                }
+            ),
+            "so many requests have at least 10100 positions, but the KV cache of one engine has 6430; choose"
+            " at most 63",
+        ),
+    ],
+)
+def test_an_impossible_set_up_is_refused_with_its_numbers(settings: SimSettings, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rates(settings)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "rollout_devices"), [("colocated", 4), ("disaggregated", None)])
+def test_the_placement_must_be_that_of_the_cluster(kind: str, rollout_devices: int | None) -> None:
+    cluster = {"model": "Qwen3-4B", "rollout_devices": rollout_devices}
+    config = RunConfig.model_validate(RUN | {"placement": {"kind": kind}, "sim": {"cluster": cluster}})
+    with pytest.raises(ConfigError, match=r"placement.kind = .*in \[sim.cluster\]"):
+        sim_settings(config)
