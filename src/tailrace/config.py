@@ -36,6 +36,7 @@ _KINDS = (
     *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
     *("single_turn", "tools", "python", "agent", "verifiers", "endpoint"),
     *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
+    *("uniform", "table", "empirical"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
@@ -285,6 +286,18 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
             for each in (table, *_tables_in(table)):
                 if key in each:
                     each[key] = _absolute(each[key], base, is_path=(section, key) not in functions)
+    _make_sim_paths_absolute(tree.get("sim"), base)
+
+
+def _make_sim_paths_absolute(sim: Any, base: Path) -> None:
+    """A name of a model in [sim.cluster] stays as it is, unless there is such a folder."""
+    sections = sim if isinstance(sim, dict) else {}
+    lengths, cluster = sections.get("lengths"), sections.get("cluster")
+    distribution = lengths.get("distribution") if isinstance(lengths, dict) else None
+    if isinstance(distribution, dict) and "path" in distribution:
+        distribution["path"] = _absolute(distribution["path"], base, is_path=True)
+    if isinstance(cluster, dict) and isinstance(model := cluster.get("model"), str):
+        cluster["model"] = _absolute(model, base, is_path=(base / model).is_dir())
 
 
 def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:

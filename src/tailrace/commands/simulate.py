@@ -22,6 +22,7 @@ from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
+from tailrace.sim.world import Lengths
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
@@ -57,7 +58,8 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
 
 
 def _set_up(sim: SimSettings) -> str:
-    lengths = f"{sim.lengths.median_tokens:,.0f} tokens in the median, {sim.lengths.max_tokens:,} at most"
+    median_tokens = Lengths(sim.lengths, 0).median_tokens
+    lengths = f"{median_tokens:,.0f} tokens in the median, {sim.lengths.max_tokens:,} at most"
     return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
 
 

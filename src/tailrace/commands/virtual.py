@@ -10,6 +10,7 @@ from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.schedules.resolve import BoundSchedule
 from tailrace.sim.cluster import rates
+from tailrace.sim.lengths import law_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
 
 
@@ -41,8 +42,9 @@ def sim_settings(config: RunConfig) -> SimSettings:
     [sampling].
 
     Raises:
-        ConfigError: [sim.cluster] cannot work, or the placement is another one.
+        ConfigError: [sim.cluster] cannot work, the placement is another one, or lengths cannot be read.
     """
+    law_of(config.sim.lengths)
     max_tokens = sim_max_tokens(config)
     sim = _with_cluster(config, max_tokens)
     engines, lengths = sim.engines, sim.lengths

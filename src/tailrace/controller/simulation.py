@@ -8,7 +8,7 @@ from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import rewards_of
-from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimEngineSettings, SimSettings
 from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts
 
@@ -37,8 +37,8 @@ def simulated_parts(
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
     max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
     engines = [
-        SimEngine(f"engine{i}", settings.engines, lengths, max_tokens)
-        for i in range(settings.engines.count or 1)
+        _engine(f"engine{number}", settings.engines, lengths, max_tokens)
+        for number in range(settings.engines.count or 1)
     ]
     anchors = Anchors()
     return Parts(
@@ -52,3 +52,8 @@ def simulated_parts(
         anchors=anchors,
         synchronous_rewards=settings.rewards.synchronous,
     )
+
+
+def _engine(name: str, cost: SimEngineSettings, lengths: Lengths, max_tokens: int) -> SimEngine:
+    engine = SimEngine(name, cost, lambda sample: lengths(sample, engine.version), max_tokens)
+    return engine

@@ -7,8 +7,13 @@ import random
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
+from tailrace.sim.chance import Chance
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
+from tailrace.sim.world import row_of
 from tailrace.types import Sample
+
+REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
+"""What a stream of chance is for, besides those of world.py."""
 
 
 def rewards_of(cost: SimRewardSettings, seed: int, anchors: Anchors) -> Rewards:
@@ -28,21 +33,21 @@ class SimRewards:
         self._workers = asyncio.Semaphore(cost.workers)
 
     async def score(self, sample: Sample) -> float:
-        chance = random.Random(f"reward {self._seed} {sample.id}")
-        fault = chance.random()
+        chance = Chance(REWARD, self._seed, *sample.id)
+        fault = chance.uniform()
         async with self._workers:
             try:
                 async with asyncio.timeout(self._cost.timeout_s):
                     if fault < self._cost.hanging:
                         await asyncio.get_running_loop().create_future()
-                    spread = math.exp(self._cost.sigma * chance.gauss(0, 1))
+                    spread = math.exp(self._cost.sigma * chance.normal())
                     await asyncio.sleep(self._cost.median_s * spread)
             except TimeoutError:
                 sample.timed_out = True
                 return 0.0
         if fault < self._cost.hanging + self._cost.failing:
             raise RewardFailed("raised")
-        return float(chance.random() < _solve_rate(self._cost, self._seed, sample))
+        return float(chance.uniform() < _solve_rate(self._cost, self._seed, sample))
 
 
 class SimCodeRewards:
@@ -55,13 +60,15 @@ class SimCodeRewards:
 
     async def score(self, sample: Sample) -> float:
         code = self._code
-        chance = random.Random(f"program {self._seed} {sample.id}")
-        median_s = code.median_s * math.exp(code.sigma * self._of_prompt("case", sample).gauss(0, 1))
-        times = [median_s * math.exp(code.own_sigma * chance.gauss(0, 1)) for _ in range(code.cases)]
-        is_correct = chance.random() < _solve_rate(self._cost, self._seed, sample)
-        if chance.random() < code.endless:
-            is_correct, times[chance.randrange(code.cases)] = False, math.inf
-        wrong = None if is_correct or math.inf in times else chance.randrange(code.cases)
+        chance = Chance(PROGRAM, self._seed, *sample.id)
+        median_s = code.median_s * math.exp(
+            code.sigma * Chance(CASE, self._seed, row_of(sample.prompt)).normal()
+        )
+        times = [median_s * math.exp(code.own_sigma * chance.normal()) for _ in range(code.cases)]
+        is_correct = chance.uniform() < _solve_rate(self._cost, self._seed, sample)
+        if chance.uniform() < code.endless:
+            is_correct, times[chance.below(code.cases)] = False, math.inf
+        wrong = None if is_correct or math.inf in times else chance.below(code.cases)
         runs = [asyncio.create_task(self._run(sample, each)) for each in times]
         try:
             for number, run in enumerate(runs):
@@ -82,10 +89,6 @@ class SimCodeRewards:
             await asyncio.sleep(min(seconds, limit_s))
         return seconds <= limit_s
 
-    def _of_prompt(self, what: str, sample: Sample) -> random.Random:
-        row = sample.prompt.index if sample.prompt.row_number is None else sample.prompt.row_number
-        return random.Random(f"{what} {self._seed} {row}")
-
 
 def _solve_rate(cost: SimRewardSettings, seed: int, sample: Sample) -> float:
-    return random.Random(f"rate {seed} {sample.prompt.index}").betavariate(*cost.solvable)
+    return random.Random(Chance(RATE, seed, sample.prompt.index).bits()).betavariate(*cost.solvable)

@@ -4,9 +4,10 @@ A field whose default is None is taken from the other sections of the config (`c
 value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
 """
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tailrace.reward.base import TimeoutSettings
 from tailrace.settings import Settings
@@ -76,15 +77,71 @@ class SimReferenceSettings(Settings):
     """Tokens of a forward pass, prompts included; by default three times the trainer's rate."""
 
 
+class UniformSettings(Settings):
+    """Lengths between two limits, all equally frequent."""
+
+    kind: Literal["uniform"]
+    """Selects this distribution."""
+    min_tokens: int = Field(default=1, ge=1)
+    """Length of the shortest response."""
+    max_tokens: int = Field(ge=1)
+    """Length of the longest response."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "UniformSettings":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}")
+        return self
+
+
+class TableSettings(Settings):
+    """Some lengths, each with its share of the responses."""
+
+    kind: Literal["table"]
+    """Selects this distribution."""
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    """The lengths, in ascending order."""
+    shares: tuple[Annotated[float, Field(ge=0)], ...]
+    """The share of each length; only their ratios count."""
+
+    @model_validator(mode="after")
+    def _check_table(self) -> "TableSettings":
+        if len(self.shares) != len(self.tokens):
+            raise ValueError(f"there are {len(self.tokens)} tokens, but {len(self.shares)} shares")
+        if list(self.tokens) != sorted(self.tokens):
+            raise ValueError("tokens are not in ascending order")
+        if not sum(self.shares):
+            raise ValueError("all shares are 0")
+        return self
+
+
+class EmpiricalSettings(Settings):
+    """The lengths of responses that were generated before."""
+
+    kind: Literal["empirical"]
+    """Selects this distribution."""
+    path: Path
+    """The folder of a run's samples, one of its files, or a file with one length in each line."""
+
+
+Distribution = Annotated[UniformSettings | TableSettings | EmpiricalSettings, Field(discriminator="kind")]
+
+
 class SimLengthSettings(Settings):
-    """Response lengths: lognormal, correlated within a group, clipped at a limit."""
+    """Response lengths: lognormal or another distribution, correlated within a group, clipped at a limit."""
+
+    distribution: Distribution | None = None
+    """Set: median_tokens and sigma are not used."""
 
     median_tokens: float | None = Field(default=None, gt=0)
     """Median before clipping. None: 1230, or the same share of a limit that is taken from [sampling]."""
     sigma: float = Field(default=1.3, ge=0)
     """Standard deviation of the logarithm of a length."""
     correlation: float = Field(default=0.7, ge=0, le=1)
-    """Correlation of the log-lengths of two responses to one prompt."""
+    """Correlation of two responses to one prompt: of their log-lengths, or of the normal numbers whose
+    quantiles they are."""
+    drift: float = Field(default=1.0, gt=0)
+    """Factor by which responses change in 100 versions of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Length limit. None: sampling.max_completion_tokens of the config, or 16,384 without [sampling]."""
     prompt_tokens: int = Field(default=100, ge=1)

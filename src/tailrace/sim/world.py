@@ -1,11 +1,20 @@
 """Simulated data: seeded prompts and response lengths."""
 
 import math
-import random
 
 from tailrace.data.epochs import Epochs
-from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimLengthSettings
+from tailrace.sim.chance import Chance
+from tailrace.sim.lengths import law_of
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimLengthSettings
 from tailrace.types import Prompt, Sample
+
+PROMPT, SAMPLE = 1, 2
+"""What a stream of chance is for, besides those of reward.py."""
+
+
+def row_of(prompt: Prompt) -> int:
+    """Return the row of the data, which is the same in every epoch."""
+    return prompt.index if prompt.row_number is None else prompt.row_number
 
 
 class SimPrompts:
@@ -23,20 +32,32 @@ class SimPrompts:
 class Lengths:
     """The length of each response, a function of its id and the seed.
 
-    The part that a group shares is a function of the row of the data, and so the same in every epoch.
+    The part that a group shares is a function of the row of the data: the prompt's difficulty. It is the same
+    in every epoch and for every attempt, so a prompt that is deferred stays long.
     """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
-        self._settings, self._seed = settings, seed
-        self._median_tokens = settings.median_tokens or DEFAULT_MEDIAN_TOKENS
+        self._seed, self._law = seed, law_of(settings)
+        self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
+        self._drift = math.log(settings.drift) / 100
         self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
 
-    def __call__(self, sample: Sample) -> int:
-        settings = self._settings
+    def __call__(self, sample: Sample, version: int = 0) -> int:
+        """Return the length that a sample will have, in tokens.
+
+        Args:
+            version: of the weights that a sample without tokens begins with.
+        """
         prompt = sample.prompt
-        row = prompt.index if prompt.row_number is None else prompt.row_number
-        shared = random.Random(f"prompt {self._seed} {row}").gauss(0, 1)
-        own = random.Random(f"sample {self._seed} {prompt.index}/{sample.id.number}").gauss(0, 1)
-        z = math.sqrt(settings.correlation) * shared + math.sqrt(1 - settings.correlation) * own
-        tokens = int(self._median_tokens * math.exp(settings.sigma * z))
-        return max(1, min(self._max_tokens, tokens))
+        shared = Chance(PROMPT, self._seed, row_of(prompt)).normal()
+        own = Chance(SAMPLE, self._seed, prompt.index, sample.id.number).normal()
+        tokens = self._law(self._shared * shared + self._own * own)
+        if self._drift:
+            begun = sample.spans[0].version if sample.spans else version
+            tokens *= math.exp(self._drift * begun)
+        return max(1, min(self._max_tokens, int(tokens)))
+
+    @property
+    def median_tokens(self) -> float:
+        """The median of version 0, without the limit."""
+        return self._law(0.0)

@@ -1,0 +1,105 @@
+"""Distributions of response lengths: from a standard normal number to a length.
+
+A length is the quantile of a standard normal number. Numbers that are correlated (world.py: Lengths) so give
+correlated lengths of any distribution (a Gaussian copula; Nelsen, An Introduction to Copulas, 2006, section
+2.3).
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import ConfigError
+from tailrace.sim.settings import (
+    DEFAULT_MEDIAN_TOKENS,
+    EmpiricalSettings,
+    SimLengthSettings,
+    TableSettings,
+    UniformSettings,
+)
+
+Law = Callable[[float], float]
+"""The length at a quantile, which is given as a standard normal number."""
+
+
+class _Line(msgspec.Struct):
+    """What counts in a line of a run's samples."""
+
+    num_tokens: int
+    step: int = 0
+
+
+def law_of(settings: SimLengthSettings) -> Law:
+    """Return the distribution of lengths, without the limit.
+
+    Raises:
+        ConfigError: the file of an empirical distribution cannot be read.
+    """
+    match settings.distribution:
+        case None:
+            median, sigma = settings.median_tokens or DEFAULT_MEDIAN_TOKENS, settings.sigma
+            return lambda z: median * math.exp(sigma * z)
+        case UniformSettings(min_tokens=low, max_tokens=high):
+            return lambda z: low + _share_below(z) * (high + 1 - low)
+        case TableSettings(tokens=tokens, shares=shares):
+            total = math.fsum(shares)
+            below = [*accumulate(share / total for share in shares)][:-1]
+            return lambda z: tokens[bisect(below, _share_below(z))]
+        case EmpiricalSettings(path=path):
+            return _law_of_lengths(read_lengths(path))
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read the lengths of responses.
+
+    Args:
+        path: a file with a whole number or a sample of a run in each line, or a run's folder of samples.
+
+    Raises:
+        ConfigError: a line is torn, is no length, or has an earlier step than the line before.
+    """
+    files = sorted(path.glob("round_*.jsonl")) if path.is_dir() else [path]
+    try:
+        lengths = [length for file in files for length in _lengths_in(file)]
+    except OSError as why:
+        raise _refused(path, f"it cannot be read ({why.strerror})") from None
+    if not lengths:
+        raise _refused(path, "it has no lengths")
+    return lengths
+
+
+def _lengths_in(file: Path) -> Iterator[int]:
+    decoder = msgspec.json.Decoder(int | _Line)
+    last_step = 0
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        where = f"line {number} of {file.name}"
+        try:
+            found = decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+            raise _refused(file, f"{where} is torn or no length ({why})") from None
+        length, step = (found, last_step) if isinstance(found, int) else (found.num_tokens, found.step)
+        if length < 1:
+            raise _refused(file, f"{where} has the length {length}")
+        if step < last_step:
+            raise _refused(file, f"{where} has step {step} after step {last_step}")
+        last_step = step
+        yield length
+
+
+def _refused(path: Path, problem: str) -> ConfigError:
+    remedy = "name a run's samples, or a file with one length in each line"
+    return ConfigError("sim.lengths.distribution.path", str(path), problem, remedy)
+
+
+def _law_of_lengths(lengths: Sequence[int]) -> Law:
+    ordered = sorted(lengths)
+    return lambda z: ordered[min(int(_share_below(z) * len(ordered)), len(ordered) - 1)]
+
+
+def _share_below(z: float) -> float:
+    """Return the share of the standard normal distribution that is below z."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
