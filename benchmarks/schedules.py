@@ -1,23 +1,24 @@
 """All schedules in one simulated setting: how fast, how stale, what is wasted, what is biased.
 
     python benchmarks/schedules.py [--rounds 60] [--only NAME]
-    python benchmarks/schedules.py --equal-devices
+    python benchmarks/schedules.py --equal-devices [--sigma 1.3] [--reward-s 0.3]
 
 64 groups of 8 samples a step, 512 prompts that are repeated every epoch. The first two epochs (16 rounds) are
 not counted, because length histories fill and the population in flight settles in them. The length bias is
 the mean trained length over the mean length of all prompts, each counted equally.
 
---equal-devices asks how much of tailrace's lead over april is due to the devices. Its first table gives both
-the same engines and the same trainer, on devices of their own. A stop-and-go schedule leaves the trainer's
-devices idle while it generates, and the engines' while it trains. In the second table april is therefore
-colocated: all devices generate, then all devices train, at no cost for the change. tailrace splits the same
-devices.
+--equal-devices gives every schedule the same eight H100 and Qwen2.5-7B ([sim.cluster]). Schedules that stop
+and go have all devices in turn, at the cost of a switch. Those that generate while they train divide them,
+and have the best of three divisions. The on-policy ones also try the elastic placement. It asks three things:
+how much faster is tailrace than april, is tailrace_on_policy faster than RollPacker's race of prompts, and
+what leads when a reward takes 30 s?
 """
 
 import argparse
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from statistics import fmean
 from typing import Any
 
@@ -29,8 +30,17 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
 from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.steps import StepMeter
+from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import SCHEDULES
-from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings
+from tailrace.sim.cluster import rates
+from tailrace.sim.settings import (
+    SimClusterSettings,
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
 from tailrace.sim.world import Lengths
 from tailrace.types import Group, Prompt, Sample, SampleId
 
@@ -38,8 +48,8 @@ GROUPS, GROUP_SIZE, ROWS, WARM_UP_ROUNDS = 64, 8, 512, 16
 MAX_TOKENS = 16_384
 LENGTHS = SimLengthSettings(median_tokens=1230.0, sigma=1.3, max_tokens=MAX_TOKENS, rows=ROWS)
 ENGINES, TRAINER_TOKENS_PER_S = 4, 60_000.0
-DEVICES = 2 * ENGINES
-"""An engine has one device; as many devices train."""
+SPLITS = (4, 5, 6)
+"""Of eight devices, those that generate."""
 
 Bound = Callable[[Run], Coroutine[Any, Any, None]]
 
@@ -56,12 +66,12 @@ def tailrace(in_flight: int, staleness: int) -> Bound:
     return bound("tailrace", groups_per_step=GROUPS, groups_in_flight=in_flight, staleness=staleness)
 
 
-def pipelinerl(in_flight: int) -> Bound:
+def pipelinerl(in_flight: int, engines: int = ENGINES) -> Bound:
     """in_flight: groups."""
     return bound(
         "pipelinerl",
         groups_per_step=GROUPS,
-        in_flight_per_engine=in_flight * GROUP_SIZE // ENGINES,
+        in_flight_per_engine=in_flight * GROUP_SIZE // engines,
         ring_groups=2 * GROUPS,
         ring_full="block",
     )
@@ -90,63 +100,61 @@ RACERS: dict[str, Bound] = {
     "tailrace, 2x, bound 4": tailrace(128, 4),
     "tailrace, 3x, bound 8": tailrace(192, 8),
 }
-PAIRS = (
-    ("april, 1.5x", "tailrace, 1.5x, bound 2"),
-    ("april, 2x", "tailrace, 2x, bound 4"),
-)
-"""APRIL, and tailrace with the same number of groups in flight."""
+APRIL = ("april, 1.5x", "april, 2x")
+TAILRACE = ("tailrace, 1.5x, bound 2", "tailrace, 2x, bound 4")
+"""With the same groups in flight as APRIL."""
+ON_POLICY = ("rollpacker, prompts 1.25", "tailrace_on_policy, share 0.2")
 HEAD = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
 
 
+SEPARATE = SimSettings(
+    engines=SimEngineSettings(count=ENGINES),
+    trainer=SimTrainerSettings(tokens_per_s=TRAINER_TOKENS_PER_S),
+    lengths=LENGTHS,
+)
+APART: Kind = "disaggregated"
+CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
+
+
 @dataclass(frozen=True, slots=True)
-class Devices:
-    """What generates and what trains."""
+class Racer:
+    """A schedule on its devices."""
 
-    engines: int = ENGINES
-    trainer_tokens_per_s: float = TRAINER_TOKENS_PER_S
+    schedule: Bound
+    sim: SimSettings
+    kind: Kind = APART
 
-    @property
-    def sim(self) -> SimSettings:
-        return SimSettings(
-            engines=SimEngineSettings(count=self.engines),
-            trainer=SimTrainerSettings(tokens_per_s=self.trainer_tokens_per_s),
-            lengths=LENGTHS,
-        )
+    def lap(self, rounds: int) -> Lap:
+        """Run the schedule to its end in virtual time."""
+        meter = LapMeter(warm_up_rounds=WARM_UP_ROUNDS)
+        shared, replicas = Shared(self.kind), 2 if self.kind == "elastic" else 1
 
-    @property
-    def words(self) -> str:
-        engine = SimEngineSettings()
-        step = f"{1e3 * engine.base_s:.0f} ms + {1e3 * engine.slope_s:.2f} ms a sequence and decode step"
-        lengths = f"median {LENGTHS.median_tokens:.0f}, limit {MAX_TOKENS} tokens"
-        return (
-            f"simulated costs, no model; lengths: {lengths}; {self.engines} engines ({step}), "
-            f"trainer {self.trainer_tokens_per_s:,.0f} tokens/s"
-        )
+        async def run() -> None:
+            settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
+            recorder = Recorder(StepMeter(meter, wall_clock=clock.wall_time))
+            parts = simulated_parts(self.sim, settings.seed, shared=shared, replicas=replicas)
+            await execute(self.schedule, parts, settings, recorder)
+
+        clock.run(run(), virtual=True)
+        return meter.lap()
 
 
-SEPARATE = Devices()
-COLOCATED = Devices(DEVICES, TRAINER_TOKENS_PER_S * DEVICES / (DEVICES - ENGINES))
-SPLITS = [
-    Devices(count, TRAINER_TOKENS_PER_S * (DEVICES - count) / (DEVICES - ENGINES)) for count in (4, 5, 6)
-]
+def words(sim: SimSettings) -> str:
+    """The rates of a set-up."""
+    engine, trainer, lengths = sim.engines, sim.trainer, sim.lengths
+    work = f"max({1e3 * engine.base_s:.2f} ms, {1e6 * engine.compute_s:.1f} us a request)"
+    reads = f"{1e6 * engine.slope_s:.1f} us a request + {1e9 * engine.context_s:.1f} ns a position"
+    step = f"{1e3 * engine.overhead_s:g} ms + {work} + {reads}"
+    return (
+        f"{engine.count} engines ({step}), trainer {trainer.tokens_per_s:,.0f} tokens/s and"
+        f" {trainer.step_s:.2f} s a step; lengths: median {lengths.median_tokens:.0f}, sigma {lengths.sigma},"
+        f" limit {MAX_TOKENS}; rewards of {sim.rewards.median_s:g} s"
+    )
 
 
-def lap(schedule: Bound, devices: Devices, rounds: int) -> Lap:
-    """Run a schedule to its end in virtual time."""
-    meter = LapMeter(warm_up_rounds=WARM_UP_ROUNDS)
-
-    async def run() -> None:
-        settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-        recorder = Recorder(StepMeter(meter, wall_clock=clock.wall_time))
-        await execute(schedule, simulated_parts(devices.sim, settings.seed), settings, recorder)
-
-    clock.run(run(), virtual=True)
-    return meter.lap()
-
-
-def mean_length() -> float:
+def mean_length(lengths: SimLengthSettings) -> float:
     """Mean over all rows, 16 responses each."""
-    length_of = Lengths(LENGTHS, 0)
+    length_of = Lengths(lengths, 0)
     groups = [Group(Prompt(row, [1], row_number=row), 16, []) for row in range(ROWS)]
     return fmean(
         length_of(Sample(SampleId(1_000_000 + group.prompt.index, 0, number), group))
@@ -157,32 +165,57 @@ def mean_length() -> float:
 
 def line(name: str, lap: Lap, first: Lap, expected: float) -> str:
     return (
-        f"{name:42}{lap.samples_per_s:11.2f}{lap.samples_per_s / first.samples_per_s:11.2f}"
+        f"{name:46}{lap.samples_per_s:11.2f}{lap.samples_per_s / first.samples_per_s:11.2f}"
         f"{lap.staleness_mean:11.2f}{lap.staleness_max:11.0f}{lap.waste_share:11.1%}"
         f"{lap.length_mean / expected - 1:+11.1%}{lap.deferrals_max:11.0f}"
     )
 
 
-def table(racers: dict[str, tuple[Bound, Devices]], rounds: int) -> None:
-    print(f"{'':42}" + "".join(f"{word:>11}" for word in HEAD))
-    first, expected = None, mean_length()
-    for name, (schedule, devices) in racers.items():
-        measured = lap(schedule, devices, rounds)
-        first = first or measured
-        print(line(name, measured, first, expected), flush=True)
+def table(racers: Mapping[str, Racer], rounds: int) -> dict[str, Lap]:
+    """Run and print all; return their laps."""
+    print(f"{'':46}" + "".join(f"{word:>11}" for word in HEAD))
+    laps: dict[str, Lap] = {}
+    expected = mean_length(next(iter(racers.values())).sim.lengths)
+    for name, racer in racers.items():
+        laps[name] = racer.lap(rounds)
+        print(line(name, laps[name], next(iter(laps.values())), expected), flush=True)
+    return laps
 
 
-def equal_devices(rounds: int) -> None:
-    print(f"separate devices, {ENGINES} generate and {DEVICES - ENGINES} train: {SEPARATE.words}")
-    for april, ours in PAIRS:
-        table({name: (RACERS[name], SEPARATE) for name in (april, ours)}, rounds)
-    print(f"\nequal devices, april colocated on all {DEVICES}: {COLOCATED.words}")
-    for april, ours in PAIRS:
-        racers = {f"{april}, colocated on {DEVICES}": (RACERS[april], COLOCATED)}
-        racers |= {
-            f"{ours}, {split.engines} + {DEVICES - split.engines}": (RACERS[ours], split) for split in SPLITS
-        }
-        table(racers, rounds)
+def on_cluster(sigma: float, reward_s: float, rollout_devices: int | None) -> SimSettings:
+    cluster = CLUSTER.model_copy(update={"rollout_devices": rollout_devices})
+    rewards = SimRewardSettings(median_s=reward_s, workers=10_000, timeout_s=20 * max(reward_s, 1.0))
+    lengths = LENGTHS.model_copy(update={"sigma": sigma})
+    return rates(SimSettings(cluster=cluster, lengths=lengths, rewards=rewards))
+
+
+def equal_racers(sigma: float, reward_s: float) -> dict[str, Racer]:
+    in_turn = on_cluster(sigma, reward_s, None)
+    racers = {f"{name}, in turn": Racer(RACERS[name], in_turn, "colocated") for name in (*APRIL, *ON_POLICY)}
+    racers |= {f"{name}, elastic": Racer(RACERS[name], in_turn, "elastic") for name in ON_POLICY}
+    for number in SPLITS:
+        split = on_cluster(sigma, reward_s, number)
+        apart = {name: RACERS[name] for name in (*TAILRACE, *ON_POLICY)}
+        apart |= {f"pipelinerl, {share / GROUPS:g}x": pipelinerl(share, number) for share in (96, 128)}
+        devices = f"{number} + {CLUSTER.devices - number}"
+        racers |= {f"{name}, {devices}": Racer(schedule, split) for name, schedule in apart.items()}
+    return racers
+
+
+def equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> None:
+    in_turn, split = on_cluster(sigma, reward_s, None), on_cluster(sigma, reward_s, 4)
+    print(f"8 H100, Qwen2.5-7B\nin turn: {words(in_turn)}\n4 + 4: {words(split)}")
+    racers = {name: each for name, each in equal_racers(sigma, reward_s).items() if only in name}
+    laps = table(racers, rounds)
+
+    def best(start: str) -> float:
+        return max((lap.samples_per_s for name, lap in laps.items() if name.startswith(start)), default=nan)
+
+    for april, ours in zip(APRIL, TAILRACE, strict=True):
+        print(f"{ours} over {april}: {best(ours) / best(april):.2f}x")
+    race, *_ = ON_POLICY
+    print(f"{race} over tailrace_on_policy: {best(race) / best('tailrace_on_policy'):.2f}x")
+    print(f"pipelinerl over the best of tailrace: {best('pipelinerl') / max(map(best, TAILRACE)):.2f}x")
 
 
 def main() -> None:
@@ -191,13 +224,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", default="", help="names that contain this")
-    parser.add_argument("--equal-devices", action="store_true", help="tailrace against april, both ways")
+    parser.add_argument("--equal-devices", action="store_true", help="on eight H100, divided or in turn")
+    parser.add_argument("--sigma", type=float, default=1.3, help="of the log-lengths, with --equal-devices")
+    parser.add_argument("--reward-s", type=float, default=0.3, help="of a sample, with --equal-devices")
     arguments = parser.parse_args()
     if arguments.equal_devices:
-        equal_devices(arguments.rounds)
+        equal_devices(arguments.rounds, arguments.sigma, arguments.reward_s, arguments.only)
     else:
-        print(SEPARATE.words)
-        racers = {name: (each, SEPARATE) for name, each in RACERS.items() if arguments.only in name}
+        print(f"simulated costs, no model: {words(SEPARATE)}")
+        racers = {name: Racer(each, SEPARATE) for name, each in RACERS.items() if arguments.only in name}
         table(racers, arguments.rounds)
 
 

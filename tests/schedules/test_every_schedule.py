@@ -150,7 +150,10 @@ def test_all_engines_dead_at_once_is_a_pause(name: str) -> None:
         at_s = clean.ended_s * share
         outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(Death(at_s, 0, 30.0), Death(at_s, 1, 31.0)))
         assert outcome.run.overtime
-        assert outcome.totals.groups["trained"] == clean.totals.groups["trained"]
+        if name in FLUSHING:
+            assert outcome.run.parked.groups == []  # how many there were at the end is chance
+        else:
+            assert outcome.totals.groups["trained"] == clean.totals.groups["trained"]
 
 
 @EVERY

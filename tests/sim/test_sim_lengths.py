@@ -20,8 +20,8 @@ from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
 NORMAL = NormalDist()
-UNIFORM = SimLengthSettings(distribution=UniformSettings(kind="uniform", min_tokens=10, max_tokens=19))
-TABLE = SimLengthSettings(distribution=TableSettings(kind="table", tokens=(5, 50, 500), shares=(1, 2, 1)))
+UNIFORM = SimLengthSettings(distribution=UniformSettings(min_tokens=10, max_tokens=19))
+TABLE = SimLengthSettings(distribution=TableSettings(tokens=(5, 50, 500), shares=(1, 2, 1)))
 
 
 def sample(prompt: int, number: int = 0) -> Sample:
@@ -60,7 +60,7 @@ def test_a_table_gives_each_length_its_share() -> None:
 def test_an_empirical_distribution_has_the_quantiles_of_its_file(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("40\n10\n30\n20\n")
-    settings = SimLengthSettings(distribution=EmpiricalSettings(kind="empirical", path=path))
+    settings = SimLengthSettings(distribution=EmpiricalSettings(path=path))
     assert quantiles(settings, 1e-12, 0.24, 0.26, 0.51, 0.76, 1 - 1e-12) == [10, 10, 20, 30, 40, 40]
 
 

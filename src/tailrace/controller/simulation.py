@@ -6,6 +6,8 @@ from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine
+from tailrace.sim.faults import let_die
+from tailrace.sim.host import Host
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimEngineSettings, SimSettings
@@ -36,15 +38,19 @@ def simulated_parts(
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
     max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
+    host = Host(settings.host) if settings.host else None
     engines = [
-        _engine(f"engine{number}", settings.engines, lengths, max_tokens)
+        _engine(f"engine{number}", settings.engines, lengths, max_tokens, host)
         for number in range(settings.engines.count or 1)
     ]
+    if settings.faults:
+        for number, engine in enumerate(engines):
+            let_die(engine, number, settings.faults, seed)
     anchors = Anchors()
     return Parts(
         engines=engines,
-        trainer=SimTrainer(settings.trainer, replicas),
-        rewards=rewards_of(settings.rewards, seed, anchors),
+        trainer=SimTrainer(settings.trainer, replicas, host),
+        rewards=rewards_of(settings.rewards, seed, anchors, host),
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
@@ -54,6 +60,8 @@ def simulated_parts(
     )
 
 
-def _engine(name: str, cost: SimEngineSettings, lengths: Lengths, max_tokens: int) -> SimEngine:
-    engine = SimEngine(name, cost, lambda sample: lengths(sample, engine.version), max_tokens)
+def _engine(
+    name: str, cost: SimEngineSettings, lengths: Lengths, max_tokens: int, host: Host | None
+) -> SimEngine:
+    engine = SimEngine(name, cost, lambda sample: lengths(sample, engine.version), max_tokens, host)
     return engine

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from tailrace.clock import now
 from tailrace.engine.base import Capabilities, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
+from tailrace.sim.host import Host
+from tailrace.sim.kv import Suspended
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
 from tailrace.sim.steps import Steps
 from tailrace.types import KV, FinishReason, Group, Sample
@@ -41,6 +43,7 @@ class SimEngine:
         cost: time of a decode step, a prefill, an abort and a load; slots and room of the KV cache.
         length_of: the length of the response that a sample will have, in tokens.
         max_tokens: a response of this length is cut off (finish reason "length").
+        host: what slows it down while others work; None: it has devices of its own.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class SimEngine:
         cost: SimEngineSettings,
         length_of: Callable[[Sample], int],
         max_tokens: float = math.inf,
+        host: Host | None = None,
     ) -> None:
         self.name, self.slots, self.version, self.width = name, cost.slots or DEFAULT_SLOTS, 0, 1
         self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
@@ -61,13 +65,15 @@ class SimEngine:
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
         self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
-        self._suspended: dict[Sample, int] = {}  # KV positions kept of aborted requests, the oldest first
-        self._suspended_tokens = 0
+        self._suspended = Suspended()
         self._prompts: Counter[Group] = Counter()  # running samples whose prompt these weights have computed
         self._ends: list[tuple[int, int, Sample]] = []  # a heap: (step at which it ends, tie, sample)
         self._ties = itertools.count()
         self._kv_base = 0  # the cache holds kv_base + steps * running positions
         self._timer: asyncio.TimerHandle | None = None
+        self._host, self._slowdown, self._is_busy = host, 1.0, False
+        if host:
+            host.listeners.append(self._host_changed)
 
     async def generate(self, sample: Sample) -> None:
         if self.state != "open":
@@ -97,7 +103,7 @@ class SimEngine:
         self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
-            self._clear_suspended()
+            self._suspended.clear()
             stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
             self._prefilled += self._kv_tokens
         self._stall(stall_s)
@@ -164,7 +170,7 @@ class SimEngine:
     def _close(self, state: EngineState, error: Evicted, why: str) -> None:
         self._settle()
         self.state = state
-        self._clear_suspended()
+        self._suspended.clear()
         futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
         self._change()
@@ -190,7 +196,8 @@ class SimEngine:
 
     @property
     def _next_steps(self) -> Steps:
-        return Steps.of(self._cost, len(self._running), self._kv_tokens, self.width)
+        steps = Steps.of(self._cost, len(self._running), self._kv_tokens, self.width)
+        return steps if self._slowdown == 1.0 else steps.slower(self._slowdown)
 
     def _settle(self) -> None:
         """Count the whole decode steps since the last change; the rest of a step is kept as credit."""
@@ -203,7 +210,7 @@ class SimEngine:
             self._credit = max(0.0, steps - whole)
             self._steps += whole
             self._generated += whole * len(self._running)
-            self._evict_suspended()
+            self._suspended.shrink(self._kv_capacity - self._kv_tokens)
         else:
             self._credit = 0.0
         self._since = time
@@ -217,11 +224,11 @@ class SimEngine:
             self._timer.cancel()
             self._timer = None
         if self.state != "open":
-            return
+            return self._tell_host()
         self._settle()
         if not self._in_mid_step:
             self._admit()
-        self._evict_suspended()
+        self._suspended.shrink(self._kv_capacity - self._kv_tokens)
         while self._ends and self._ends[0][2] not in self._running:
             heapq.heappop(self._ends)
         if self._running:
@@ -232,6 +239,19 @@ class SimEngine:
                 steps = 1  # the requests that wait join at the end of this step
             when = self._since + self._next_steps.seconds(self._credit, steps)
             self._timer = asyncio.get_running_loop().call_at(when, self._tick)
+        self._tell_host()
+
+    def _tell_host(self) -> None:
+        is_busy = bool(self._running) and self.state == "open"
+        if self._host and is_busy != self._is_busy:
+            self._is_busy = is_busy
+            (self._host.begin if is_busy else self._host.end)("engine")
+
+    def _host_changed(self) -> None:
+        if self._host and self._host.engine_slowdown != self._slowdown:
+            self._settle()
+            self._slowdown = self._host.engine_slowdown
+            self._change()
 
     def _tick(self) -> None:
         self._timer = None
@@ -270,7 +290,7 @@ class SimEngine:
 
     def _uncached(self, sample: Sample, context: int) -> int:
         """Positions that a prefill computes for a request that joins."""
-        if self._forget(sample) == context:
+        if self._suspended.forget(sample) == context:
             return 0
         cached = sample.num_tokens == 0 and self._prompts[sample.group] > 0
         self._prompts[sample.group] += 1
@@ -280,22 +300,7 @@ class SimEngine:
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request. Running requests have precedence over it."""
         context = len(sample.prompt.ids) + sample.num_observation_tokens
-        self._suspended[sample] = context + self._running[sample].base + self._steps
-        self._suspended_tokens += self._suspended[sample]
-
-    def _evict_suspended(self) -> None:
-        while self._suspended and self._kv_tokens + self._suspended_tokens > self._kv_capacity:
-            self._forget(next(iter(self._suspended)))
-
-    def _clear_suspended(self) -> None:
-        self._suspended.clear()
-        self._suspended_tokens = 0
-
-    def _forget(self, sample: Sample) -> int:
-        """Returns the positions that were kept of an aborted request."""
-        kept = self._suspended.pop(sample, 0)
-        self._suspended_tokens -= kept
-        return kept
+        self._suspended.keep(sample, context + self._running[sample].base + self._steps)
 
     def _sync(self, sample: Sample) -> None:
         sample.grow(self._running[sample].base + self._steps - sample.num_tokens, self.version)

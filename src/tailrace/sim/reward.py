@@ -3,11 +3,14 @@
 import asyncio
 import math
 import random
+from contextlib import nullcontext
+from functools import partial
 
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.sim.chance import Chance
+from tailrace.sim.host import Host
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
 from tailrace.sim.world import row_of
 from tailrace.types import Sample
@@ -16,20 +19,22 @@ REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
 """What a stream of chance is for, besides those of world.py."""
 
 
-def rewards_of(cost: SimRewardSettings, seed: int, anchors: Anchors) -> Rewards:
+def rewards_of(cost: SimRewardSettings, seed: int, anchors: Anchors, host: Host | None = None) -> Rewards:
     """Return rewards that take virtual time.
 
     Args:
         anchors: what the rewards of programs learn of the time that correct ones take.
+        host: which the rewards of a judge slow down.
     """
-    return SimCodeRewards(cost, cost.code, seed, anchors) if cost.code else SimRewards(cost, seed)
+    return SimCodeRewards(cost, cost.code, seed, anchors) if cost.code else SimRewards(cost, seed, host)
 
 
 class SimRewards:
     """`Rewards` (reward/base.py) that take virtual time. Rewards are drawn from a seed."""
 
-    def __init__(self, cost: SimRewardSettings, seed: int) -> None:
+    def __init__(self, cost: SimRewardSettings, seed: int, host: Host | None = None) -> None:
         self._cost, self._seed = cost, seed
+        self._judging = partial(host.working, "judge") if host else nullcontext
         self._workers = asyncio.Semaphore(cost.workers)
 
     async def score(self, sample: Sample) -> float:
@@ -37,11 +42,12 @@ class SimRewards:
         fault = chance.uniform()
         async with self._workers:
             try:
-                async with asyncio.timeout(self._cost.timeout_s):
-                    if fault < self._cost.hanging:
-                        await asyncio.get_running_loop().create_future()
-                    spread = math.exp(self._cost.sigma * chance.normal())
-                    await asyncio.sleep(self._cost.median_s * spread)
+                with self._judging():
+                    async with asyncio.timeout(self._cost.timeout_s):
+                        if fault < self._cost.hanging:
+                            await asyncio.get_running_loop().create_future()
+                        spread = math.exp(self._cost.sigma * chance.normal())
+                        await asyncio.sleep(self._cost.median_s * spread)
             except TimeoutError:
                 sample.timed_out = True
                 return 0.0

@@ -80,7 +80,7 @@ class SimReferenceSettings(Settings):
 class UniformSettings(Settings):
     """Lengths between two limits, all equally frequent."""
 
-    kind: Literal["uniform"]
+    kind: Literal["uniform"] = "uniform"
     """Selects this distribution."""
     min_tokens: int = Field(default=1, ge=1)
     """Length of the shortest response."""
@@ -97,7 +97,7 @@ class UniformSettings(Settings):
 class TableSettings(Settings):
     """Some lengths, each with its share of the responses."""
 
-    kind: Literal["table"]
+    kind: Literal["table"] = "table"
     """Selects this distribution."""
     tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """The lengths, in ascending order."""
@@ -118,7 +118,7 @@ class TableSettings(Settings):
 class EmpiricalSettings(Settings):
     """The lengths of responses that were generated before."""
 
-    kind: Literal["empirical"]
+    kind: Literal["empirical"] = "empirical"
     """Selects this distribution."""
     path: Path
     """The folder of a run's samples, one of its files, or a file with one length in each line."""
@@ -238,6 +238,27 @@ class SimClusterSettings(Settings):
     """Rate at which a shared file system is written and read. Default: assumed."""
 
 
+class SimHostSettings(Settings):
+    """What engines, trainer and judge cost one another while they work at the same time on one host."""
+
+    engine_slowdown: float = Field(default=1.0, ge=1)
+    """Factor on the time of a decode step while the trainer works."""
+    trainer_slowdown: float = Field(default=1.0, ge=1)
+    """Factor on the time of the trainer while an engine decodes."""
+    judge_slowdown: float = Field(default=1.0, ge=1)
+    """Factor on the time of a decode step while a sample is scored: the rewards are a judge on the devices of
+    the engines."""
+
+
+class SimFaultSettings(Settings):
+    """Engines die at random and are started again. Their requests go on elsewhere from their tokens."""
+
+    mean_life_s: float = Field(gt=0)
+    """Mean seconds until an engine dies; the times are exponential."""
+    restart_s: float = Field(default=60.0, ge=0)
+    """Seconds from its death until it serves again."""
+
+
 class SimSettings(Settings):
     """The [sim] section."""
 
@@ -247,6 +268,8 @@ class SimSettings(Settings):
     lengths: SimLengthSettings = SimLengthSettings()
     rewards: SimRewardSettings = SimRewardSettings()
     reference: SimReferenceSettings = SimReferenceSettings()
+    host: SimHostSettings | None = None
+    faults: SimFaultSettings | None = None
 
     @model_serializer(mode="wrap")
     def _keep_open_rates(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

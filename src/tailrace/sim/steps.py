@@ -48,6 +48,10 @@ class Steps:
             )
         return cls(alone_s + cost.overhead_s, growth_s)
 
+    def slower(self, factor: float) -> "Steps":
+        """Return steps that take longer by a factor."""
+        return Steps(self.first_s * factor, self.growth_s * factor)
+
     def seconds(self, start: float, end: float) -> float:
         """Return the time from one number of steps to another.
 

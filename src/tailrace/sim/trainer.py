@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.errors import CheckpointError
+from tailrace.sim.host import Host
 from tailrace.sim.settings import SimTrainerSettings
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
@@ -19,10 +20,12 @@ class SimTrainer:
 
     Args:
         replicas: each has the same share of the speed.
+        host: what slows it down while others work; None: it has devices of its own.
     """
 
-    def __init__(self, cost: SimTrainerSettings, replicas: int = 1) -> None:
+    def __init__(self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None) -> None:
         self._cost, self._replicas = cost, replicas
+        self._host = host
         self._accumulated: list[Sample] = []
         self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
         self._busy_s = 0.0
@@ -81,7 +84,10 @@ class SimTrainer:
 
     async def _work(self, seconds: float) -> None:
         async with self._one_after_another:
-            await asyncio.sleep(seconds)
+            if self._host:
+                seconds = await self._host.train(seconds)
+            else:
+                await asyncio.sleep(seconds)
         self._busy_s += seconds
 
 

@@ -1,0 +1,72 @@
+"""A host that engines, trainer and judge share: each may slow the others down while it works."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from tailrace.clock import now
+from tailrace.sim.settings import SimHostSettings
+
+Part = Literal["engine", "trainer", "judge"]
+
+
+class Host:
+    """Who works at present, and how much slower the others are."""
+
+    def __init__(self, settings: SimHostSettings) -> None:
+        self._settings = settings
+        self._working: Counter[Part] = Counter()
+        self._waiting: set[asyncio.Future[None]] = set()  # of trainers: done when something changes
+        self.listeners: list[Callable[[], None]] = []
+        """Called when one of the three begins to work or ends."""
+
+    def begin(self, part: Part) -> None:
+        self._working[part] += 1
+        if self._working[part] == 1:
+            self._tell()
+
+    def end(self, part: Part) -> None:
+        self._working[part] -= 1
+        if not self._working[part]:
+            self._tell()
+
+    @contextmanager
+    def working(self, part: Part) -> Iterator[None]:
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end(part)
+
+    @property
+    def engine_slowdown(self) -> float:
+        """Factor on the time of a decode step."""
+        settings = self._settings
+        by_trainer = settings.engine_slowdown if self._working["trainer"] else 1.0
+        return by_trainer * (settings.judge_slowdown if self._working["judge"] else 1.0)
+
+    async def train(self, seconds: float) -> float:
+        """Work for as long as it takes; return the time.
+
+        Args:
+            seconds: that the work takes while no engine decodes.
+        """
+        begin_s = now()
+        with self.working("trainer"):
+            while seconds > 0:
+                slowdown = self._settings.trainer_slowdown if self._working["engine"] else 1.0
+                start_s, change = now(), asyncio.get_running_loop().create_future()
+                self._waiting.add(change)
+                done, _ = await asyncio.wait({change}, timeout=seconds * slowdown)
+                self._waiting.discard(change)
+                seconds = seconds - (now() - start_s) / slowdown if done else 0.0
+        return now() - begin_s
+
+    def _tell(self) -> None:
+        for change in self._waiting:
+            if not change.done():
+                change.set_result(None)
+        for listener in self.listeners:
+            listener()
