@@ -7,7 +7,7 @@ import pytest
 
 from tailrace.cli import main
 from tailrace.commands.virtual import sim_settings
-from tailrace.config import RunConfig, load_config
+from tailrace.config import RunConfig
 from tailrace.schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,20 +61,3 @@ def test_the_cluster_runs_every_schedule(
         assert figure in out
     for figure in ("carried samples", "length, mean", "length, max", "truncated samples", "samples/s"):
         assert figure in out
-
-
-def test_the_paper_s_lengths_have_their_median_below_the_limit() -> None:
-    config = load_config(EXAMPLES / "rolloutpipe-paper.toml")
-    lengths = config.sim.lengths
-    assert lengths.median_tokens and lengths.max_tokens and lengths.median_tokens < lengths.max_tokens
-
-
-def test_rolloutpipe_s_own_set_up_gives_the_paper_s_reduction_at_32_groups(tmp_path: Path) -> None:
-    """Within 3 points of the printed 30.7 to 32.9%: four rounds of another seed differ by 2."""
-    result = tmp_path / "race.json"
-    words = ["compare", str(EXAMPLES / "rolloutpipe-paper.toml"), "--repeats", "1", "--json", str(result)]
-    assert main(words) == 0
-    numbers = json.loads(result.read_text())["schedules"]
-    serial, rolloutpipe = numbers["serial"], numbers["rolloutpipe"]
-    assert 0.277 <= 1 - rolloutpipe["main_time_s"] / serial["main_time_s"] <= 0.359
-    assert 3300 <= serial["length_mean"] <= 3600

@@ -34,8 +34,8 @@ def simulate_paper(name: str, *, number: str | None = None, json_path: Path | No
         console.print(_printed(table), *table.notes, sep="\n", highlight=False)
     figures = [figure for table in tables for figure in table.figures]
     console.print(
-        f"{paper.num_fitted} parameters were fitted; {_count(figures, 'predicted')} figures are predicted,"
-        f" {_count(figures, 'derived')} derived and {_count(figures, 'fitted')} fitted.",
+        f"{paper.num_fitted} parameters were fitted. Of the printed figures, {_count(figures, 'predicted')}"
+        f" are predicted, {_count(figures, 'derived')} derived and {_count(figures, 'fitted')} fitted.",
         *paper.contradictions,
         sep="\n",
         highlight=False,
@@ -64,7 +64,7 @@ def _chosen(paper: Paper, number: str | None) -> list[str]:
 
 
 def _count(figures: list[Figure], kind: str) -> int:
-    return sum(figure.kind == kind for figure in figures)
+    return sum(figure.kind == kind and figure.printed is not None for figure in figures)
 
 
 def _printed(table: Table) -> RichTable:
@@ -90,7 +90,8 @@ def _range(figure: Figure) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    return f"{value:,.4g} {unit}".rstrip()
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{number} {unit}".rstrip()
 
 
 def _json(paper: Paper, tables: list[Table]) -> dict[str, object]:

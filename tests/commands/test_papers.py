@@ -1,0 +1,39 @@
+"""`tailrace simulate --paper`: what it refuses, and what it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.commands.papers import PAPERS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--paper", "slime"], f"--paper = 'slime': it is not a paper of tailrace; choose from {PAPERS[0]}"),
+        (["--paper", "pipelinerl", "--table", "9z"], "--table = '9z': pipelinerl has no such table here"),
+        ([], "simulate needs a config"),
+    ],
+)
+def test_an_unknown_paper_or_table_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_table_shows_each_printed_figure_beside_ours_with_its_kind_and_its_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = tmp_path / "figures.json"
+    assert main(["simulate", "--paper", "pipelinerl", "--table", "Appendix A.4", "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())["tables"]["Appendix A.4"]
+    speedup = next(figure for figure in figures if figure["unit"] == "x")
+    assert (speedup["printed"], speedup["kind"], speedup["holds"]) == (1.57, "derived", True)
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if "largest speed-up" in line)
+    assert "1.57 x" in line and "derived" in line and "holds" in line
+    assert "Of the printed figures, 0 are predicted, 8 derived and 3 fitted." in printed
