@@ -63,7 +63,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
 
 
 def _with_cluster(config: RunConfig, max_tokens: int) -> SimSettings:
-    """[sim] with the rates of its cluster, which is checked with the length limit of the run."""
+    """[sim] with the rates of its cluster, which is checked with slots and length limit of the run."""
     sim, cluster = config.sim, config.sim.cluster
     if cluster is None:
         return sim
@@ -75,7 +75,8 @@ def _with_cluster(config: RunConfig, max_tokens: int) -> SimSettings:
     if cluster.model is None and config.model:
         cluster = cluster.model_copy(update={"model": str(config.model.path)})
     lengths = sim.lengths.model_copy(update={"max_tokens": max_tokens})
-    return rates(sim.model_copy(update={"cluster": cluster, "lengths": lengths}))
+    engines = sim.engines.model_copy(update={"slots": sim.engines.slots or config.engine.max_num_seqs})
+    return rates(sim.model_copy(update={"cluster": cluster, "lengths": lengths, "engines": engines}))
 
 
 def sim_max_tokens(config: RunConfig) -> int:

@@ -2,8 +2,8 @@
 
 A decode step reads the weights once (base_s) and the KV cache (context_s), or computes (compute_s), whichever
 bounds it, and all-reduces twice a layer over the devices of the engine. Prefill and training are bound by
-arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 2020, section 2.1). FLOPs of
-attention over the context are left out.
+arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 2020, section 2.1). Left out are
+the FLOPs of attention over the context, the communication of a prefill, and activations in memory.
 """
 
 from collections.abc import Mapping

@@ -12,14 +12,13 @@ Engines that were joined to one tensor-parallel group divide all but overhead_s,
 `SimEngineSettings.communication_s`.
 """
 
-from dataclasses import dataclass
 from math import log2, sqrt
+from typing import NamedTuple
 
 from tailrace.sim.settings import SimEngineSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(NamedTuple):
     """Decode steps in sequence by the same requests.
 
     Args:
