@@ -38,9 +38,9 @@ def run(schedule: Schedule, rounds: int) -> Outcome:
 
 
 def test_the_baseline_draws_a_batch_for_a_filtered_group_and_discards_what_is_left_over() -> None:
-    """At 0 s prompts 0 and 1 start. At 10 s prompt 0 is filtered, one group is alive, and 2 and 3 start. Prompt
-    1 passes at 20 s and prompt 2 at 40 s, which ends the rollout. The two responses to prompt 3 have 30 tokens
-    each then."""
+    """At 0 s prompts 0 and 1 start. At 10 s prompt 0 is filtered, one group is alive, and 2 and 3 start.
+    Prompt 1 passes at 20 s and prompt 2 at 40 s, which ends the rollout. The two responses to prompt 3 have
+    30 tokens each then."""
     outcome = run(partial(oversample_and_discard, groups_per_round=2, groups_per_draw=2), rounds=1)
     assert Counter((event.time_s, event.sample.prompt) for event in outcome.of(RequestStarted)) == {
         (0.0, 0): 2,
@@ -59,7 +59,12 @@ def test_april_resumes_what_is_left_over_first() -> None:
     assert outcome.trained == [1, 2, 3, 4]
     first, _ = outcome.of(Stepped)
     resumed = [event for event in outcome.of(RequestStarted) if event.time_s >= first.end_s]
-    assert [(event.sample.prompt, event.num_tokens) for event in resumed] == [(3, 30), (3, 30), (4, 0), (4, 0)]
+    assert [(event.sample.prompt, event.num_tokens) for event in resumed] == [
+        (3, 30),
+        (3, 30),
+        (4, 0),
+        (4, 0),
+    ]
     assert outcome.totals.wasted_tokens == {"zero variance": 20}
 
 

@@ -34,9 +34,7 @@ def test_the_planner_shortens_the_rollouts_of_a_growing_limit() -> None:
     assert growing_rollouts(limits, 4).seconds < growing_rollouts(limits, 1).seconds
 
 
-def test_the_command_writes_kinds_and_contradictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_kinds_and_contradictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollpacker, "TASKS", ("Code",))
     monkeypatch.setattr(rollpacker, "FIRST", 1)
     path = tmp_path / "figures.json"
@@ -50,4 +48,12 @@ def test_the_command_writes_kinds_and_contradictions(
 
 
 def test_its_tables_are_those_of_the_paper() -> None:
-    assert list(PAPER.tables) == ["Table 1", "Table 2", "Table 3", "Fig. 9", "Fig. 11", "Fig. 12a", "Section 6.5"]
+    assert list(PAPER.tables) == [
+        "Table 1",
+        "Table 2",
+        "Table 3",
+        "Fig. 9",
+        "Fig. 11",
+        "Fig. 12a",
+        "Section 6.5",
+    ]
