@@ -6,7 +6,7 @@ The phases of a rank, one of which is the largest: reading the folder, a pass ov
 
 from dataclasses import dataclass
 
-from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, largest_phase
+from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, largest_phase
 from tailrace.trainer.base import TrainerSettings
 
 LOGITS_AT_ONCE = 1 << 26
@@ -15,8 +15,6 @@ FILE_BYTES = 2**28
 """As state_files.FILE_BYTES. torch holds a file of a checkpoint twice while it is written."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
-PROCESS_BYTES = 350 * 2**20
-"""A process that has imported torch and transformers."""
 ALLOCATOR_SHARE = 0.12
 """Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
 ADVICE = "lower trainer.max_tokens_per_microbatch, train with [trainer.lora], or use more trainer.ranks"
@@ -66,7 +64,7 @@ def trainer_memory(
     }
     computing = _pass(shape, settings, is_sharded, is_trained=not has_adapter)
     publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
-    host = {"process": PROCESS_BYTES, "publications": publications if is_first else 0}
+    host = {"process": TRANSFORMERS_BYTES, "publications": publications if is_first else 0}
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
     phases = {
@@ -75,7 +73,7 @@ def trainer_memory(
         "save": {"checkpoint": max(2 * FILE_BYTES, gathered, whole if is_copied else 0)},
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
-    load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read
+    load = {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read
     replicas = settings.replicas
     num, name = (replicas, "trainer") if is_first else ((ranks - 1) * replicas, "trainer rank")
     if settings.device == "cpu":
