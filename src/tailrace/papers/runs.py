@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace import clock
+from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
@@ -14,6 +15,7 @@ from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.rows import RoundRow, StepRow
 from tailrace.record.steps import StepMeter
 from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.pool import ComputeAdvantages
 from tailrace.sim.settings import SimSettings
 
 Schedule = Callable[[Run], Coroutine[Any, Any, None]]
@@ -65,6 +67,7 @@ def simulate(
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], Parts] | None = None,
+    compute_advantages: ComputeAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
 
@@ -75,13 +78,15 @@ def simulate(
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
             `sim`, `shared` and `replicas` are not used then.
+        compute_advantages: as `execute`.
     """
     rows, laps = _Rows(), LapMeter(warm_up_rounds=warm_up_rounds)
 
     async def run() -> float:
         made = parts() if parts else simulated_parts(sim, settings.seed, replicas=replicas, shared=shared)
         meter = StepMeter(rows, laps, *sinks, wall_clock=clock.wall_time)
-        await execute(schedule, made, settings, Recorder(meter))
+        recorder = Recorder(meter)
+        await execute(schedule, made, settings, recorder, compute_advantages=compute_advantages)
         return clock.now()
 
     seconds = clock.run(run(), virtual=True)

@@ -1,5 +1,6 @@
 """Scoring: the reward of a sample, or the reason why it has none."""
 
+import asyncio
 from typing import Protocol
 
 from tailrace.clock import Signal, now
@@ -27,6 +28,7 @@ class SynchronousRewards:
 
     def __init__(self, rewards: Rewards, service: Service) -> None:
         self._rewards, self._service = rewards, service
+        self._one_waits = asyncio.Lock()
 
     async def score(self, sample: Sample) -> float:
         """As Rewards.score.
@@ -34,10 +36,13 @@ class SynchronousRewards:
         Raises:
             ScheduleError: the schedule generates without a pause.
         """
-        while self._service.is_serving:
-            if self._service.is_endless:
-                raise ScheduleError("it generates without a pause, so reward.synchronous = true cannot work")
-            await self._service.changed.wait("the end of the rollout, to score it")
+        async with self._one_waits:  # each change of the pool wakes every task that waits for it
+            while self._service.is_serving:
+                if self._service.is_endless:
+                    raise ScheduleError(
+                        "it generates without a pause, so reward.synchronous = true cannot work"
+                    )
+                await self._service.changed.wait("the end of the rollout, to score it")
         return await self._rewards.score(sample)
 
 

@@ -1,0 +1,211 @@
+"""RollPacker's set-ups in virtual time: models, lengths, rewards, and the parts that its ablation adds.
+
+One derivation for the three models (section 6, "Models" and "Training Configurations"). Rates follow from the
+H800's profile. Lengths are lognormal: the longest response, which is as long as the limit, is 25 to 32 times
+as long as the median (section 1), and a quarter is longer than 1.1k of 16k tokens (section 2.2, code).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from statistics import fmean
+
+from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.simulation import simulated_parts
+from tailrace.papers.runs import Schedule, Simulated, simulate
+from tailrace.reward.base import Rewards, TimeoutSettings
+from tailrace.reward.timeout import Anchors
+from tailrace.rollout.placement import Kind as PlacementKind
+from tailrace.rollout.placement import Shared
+from tailrace.schedules.serial import serial
+from tailrace.schedules.tailbatch import rollpacker, tailbatch
+from tailrace.sim.cluster import rates
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.reward import SimCodeRewards, SimRewards
+from tailrace.sim.settings import (
+    SimClusterSettings,
+    SimCodeSettings,
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
+from tailrace.sim.world import Lengths
+from tailrace.types import Sample
+
+P0, R0 = 128, 8
+PERIOD = 5
+"""Four short rounds and a long one (Fig. 4)."""
+ROUNDS = 2 * PERIOD
+NODE = 8
+"""Devices of a server: the largest tensor-parallel size (section 4.2)."""
+MEDIAN_OF_LIMIT, SIGMA = 1 / 29, 1.05
+TRAINING_EFFICIENCY, ROUND_S = 0.085, 27.0
+"""Fitted: forward and backward of the actor as a share of the devices' FLOP/s, with the forward passes of the
+reference in it; seconds that each round takes beside its stages."""
+
+SERIAL: Schedule = partial(serial, groups_per_round=P0, groups_per_step=P0)
+TAIL: Schedule = partial(tailbatch, groups_per_round=P0)
+STREAM: Schedule = partial(rollpacker, groups_per_round=P0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of section 6.
+
+    Args:
+        width: tensor-parallel size of the engines.
+        max_tokens: length limit.
+    """
+
+    name: str
+    devices: int
+    width: int
+    max_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.max_tokens // 1024}k"
+
+    def sim(self) -> SimSettings:
+        """Devices and lengths."""
+        return SimSettings(
+            cluster=SimClusterSettings(
+                device="H800",
+                devices=self.devices,
+                model=self.name,
+                tensor_parallel=self.width,
+                memory_share=0.6,
+                training_efficiency=TRAINING_EFFICIENCY,
+            ),
+            engines=SimEngineSettings(slots=256),
+            trainer=SimTrainerSettings(publish_s=ROUND_S),
+            lengths=SimLengthSettings(
+                median_tokens=MEDIAN_OF_LIMIT * self.max_tokens,
+                sigma=SIGMA,
+                max_tokens=self.max_tokens,
+                prompt_tokens=200,
+            ),
+        )
+
+
+SMALL = Model("Qwen2.5-7B", 16, 1, 8_192)
+MEDIUM = Model("Qwen2.5-14B", 32, 2, 16_384)
+LARGE = Model("Qwen2.5-32B", 64, 2, 32_768)
+MODELS = (SMALL, MEDIUM, LARGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What of RollPacker is switched on.
+
+    Args:
+        asynchronous: rewards run while the rollout goes on.
+        adaptive: the time limit of test cases is adaptive.
+        planner: the tensor-parallel size follows the preemptions.
+        placement: "elastic": the stream trainer.
+    """
+
+    schedule: Schedule = SERIAL
+    asynchronous: bool = False
+    adaptive: bool = False
+    planner: bool = False
+    placement: PlacementKind = "colocated"
+
+
+VERL = Variant()
+TAIL_BATCHING = Variant(TAIL)
+REWARDS = Variant(TAIL, asynchronous=True, adaptive=True)
+PLANNER = replace(REWARDS, planner=True)
+TRAINER = replace(PLANNER, schedule=STREAM, placement="elastic")
+
+Task = str
+TASKS = ("Math", "Code", "LLM-as-a-Judge")
+
+
+class MixedRewards:
+    """`Rewards` of a mix of tasks: prompt number i has the reward of task i modulo their number."""
+
+    def __init__(self, rewards: Sequence[Rewards]) -> None:
+        self._rewards = rewards
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score."""
+        return await self._rewards[sample.prompt.index % len(self._rewards)].score(sample)
+
+
+def rewards_of(task: Task, adaptive: bool, anchors: Anchors) -> Rewards:
+    """The rewards of a task. Programs have a limit of 30 s and rules one of 2 s (section 5)."""
+    if task == "Math":
+        return SimRewards(SimRewardSettings(workers=32, median_s=0.3, timeout_s=2.0), seed=0)
+    if task == "LLM-as-a-Judge":
+        return SimRewards(SimRewardSettings(workers=64, median_s=0.8, timeout_s=60.0), seed=1)
+    # Of 8 responses one or more never ends for 5% of the prompts (section 4.3): 1 - (1 - 0.0064)^8.
+    code = SimCodeSettings(cases=4, median_s=0.2, endless=0.0064, timeout=TimeoutSettings(adaptive=adaptive))
+    return SimCodeRewards(SimRewardSettings(workers=256), code, 2, anchors)
+
+
+@cache
+def run(model: Model, variant: Variant, tasks: tuple[Task, ...] = TASKS, rounds: int = ROUNDS) -> Simulated:
+    """Simulate a variant on a model's devices."""
+    elastic = variant.placement == "elastic"
+    shared = Shared(variant.placement, max_width=NODE // model.width if variant.planner else 1)
+    replicas = 2 if elastic else 1
+    settings = RunSettings(rounds=rounds, group_size=R0)
+
+    def parts() -> Parts:
+        parts = simulated_parts(model.sim(), settings.seed, replicas=replicas, shared=shared)
+        rewards = MixedRewards([rewards_of(task, variant.adaptive, parts.anchors) for task in tasks])
+        return replace(parts, rewards=rewards, synchronous_rewards=not variant.asynchronous)
+
+    return simulate(variant.schedule, model.sim(), settings, parts=parts)
+
+
+def speed(simulated: Simulated) -> float:
+    """Trained samples a second, from end to end."""
+    return sum(row.num_samples for row in simulated.rounds) / simulated.seconds
+
+
+def rollout_s(simulated: Simulated) -> float:
+    """Mean time of a rollout."""
+    return fmean(row.rollout_time_s or 0.0 for row in simulated.rounds)
+
+
+class GrowingLengths:
+    """Lengths under a limit that grows from round to round; the median is 15% of the limit, sigma is 1.
+
+    Args:
+        limits: of each round of P0 prompts.
+    """
+
+    def __init__(self, limits: Sequence[int]) -> None:
+        self._laws = [
+            Lengths(SimLengthSettings(median_tokens=0.15 * limit, sigma=1.0, max_tokens=limit), seed=0)
+            for limit in limits
+        ]
+
+    def __call__(self, sample: Sample) -> int:
+        return self._laws[min(sample.prompt.index // P0, len(self._laws) - 1)](sample)
+
+
+def growing_rollouts(limits: Sequence[int], max_width: int) -> Simulated:
+    """Section 6.4: Qwen2.5-14B on 16 devices, TP 1 at the start, under a limit that grows.
+
+    Args:
+        max_width: the largest tensor-parallel size that the planner may choose.
+    """
+    model, lengths = Model(MEDIUM.name, 16, 1, max(limits)), GrowingLengths(limits)
+    sim = model.sim().model_copy(update={"trainer": SimTrainerSettings(tokens_per_s=1e9, step_s=0.0)})
+    settings, shared = (
+        RunSettings(rounds=len(limits), group_size=R0),
+        Shared("colocated", max_width=max_width),
+    )
+
+    def parts() -> Parts:
+        cost = rates(sim).engines
+        engines = [
+            SimEngine(f"engine{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)
+        ]
+        return replace(simulated_parts(sim, settings.seed, shared=shared), engines=engines)
+
+    return simulate(SERIAL, sim, settings, parts=parts)
