@@ -1,12 +1,12 @@
 """All schedules in set-ups drawn at random, in classes of equal staleness, on equal devices.
 
-    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 12] [--json FILE]
+    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 40] [--json FILE]
 
 A set-up has a number of devices. Separate: some generate and the others train, divided so that both sides
 have about the same rate. In turn: all generate, then all train, with the cost of the change. A schedule that
-never stops generating has the separate ones. One that never trains while it generates has them in turn, where
-each stage is about twice as fast. One that may do so has the placement on which it is faster. All steps of a
-set-up train the same number of groups.
+trains while it generates has the separate ones. One that does not has them in turn, where each stage is about
+twice as fast. `tailrace_on_policy` has the placement on which it is faster; the same race of prompts is
+`tailbatch` in turn and `rollpacker` on separate ones. All steps of a set-up train the same number of groups.
 
 Classes: the lag of a trained token in optimizer steps is at most 0, 1 or 3, or has no bound. Within a class
 every schedule keeps the same bound, and those with a choice have about as many groups in flight.
@@ -175,7 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--setups", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a run, a multiple of 4")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run, a multiple of 4")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     setups: list[Setup] = []

@@ -89,8 +89,8 @@ def drawn(number: int, seed: int) -> Setup:
     def between(low: float, high: float) -> float:
         return math.exp(chance.uniform(math.log(low), math.log(high)))
 
-    devices, slots = chance.choice([2, 4, 8]), chance.choice([8, 16, 32, 64, 128])
-    groups, group_size = chance.choice([8, 12, 16]), chance.choice([4, 8])
+    devices, slots = chance.choice([2, 4, 8]), chance.choice([4, 8, 16, 32, 64])
+    groups, group_size = chance.choice([6, 8, 10]), 4
     base_s, slope_s = between(4e-3, 20e-3), between(0.02e-3, 0.3e-3)
 
     def generated_per_s(engines: int) -> float:
@@ -142,13 +142,13 @@ def racer(label: str, *, steps: int = 1, **parameters: Any) -> Racer:
     return Racer(label, partial(SCHEDULES[label.split(",")[0]], **parameters), steps)
 
 
-def endless(label: str, **parameters: Any) -> Racer:
-    """A schedule that never stops generating."""
+def apart(label: str, **parameters: Any) -> Racer:
+    """A schedule that trains while it generates, on devices of its own for each."""
     return replace(racer(label, **parameters), in_turn=(False,))
 
 
-def streaming(label: str, **parameters: Any) -> Racer:
-    """A schedule that trains complete groups while it generates the others, where it can."""
+def either(label: str, **parameters: Any) -> Racer:
+    """A schedule that trains while it generates where it can, on the placement on which it is faster."""
     return replace(racer(label, **parameters), in_turn=(False, True))
 
 
@@ -156,73 +156,55 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
     """The racers of each class."""
     U, engines, K = setup.groups, setup.engines, setup.group_size
     requests = math.ceil(1.25 * U * K / engines)
-    streams = [
-        streaming(name, groups_per_round=U)
-        for name in ("periodic_asynchrony", "streamrl", "tailrace_on_policy")
-    ]
-    races = [
-        make(f"{name}, {what}", groups_per_round=U, response_speculation=responses)
-        for name, make in (("tailbatch", racer), ("rollpacker", streaming))
-        for what, responses in (("prompts", 1.0), ("both", 1.25))
-    ]
     on_policy = [
         racer("serial", groups_per_round=U, groups_per_step=U),
         racer("seer", groups_per_round=U, groups_per_step=U),
         racer("sortedrl_on_policy", groups_per_round=4 * U, groups_per_step=U),
         racer("tailbatch_dapo", groups_per_round=U, requests_per_engine=requests, response_speculation=1.0),
-        *streams,
-        *races,
+        racer("tailbatch, prompts", groups_per_round=U, response_speculation=1.0),
+        apart("rollpacker, prompts", groups_per_round=U, response_speculation=1.0),
+        apart("rollpacker, both", groups_per_round=U, response_speculation=1.25),
+        apart("periodic_asynchrony", groups_per_round=U),
+        apart("streamrl", groups_per_round=U),
+        either("tailrace_on_policy", groups_per_round=U),
     ]
 
-    def bounded(lag: int, *in_flight: float) -> list[Racer]:
-        R = (lag + 1) * U
-        round_of = {"steps": lag + 1, "groups_per_round": R, "groups_per_step": U}
+    def bounded(lag: int, in_flight: float) -> list[Racer]:
+        R, alive = (lag + 1) * U, int(in_flight * U)
+        steps = {"steps": lag + 1}
         active = int((R + 1) / 1.3)  # with a window of 0.3 times as many
         return [
-            *(racer(f"{name}, {lag + 1} steps", **round_of) for name in ("serial", "seer")),
-            *(
-                streaming(f"{name}, {lag + 1} steps", **round_of)
-                for name in ("rolloutpipe", "rolloutpipe_eager")
-            ),
-            racer("conventional", steps=lag + 1, groups_per_step=U, steps_per_round=lag + 1),
+            racer("serial", **steps, groups_per_round=R, groups_per_step=U),
+            racer("seer", **steps, groups_per_round=R, groups_per_step=U),
+            apart("rolloutpipe", **steps, groups_per_round=R, groups_per_step=U),
+            apart("rolloutpipe_eager", **steps, groups_per_round=R, groups_per_step=U),
+            racer("conventional", **steps, groups_per_step=U, steps_per_round=lag + 1),
             racer("sortedrl", groups_per_round=R, groups_per_step=U),
-            *(
-                racer(f"april, {times}x", groups_per_round=U, groups_launched=int(times * U), staleness=lag)
-                for times in in_flight
-            ),
-            endless("windowed_fifo", groups_per_step=U, groups_in_flight=active, window=R + 1 - active),
-            *(
-                endless(
-                    f"tailrace, {times}x", groups_per_step=U, groups_in_flight=int(times * U), staleness=lag
-                )
-                for times in in_flight
-            ),
+            racer("april", groups_per_round=U, groups_launched=alive, staleness=lag),
+            apart("windowed_fifo", groups_per_step=U, groups_in_flight=active, window=R + 1 - active),
+            apart("tailrace", groups_per_step=U, groups_in_flight=alive, staleness=lag),
         ]
 
     one_off = [
-        endless("one_step_off", groups_per_round=U, groups_per_step=U),
-        endless("streamrl_async", groups_per_round=U),
+        apart("one_step_off", groups_per_round=U, groups_per_step=U),
+        apart("streamrl_async", groups_per_round=U),
     ]
+    in_flight = math.ceil(3 * U * K / engines)
     unbounded = [
-        racer("april, 2x", groups_per_round=U, groups_launched=2 * U),
-        racer("april, 3x", groups_per_round=U, groups_launched=3 * U),
+        racer("april", groups_per_round=U, groups_launched=3 * U),
         racer("tailbatch_async", groups_per_round=U, response_speculation=1.0),
-        *(
-            endless(
-                f"pipelinerl, {times}x",
-                groups_per_step=U,
-                in_flight_per_engine=times * U * K // engines,
-                ring_groups=2 * U,
-                ring_full="block",
-            )
-            for times in (2, 3)
+        apart(
+            "pipelinerl",
+            groups_per_step=U,
+            in_flight_per_engine=in_flight,
+            ring_groups=2 * U,
+            ring_full="block",
         ),
-        endless("tailrace, 2x", groups_per_step=U, groups_in_flight=2 * U, staleness=8),
-        endless("tailrace, 3x", groups_per_step=U, groups_in_flight=3 * U, staleness=8),
+        apart("tailrace", groups_per_step=U, groups_in_flight=3 * U, staleness=8),
     ]
     return {
         "on-policy": on_policy,
-        "lag 1": [*bounded(1, 1.5, 2.0), *one_off],
-        "lag 3": bounded(3, 2.0, 4.0),
+        "lag 1": [*bounded(1, 2.0), *one_off],
+        "lag 3": bounded(3, 3.0),
         "no bound": unbounded,
     }
