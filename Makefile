@@ -40,7 +40,7 @@ test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
 	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
 
 test-ray: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m ray tests/commands/test_ray.py --durations 10
+	$(BIN)/python -m pytest -m "ray and not vllm" tests/commands/test_ray.py --durations 10
 
 # The checks of vLLM need $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp

@@ -155,3 +155,34 @@ def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_
     assert len(books.lives) == 2 and books.lives[2].round > 0
     assert totals.groups == {"trained": 32 * rounds}
     assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+
+
+@pytest.mark.vllm
+def test_a_server_that_the_run_starts_is_placed_on_a_node_and_is_started_again_elsewhere(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """vLLM, with LoRA adapters by its own route. Its node is killed."""
+    folder, rounds = tmp_path / "out", 8
+    words = [
+        *("--engine.max_num_seqs", "64", "--run.rounds", str(rounds), "--run.eval_every", "0"),
+        *("--run.checkpoint_every", "1", "--schedule.groups_per_round", "16"),
+        *("--weights.transport", "filesystem", "--trainer.lora.publish", "adapter"),
+        *("--host.resources.engine", "{ server_node = 1 }"),
+        *("--host.resources.trainer", "{ trainer_node = 1 }"),
+        *("--host.resources.reward", "{ reward_node = 0.1 }"),
+    ]
+    cluster.add("server", "server_node")
+    config = EXAMPLES / "vllm.toml"
+    command = train_command(config, folder, cluster.address, *words)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for_steps(folder, 2, process)
+        cluster.add("spare", "server_node")
+        cluster.kill("server")
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert num_steps(folder) == rounds
+    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
+        books = read_books(store)
+    assert len(books.lives) == 1, "the trainer has gone on"
+    totals = totals_of(books)
+    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")

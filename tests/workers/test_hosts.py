@@ -24,7 +24,8 @@ from tailrace.weights.base import (
 from tailrace.workers.base import BrokerSettings, LocalHostSettings, RayHostSettings, RoleResources
 from tailrace.workers.bundles import Bundles, plan_bundles, trainer_names
 from tailrace.workers.hosts import check_host, where_workers_run
-from tailrace.workers.messages import EngineJob, ServerJob, TrainerJob
+from tailrace.workers.messages import EngineJob, TrainerJob
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.trainer import processes_of
 
 RAY, STREAM = RayHostSettings(), ProcessGroupSettings()

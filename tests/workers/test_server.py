@@ -14,8 +14,8 @@ import pytest
 from worker_cases import is_running
 
 from tailrace.errors import WorkerDied
-from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.spawner import LocalSpawner
 
 Execute = Callable[[Any], Any]
@@ -77,6 +77,21 @@ def test_a_server_that_is_killed_tells_how_and_leaves_nothing(tmp_path: Path, ex
         assert "ended: signal SIGKILL" in words
         await server.close()
         await until_gone(started)
+
+    execute(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent is found in /proc")
+def test_a_server_ends_when_its_parent_alone_is_killed(tmp_path: Path, execute: Execute) -> None:
+    async def main() -> None:
+        server = await spawn(SERVER, tmp_path)
+        await server.ready()
+        own, elsewhere = await pids(server)
+        parent = int(Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        await until_gone(own)
+        os.kill(elsewhere, signal.SIGKILL)  # it is in a session of its own
+        await server.close()
 
     execute(main())
 

@@ -28,8 +28,8 @@ from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import LoraSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
-from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import JoinedServer, ManagedServer, free_port
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.spawner import Spawner
 from tailrace.workers.trainer import RemoteTrainer
 

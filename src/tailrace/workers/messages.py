@@ -24,7 +24,6 @@ from tailrace.types import KV
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightsSettings
 
 _Plain = str | int | float | None
-LOOPBACK = "127.0.0.1"
 
 
 class Job(Settings):
@@ -62,29 +61,6 @@ class EngineJob(Job):
         return {"model.path": self.model}
 
 
-class ServerJob(Job):
-    """Run an inference server."""
-
-    command: tuple[str, ...]
-    """On another host the loopback address in it is that host's own."""
-    env: dict[str, str] = {}
-    """Environment variables beside those of the controller."""
-    plugins: Path | None = None
-    """A folder that is written before the server starts, and removed with it: there this package is a plug-in
-    of vLLM."""
-    needs: dict[str, Path] = {}
-    """As `folders`."""
-
-    def folders(self) -> Mapping[str, Path]:
-        """As Job.folders."""
-        return self.needs
-
-    def at(self, address: str) -> Self:
-        """As Job.at. The server listens on that address."""
-        command = tuple(address if word == LOOPBACK else word for word in self.command)
-        return self.model_copy(update={"command": command})
-
-
 class TrainerJob(Job):
     """Train a model."""
 
@@ -98,7 +74,7 @@ class TrainerJob(Job):
     replica: int = 0
     rank: int = 0
     """Of this process among those of its replica."""
-    host: str = LOOPBACK
+    host: str = "127.0.0.1"
     """The address of its host under which the other processes of the trainer reach it."""
 
     @property
@@ -222,9 +198,6 @@ class Report(msgspec.Struct, tag=True):
 
 ToEngine = GenerationRequest | Abort | Load | Pause | Resume | Ping | Sleep | Wake
 FromEngine = Ready | Refused | Report | Done | Alive
-
-FromServer = Ready
-"""The parent of a server sends nothing. The server answers over HTTP."""
 
 
 class Accumulate(msgspec.Struct, tag=True):

@@ -43,6 +43,21 @@ def adopt_orphans() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
+def guard_group() -> None:
+    """Fork a process that kills this process's group when this process has ended, even by SIGKILL. Call it
+    before any thread is started."""
+    group, (reading, _held) = os.getpgrp(), os.pipe()
+    if os.fork():
+        os.close(reading)
+        return  # the other end is closed when this process ends
+    os.setsid()
+    os.dup2(reading, 0)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.read(0, 1)
+    kill_group(group)
+    os._exit(0)
+
+
 def children_of(parent: int) -> set[int]:
     """Return the process ids of the children of a process."""
     return {child for child, its_parent in _parents().items() if its_parent == parent}

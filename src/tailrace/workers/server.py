@@ -10,7 +10,7 @@ from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers.conversation import Conversation
-from tailrace.workers.messages import FromServer, ServerJob
+from tailrace.workers.server_messages import FromServer, ServerJob
 from tailrace.workers.spawner import Spawner
 
 ASK_EVERY_S = 0.25

@@ -1,7 +1,8 @@
 """The parent of an inference server that a run starts: it ends with the server, and the server with it.
 
 The server's own processes may start others, and may be killed at any time. This process adopts what they
-leave behind. When the controller lets go, or dies, it kills them all.
+leave behind. When the controller lets go, or dies, it kills them all. If it is itself killed, as by Ray when
+an actor ends, a guard kills them.
 """
 
 import os
@@ -11,8 +12,8 @@ import threading
 
 from tailrace.engine.vllm_server import write_plugin
 from tailrace.workers.child import begin, end_with_controller
-from tailrace.workers.messages import ServerJob
-from tailrace.workers.orphans import adopt_orphans, kill_descendants
+from tailrace.workers.orphans import adopt_orphans, guard_group, kill_descendants
+from tailrace.workers.server_messages import ServerJob
 
 _OURS = ("PYTHONPATH", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables that were set for this process alone (process.py)."""
@@ -21,6 +22,7 @@ _OURS = ("PYTHONPATH", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "MKL_NUM_THREADS
 def main() -> None:
     end, job = begin(ServerJob)
     adopt_orphans()
+    guard_group()
     if job.plugins:
         write_plugin(job.plugins)
 

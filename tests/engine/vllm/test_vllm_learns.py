@@ -11,8 +11,8 @@ from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.engine.settings import VllmEngineSettings
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
-from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.spawner import LocalSpawner
 
 pytestmark = pytest.mark.vllm

@@ -25,8 +25,8 @@ from tailrace.trainer.base import LoraSettings
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.weights.filesystem import FilesystemSender
-from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.spawner import LocalSpawner
 
 pytestmark = pytest.mark.vllm

@@ -22,8 +22,8 @@ from tailrace.engine.vllm import Vllm, detect
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Link, Weights, expected_tensors
-from tailrace.workers.messages import ServerJob
 from tailrace.workers.server import ManagedServer, free_port
+from tailrace.workers.server_messages import ServerJob
 from tailrace.workers.spawner import LocalSpawner
 
 DEADLINE_S = 300.0
