@@ -14,6 +14,8 @@ from tailrace.model_folder import read_config, tensor_headers, weight_files
 
 GIB = 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+TRANSFORMERS_BYTES = 350 * 2**20
+"""A process that has imported torch and transformers; measured."""
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _BLOCK = re.compile(r"\.(\d+)\.")
 _HEAD = "lm_head.weight"

@@ -80,8 +80,7 @@ class Turn:
     """Completion tokens of the sample at the end of the turn. 0: its observation precedes the first turn."""
     finish_reason: FinishReason
     results: list[str | None] = field(default_factory=list)
-    """What the environment's calls after the turn returned, in the order in which they began. None: no result
-    yet."""
+    """Results of the environment's calls after the turn, in the order in which they began. None: not yet."""
     observation_ids: list[int] = field(default_factory=list)
     """The environment's tokens between this turn and the next one: context that is not trained, without
     log-probs and versions. Empty until the environment has answered."""
@@ -111,8 +110,7 @@ class Sample:
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)
-    """[num_tokens]: log-prob of each token under the version that generated it, at the sampling
-    temperature."""
+    """[num_tokens]: log-probs under the generating version, at the sampling temperature."""
     reference_logprobs: list[float] = field(default_factory=list)
     """[num_tokens]: log-probs under the reference model. Empty if there is none. Set before the reward."""
     spans: list[Span] = field(default_factory=list)
@@ -173,8 +171,7 @@ class Sample:
 
     @property
     def turn_context_ids(self) -> list[int]:
-        """What the turn that is generated now continues: the prompt, the turns before, and the environment's
-        tokens."""
+        """What the turn that is generated now continues."""
         ids = self.response_ids
         return [*self.prompt.ids, *ids[: len(ids) - len(self.turn_ids)]]
 
@@ -204,6 +201,11 @@ class Sample:
         return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
 
     @property
+    def scored_ids(self) -> list[int]:
+        """The response without what an environment has put before the first turn."""
+        return self.response_ids[len(self.opening_ids) :]
+
+    @property
     def messages(self) -> list[dict[str, object]]:
         """What follows the prompt, as chat messages. Empty without an environment of several turns."""
         messages: list[dict[str, object]] = []
@@ -213,8 +215,7 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version among its tokens. Engines update at different times, so it is not always
-        spans[0]."""
+        """Oldest version among its tokens: not always spans[0], as engines update at different times."""
         return min(span.version for span in self.spans)
 
     @property
@@ -289,8 +290,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """All required samples are generated and scored (RolloutPipe 3.3: trainable-complete, before the
-        filter)."""
+        """All required samples are generated and scored (RolloutPipe 3.3: trainable-complete)."""
         return self.serving_complete and all(sample.scored for sample in self.kept)
 
     @property

@@ -194,7 +194,7 @@ def test_a_restarted_engine_has_the_newest_weights_before_it_opens_also_those_of
         await until(lambda: world.engine.state == "dead")
         before_s = now()
         await world.engine.load(Weights(2), kv="keep")
-        assert now() == before_s  # nobody waits for a dead engine
+        assert now() == before_s  # no publication waits for a dead engine
         await until(lambda: len(world.lives) == 2)
         await asyncio.sleep(START_S + LOAD_S / 2)
         await world.engine.load(Weights(3), kv="keep")

@@ -345,7 +345,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def ended(state: Path) -> bool:
-    """Whether a process has ended, even if nobody has waited for it yet."""
+    """Whether a process has ended, even if its parent has not waited for it yet."""
     try:
         return state.read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

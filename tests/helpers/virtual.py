@@ -348,7 +348,7 @@ def simulate(
 
 
 async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
-    """What whoever resumes a run does: the trainer from the checkpoint, its weights to the engines."""
+    """What a resumed run does first: the trainer from the checkpoint, its weights to the engines."""
     await parts.trainer.restore(checkpoint)
     weights = await parts.trainer.publish(version)
     for engine in parts.engines:

@@ -1,4 +1,4 @@
-"""The first of what must always hold, for worlds that nobody thought of.
+"""The first of what must always hold, for random worlds.
 
 Every run ends with its books checked by `Run.finish`; here hypothesis draws the schedule, the lengths, the
 failures, the filter, the engines that die, how fast the ledger is written, and the moments at which the whole
@@ -166,7 +166,7 @@ DEATHS = st.lists(st.builds(Death, st.floats(0, 8), st.integers(0, 1), st.floats
 
 
 class Kill(NamedTuple):
-    """The whole run is killed; and somebody may remove its newest checkpoint."""
+    """The whole run is killed; and its newest checkpoint may be removed."""
 
     at_s: float
     loses_newest: bool

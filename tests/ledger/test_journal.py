@@ -47,12 +47,19 @@ class Full(MemoryStore):
         super().commit(cut)
 
 
+def followed(store: MemoryStore) -> tuple[Journal, Ledger]:
+    """A ledger, and the journal that commits its changes to the store at once."""
+    starting_point = first_life()
+    journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
+    ledger = Ledger(Recorder(), starting_point.totals, journal)
+    journal.follow(ledger)
+    return journal, ledger
+
+
 def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     async def main() -> None:
-        store, starting_point = Cuts(), first_life()
-        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
-        ledger = Ledger(Recorder(), starting_point.totals, journal)
-        journal.follow(ledger)
+        store = Cuts()
+        journal, ledger = followed(store)
         group = Group(Prompt(0, [1]), 2, [], num_launched=2)
         group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
         ledger.draw(group)
@@ -77,10 +84,8 @@ def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 
 def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     async def main() -> None:
-        store, starting_point = Cuts(), first_life()
-        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
-        ledger = Ledger(Recorder(), starting_point.totals, journal)
-        journal.follow(ledger)
+        store = Cuts()
+        journal, ledger = followed(store)
         group = Group(Prompt(0, [1]), 1, [], num_launched=1)
         sample = Sample(SampleId(0, 0, 0), group)
         group.samples = [sample]
@@ -150,10 +155,8 @@ def test_each_change_of_an_episode_is_written() -> None:
     """A turn ends, a call begins, it answers, the environment's tokens follow, the episode ends."""
 
     async def main() -> None:
-        store, starting_point = Cuts(), first_life()
-        journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
-        ledger = Ledger(Recorder(), starting_point.totals, journal)
-        journal.follow(ledger)
+        store = Cuts()
+        journal, ledger = followed(store)
         group = Group(Prompt(0, [1]), 1, [], num_launched=1)
         sample = Sample(SampleId(0, 0, 0), group, in_episode=True)
         group.samples = [sample]

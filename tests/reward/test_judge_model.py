@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from helpers.tiny_models import letter_tokenizer, save_tiny_model, tiny_config
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.memory import ModelShape
-from tailrace.reward.judge_memory import PROCESS_BYTES, LayerBudget, check_folder, judge_memory
+from tailrace.memory import TRANSFORMERS_BYTES, ModelShape
+from tailrace.reward.judge_memory import LayerBudget, check_folder, judge_memory
 from tailrace.reward.judge_model import ModelJudge, batches
 from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
@@ -154,6 +154,6 @@ def test_the_memory_of_the_layers_is_that_of_the_files(language_model: tuple[Pat
     assert budget.layer_bytes * LAYERS == of_layers
     least = budget.least_bytes(4096)
     process = judge_memory(settings(folder, device="cuda", memory_mib=-(-least // 2**20)))
-    assert process.host_bytes == PROCESS_BYTES + of_layers
+    assert process.host_bytes == TRANSFORMERS_BYTES + of_layers
     assert least <= process.device_bytes <= least + 2**20
     assert budget.outside_bytes == sum(p.numel() for p in model.parameters()) * 4 - of_layers

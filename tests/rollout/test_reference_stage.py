@@ -1,4 +1,4 @@
-"""The reference stage in virtual time: beside the rollout and the rewards, in nobody's way."""
+"""The reference stage in virtual time: beside the rollout and the rewards, which do not wait for it."""
 
 import asyncio
 import math

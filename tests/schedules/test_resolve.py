@@ -170,7 +170,7 @@ def test_an_unknown_admission_is_answered_with_those_there_are() -> None:
 
 
 OUTSIDE = '''
-"""A sixth schedule, written where nobody of the package knows it."""
+"""A sixth schedule, which the package does not know."""
 
 
 async def one_step_off(run, U: int):

@@ -31,7 +31,7 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
     assert config.data
     for source in sources_of(config.data):
         settings = config.environment
-        needs_template = isinstance(settings, ToolsSettings) or getattr(settings, "prompt", "") == "data"
+        needs_template = isinstance(settings, ToolsSettings) or _begins_with_data(settings)
         if needs_template and source.chat_template == "never":
             problem = "the model reads the tools and the messages of agents through its chat template"
             raise ConfigError("data.chat_template", "never", problem, 'set it to "auto"')
@@ -81,6 +81,10 @@ async def open_play(
             reference=reference,
         )
         yield episodes.play
+
+
+def _begins_with_data(settings: EpisodeSettings) -> bool:
+    return isinstance(settings, AgentSettings) and settings.prompt == "data"
 
 
 def _chat(config: RunConfig, tokenizer: Tokenizer) -> Chat:

@@ -1,8 +1,8 @@
 """What an environment of verifiers asks of its agents first."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -54,21 +54,9 @@ class _Line:
 
 def run_elsewhere(coroutine: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine to its end in a thread with an event loop of its own: the caller may be in a loop."""
-    result: list[T] = []
-    errors: list[BaseException] = []
 
     async def call() -> T:
         return await coroutine()
 
-    def run() -> None:
-        try:
-            result.append(asyncio.run(call()))
-        except BaseException as why:
-            errors.append(why)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(call())).result()

@@ -240,13 +240,13 @@ def mcp_server(toolset: Any) -> Any:
     """Return the MCP server of a toolset, in this process and without a socket."""
     from mcp.server.mcpserver import MCPServer
 
-    # A server configures the logging of the process, unless somebody has.
-    somebody = logging.NullHandler()
-    logging.root.addHandler(somebody)
+    # A server configures the logging of the process, unless it has a handler.
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
     try:
         server = MCPServer(toolset.server_name or type(toolset).__name__)
     finally:
-        logging.root.removeHandler(somebody)
+        logging.root.removeHandler(handler)
     toolset.register(server)
     return server
 

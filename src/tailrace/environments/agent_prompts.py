@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tailrace.data.base import DataSettings, Prompts, sources_of
+from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.environments.base import Message
@@ -21,7 +21,9 @@ class RequestEncoder:
 
     def __init__(self, data: DataSettings, tokenizer: Tokenizer, max_context_tokens: int) -> None:
         self._encoders = {
-            str(getattr(source, "name", "")): PromptEncoder(source, tokenizer, max_context_tokens)
+            source.name if isinstance(source, MixedSettings) else "": PromptEncoder(
+                source, tokenizer, max_context_tokens
+            )
             for source in sources_of(data)
         }
 

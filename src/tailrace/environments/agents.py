@@ -81,23 +81,28 @@ def _from_command(command: Sequence[str]) -> Agent:
 async def _run_command(command: Sequence[str], task: Task) -> float | None:
     """Run a program for an episode. All processes of its group end with the call."""
     parent = os.getpid()
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=STDOUT,
-        env=os.environ
-        | {
-            "OPENAI_BASE_URL": task.base_url,
-            "OPENAI_API_KEY": task.api_key,
-            "OPENAI_MODEL": MODEL,
-        },
-        start_new_session=True,
-        preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=os.environ
+            | {
+                "OPENAI_BASE_URL": task.base_url,
+                "OPENAI_API_KEY": task.api_key,
+                "OPENAI_MODEL": MODEL,
+            },
+            start_new_session=True,
+            preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
+        )
     )
     try:
+        # asyncio kills only the first process of a program whose start is cancelled.
+        process = await asyncio.shield(starting)
         output, _ = await process.communicate(msgspec.json.encode(task.row))
     finally:
+        process = await starting
         kill_group(process.pid)
         await process.wait()
     text = output.decode(errors="replace")

@@ -19,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Reply:
     """A turn of the policy as an agent sees it.
 
     Args:
@@ -68,12 +68,12 @@ class Replies:
         inner = tokenizer.backend_tokenizer
         self._context = Context(model, inner, TokenStrings(inner), Versions())
 
-    def whole(self, turn: Turn, body: SessionRequest) -> bytes:
+    def whole(self, turn: Reply, body: SessionRequest) -> bytes:
         """A reply in one piece."""
         format, choice = self._choice(turn, body, whole=True)
         return _encode(format.envelope([choice], _usage(turn.completion), whole=True))
 
-    def events(self, turn: Turn, body: SessionRequest) -> Iterator[bytes]:
+    def events(self, turn: Reply, body: SessionRequest) -> Iterator[bytes]:
         """The events of a stream. The turn's text comes in one of them."""
         format, choice = self._choice(turn, body, whole=False)
         yield _event(format.envelope([choice], None, whole=False))
@@ -81,7 +81,7 @@ class Replies:
             yield _event(format.envelope([], _usage(turn.completion), whole=False))
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, turn: Turn, body: SessionRequest, *, whole: bool) -> tuple[ChatFormat, dict[str, Any]]:
+    def _choice(self, turn: Reply, body: SessionRequest, *, whole: bool) -> tuple[ChatFormat, dict[str, Any]]:
         completion = turn.completion
         job = Job(turn.id, "chatcmpl-", [[]], 1, 0, False, body.params(1, 0))
         tokens = Tokens(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tailrace.environments.agent_prompts import Encode
 from tailrace.environments.base import Completion, EpisodeOver, Policy
-from tailrace.environments.chat_replies import Turn, assistant_message
+from tailrace.environments.chat_replies import Reply, assistant_message
 from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
 from tailrace.environments.tool_calls import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
@@ -31,7 +31,7 @@ class Refused(Exception):
 @dataclass(eq=False)
 class _Ask:
     body: SessionRequest
-    turn: asyncio.Future[Turn]
+    turn: asyncio.Future[Reply]
 
 
 class Session:
@@ -56,10 +56,10 @@ class Session:
         self._asked: list[Plain] = []
         self._tools: list[Plain] | None = None
         self._num_calls = 0
-        self._last: Turn | None = None
+        self._last: Reply | None = None
         self._is_closed = False
 
-    async def ask(self, body: SessionRequest) -> Turn:
+    async def ask(self, body: SessionRequest) -> Reply:
         """Wait for the reply to a request.
 
         Raises:
@@ -101,7 +101,7 @@ class Session:
             if not ask.turn.done():
                 ask.turn.set_exception(_closed())
 
-    async def _turn(self, body: SessionRequest, policy: Policy) -> Turn:
+    async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
         messages = body.messages
         if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
             return self._last
@@ -143,13 +143,13 @@ class Session:
             detail = f"the first request has {len(ids)} tokens"
             raise EnvironmentFailed("prompt too long", detail) from why
 
-    def _add(self, body: SessionRequest, completion: Completion) -> Turn:
+    def _add(self, body: SessionRequest, completion: Completion) -> Reply:
         parse = self._parse if body.tools and body.tool_choice != "none" else None
         message = assistant_message(completion, parse, self._num_calls)
         self._num_calls += len(message.get("tool_calls", ()))
         self.num_turns += 1
         self._asked, self._tools = body.messages, body.tools
-        self._last = Turn(f"{self.name}-{self.num_turns}", completion, message)
+        self._last = Reply(f"{self.name}-{self.num_turns}", completion, message)
         return self._last
 
 

@@ -75,7 +75,7 @@ class CodeRewards:
         value = column_of(sample.prompt.row, self._settings.column)
         if value is None and self._others is not None:
             return await self._others.score(sample)
-        sample.text = self._text_of(sample.response_ids[len(sample.opening_ids) :])
+        sample.text = self._text_of(sample.scored_ids)
         cases = parse_cases(value)
         program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
         if not program.strip():

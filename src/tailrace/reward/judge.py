@@ -176,7 +176,7 @@ class WithJudges:
 
     async def score(self, sample: Sample) -> float:
         """As Rewards.score."""
-        sample.text = self._text_of(sample.response_ids[len(sample.opening_ids) :])
+        sample.text = self._text_of(sample.scored_ids)
         call = Call.of(sample)
         judges = [judge for judge in self._judges if judge.settings.applies_to(call.source)]
         asked = [self._ask(judge, call) for judge in judges]

@@ -85,7 +85,7 @@ class EndpointJudge:
     def _closed(self, key: str, task: asyncio.Task[Verdict]) -> None:
         del self._open[key]
         if not task.cancelled():
-            task.exception()  # asyncio warns of one that nobody has looked at
+            task.exception()  # asyncio warns of one that was not read
 
     async def _ask(self, key: str, messages: Sequence[Mapping[str, str]]) -> Verdict:
         answer = ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace.errors import ConfigError
-from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
+from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import check_files, read_config
 from tailrace.reward.judge_settings import LocalJudgeSettings
 
@@ -20,8 +20,6 @@ IN_TRANSIT = 2
 REWARD_MODEL, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 """How the architectures of config.json end."""
 MIB = 2**20
-PROCESS_BYTES = 500 * MIB
-"""A process that has imported torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def judge_memory(settings: LocalJudgeSettings) -> ProcessMemory:
     memory are pages of its files, which the kernel can take back."""
     shape = ModelShape.read(settings.path)
     on_device = {"layers and activations": LayerBudget.of(shape, settings).most_bytes(settings.max_tokens)}
-    host = {"process": PROCESS_BYTES}
+    host = {"process": TRANSFORMERS_BYTES}
     if settings.device != "cpu":
         host["layers"] = ITEM_BYTES[settings.dtype] * shape.num_layers * shape.block_parameters
     parts = (on_device | host, {}) if settings.device == "cpu" else (on_device, host)

@@ -7,12 +7,14 @@ On a CPU the host memory is the model's files, which are read layer by layer; no
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tailrace.reward.judge_memory import IN_TRANSIT
 
 ALIGNMENT = 256
 """Bytes to which tensors are aligned in a buffer."""
@@ -34,7 +36,7 @@ class _Place:
     bytes: Tensor
     layer: int | None = None
     free: Any = None
-    arrived: Any = field(default=None)
+    arrived: Any = None
 
 
 class StreamedLayers:
@@ -54,7 +56,7 @@ class StreamedLayers:
         self._shapes = [{name: p.shape for name, p in each.items()} for each in self._parameters]
         self._sizes = [self._size(shapes) for shapes in self._shapes]
         self._nothing = torch.empty(0, dtype=dtype, device=device)
-        self._slots = [_Place(self._empty(max(self._sizes))) for _ in range(2)]
+        self._slots = self._new_slots()
         self._kept: dict[int, _Place] = {}
         self._host = {} if device.type == "cpu" else {i: self._pinned(i) for i in range(len(layers))}
         for i, layer in enumerate(layers):
@@ -73,7 +75,7 @@ class StreamedLayers:
         if num == n:
             self._slots = []
         elif not self._slots:
-            self._slots = [_Place(self._empty(max(self._sizes))) for _ in range(2)]
+            self._slots = self._new_slots()
         for i in sorted(kept - self._kept.keys()):
             self._kept[i] = place = _Place(self._empty(self._sizes[i]))
             place.free = self._module.current_stream().record_event()
@@ -133,6 +135,9 @@ class StreamedLayers:
 
     def _size(self, shapes: Mapping[str, torch.Size]) -> int:
         return sum(_aligned(shape.numel() * self._dtype.itemsize) for shape in shapes.values())
+
+    def _new_slots(self) -> list[_Place]:
+        return [_Place(self._empty(max(self._sizes))) for _ in range(IN_TRANSIT)]
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)

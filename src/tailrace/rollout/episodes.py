@@ -119,7 +119,7 @@ class Episodes:
         if outcome.reward is not None:
             sample.reward = float(outcome.reward)
         if sample.scored:
-            sample.text = self._decode(sample.response_ids[len(sample.opening_ids) :])
+            sample.text = self._decode(sample.scored_ids)
         sample.finish_reason = sample.finish_reason or "stop"
         sample.in_episode = False
 

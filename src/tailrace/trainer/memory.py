@@ -7,7 +7,7 @@ written is there in all of them but the first. benchmarks/memory.py measures.
 
 from dataclasses import dataclass
 
-from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, largest_phase
+from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, largest_phase
 from tailrace.trainer.base import TrainerSettings
 
 LOGITS_AT_ONCE = 1 << 26
@@ -16,8 +16,6 @@ FILE_BYTES = 2**28
 """As state_files.FILE_BYTES. torch holds a file of a checkpoint twice while it is written."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
-PROCESS_BYTES = 350 * 2**20
-"""A process that has imported torch and transformers."""
 ALLOCATOR_SHARE = 0.12
 """Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
 ADVICE = "lower trainer.max_tokens_per_microbatch, train with [trainer.lora], or use more trainer.ranks"
@@ -71,7 +69,7 @@ def trainer_memory(
     model = whole + (4 * trained if has_adapter else 0) if is_first else 0
     files = 2 * min(FILE_BYTES, state)
     host = {
-        "process": PROCESS_BYTES,
+        "process": TRANSFORMERS_BYTES,
         "publications": publications if is_first else 0,
         "checkpoint copy": state + model + files if settings.async_checkpoints else 0,
     }
@@ -87,7 +85,7 @@ def trainer_memory(
         },
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
-    load = {"process": PROCESS_BYTES, "weights": kept["weights"]} | read
+    load = {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read
     replicas = settings.replicas
     num, name = (replicas, "trainer") if is_first else ((ranks - 1) * replicas, "trainer rank")
     if settings.device == "cpu":

@@ -114,7 +114,7 @@ class RewardPool:
         Raises:
             WorkerDied: a reward worker as a whole ended.
         """
-        sample.text = self._text_of(sample.response_ids[len(sample.opening_ids) :])
+        sample.text = self._text_of(sample.scored_ids)
         match await self._call(Call.of(sample)):
             case Failed(reason="timeout") if self._settings.on_timeout == "zero":
                 sample.timed_out = True

@@ -26,7 +26,7 @@ from tailrace.engine.serve.settings import ServedModel
 MAX_SAMPLES_IN_ALL = 4096
 """Of one request with several prompts."""
 CLIENT_CLOSED = 499
-"""The status of a reply that nobody receives."""
+"""The status of a reply whose client has gone."""
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
