@@ -178,7 +178,7 @@ class Sample:
     @property
     def num_observation_tokens(self) -> int:
         """Tokens of the environment."""
-        return sum(len(turn.observation_ids) for turn in self.turns)
+        return sum(len(turn.observation_ids) for turn in self.turns) if self.turns else 0
 
     @property
     def num_context_tokens(self) -> int:
