@@ -38,22 +38,20 @@ class SimRewards:
         self._workers = asyncio.Semaphore(cost.workers)
 
     async def score(self, sample: Sample) -> float:
-        chance = Chance(REWARD, self._seed, *sample.id)
+        cost, chance = self._cost, Chance(REWARD, self._seed, *sample.id)
         fault = chance.uniform()
+        seconds = cost.median_s * math.exp(cost.sigma * chance.normal())
+        if fault < cost.hanging:
+            seconds = math.inf
         async with self._workers:
-            try:
-                with self._judging():
-                    async with asyncio.timeout(self._cost.timeout_s):
-                        if fault < self._cost.hanging:
-                            await asyncio.get_running_loop().create_future()
-                        spread = math.exp(self._cost.sigma * chance.normal())
-                        await asyncio.sleep(self._cost.median_s * spread)
-            except TimeoutError:
-                sample.timed_out = True
-                return 0.0
-        if fault < self._cost.hanging + self._cost.failing:
+            with self._judging():
+                await asyncio.sleep(min(seconds, cost.timeout_s))
+        if seconds >= cost.timeout_s:
+            sample.timed_out = True
+            return 0.0
+        if fault < cost.hanging + cost.failing:
             raise RewardFailed("raised")
-        return float(chance.uniform() < _solve_rate(self._cost, self._seed, sample))
+        return float(chance.uniform() < _solve_rate(cost, self._seed, sample))
 
 
 class SimCodeRewards:
