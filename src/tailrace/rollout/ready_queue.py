@@ -31,7 +31,7 @@ class ReadyQueue:
         self.room: float = inf
         self.full: Full = "block"
         self.changed = Signal()
-        self.on_taken: Callable[[], None] = lambda: None
+        self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
         self._groups: dict[Group, None] = {}
         self._drop = drop
         self._coming = coming
@@ -95,5 +95,5 @@ class ReadyQueue:
     def _remove(self, groups: Iterable[Group]) -> None:
         for group in groups:
             del self._groups[group]
-        self.on_taken()
+        self.on_taken(groups)
         self.changed.fire()
