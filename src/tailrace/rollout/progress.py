@@ -39,10 +39,10 @@ class RolloutProgress:
 
     def keep_finished(self, group: Group) -> None:
         """Keep the samples of a group that have ended, as many as it requires."""
+        if group.serving_complete:
+            return
         for sample in group.samples:
-            if group.serving_complete:
-                return
-            if sample.ended and sample not in group.kept:
+            if sample.ended and sample not in group.kept and not group.serving_complete:
                 group.kept.append(sample)
                 self.num_finished += 1
                 self.lengths.add(sample.num_tokens)

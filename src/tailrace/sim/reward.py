@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
@@ -12,7 +12,7 @@ from tailrace.reward.timeout import Anchors
 from tailrace.sim.chance import Chance
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
-from tailrace.sim.world import row_of
+from tailrace.sim.world import MANY_PROMPTS, row_of
 from tailrace.types import Sample
 
 REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
@@ -51,7 +51,7 @@ class SimRewards:
             return 0.0
         if fault < cost.hanging + cost.failing:
             raise RewardFailed("raised")
-        return float(chance.uniform() < _solve_rate(cost, self._seed, sample))
+        return float(chance.uniform() < _solve_rate(cost.solvable, self._seed, sample.prompt.index))
 
 
 class SimCodeRewards:
@@ -69,7 +69,7 @@ class SimCodeRewards:
             code.sigma * Chance(CASE, self._seed, row_of(sample.prompt)).normal()
         )
         times = [median_s * math.exp(code.own_sigma * chance.normal()) for _ in range(code.cases)]
-        is_correct = chance.uniform() < _solve_rate(self._cost, self._seed, sample)
+        is_correct = chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index)
         if chance.uniform() < code.endless:
             is_correct, times[chance.below(code.cases)] = False, math.inf
         wrong = None if is_correct or math.inf in times else chance.below(code.cases)
@@ -94,5 +94,6 @@ class SimCodeRewards:
         return seconds <= limit_s
 
 
-def _solve_rate(cost: SimRewardSettings, seed: int, sample: Sample) -> float:
-    return random.Random(Chance(RATE, seed, sample.prompt.index).bits()).betavariate(*cost.solvable)
+@lru_cache(MANY_PROMPTS)
+def _solve_rate(solvable: tuple[float, float], seed: int, prompt: int) -> float:
+    return random.Random(Chance(RATE, seed, prompt).bits()).betavariate(*solvable)
