@@ -9,7 +9,7 @@ trainer and rewards. Every run has a process of its own, so that its memory is i
 attached but the counter.
 
 `pipelinerl` serves 98 requests on each engine all the time. `tailrace` has so many samples alive, of which
-some wait for the rest of their group; it bounds staleness by the window. F gets the least rate and the largest
+some wait for the rest of their group; it bounds staleness by the window. F gets the least rate and the most
 memory of the runs with most engines.
 """
 
@@ -44,7 +44,7 @@ from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimRewardSettings, SimSettings, SimTrainerSettings
 
 K, REQUESTS_PER_ENGINE, STALENESS = 8, 98, 4
-MIN_SAMPLES = 50_000
+MIN_SAMPLES = 25_000
 SAMPLE_EVENTS = RequestEnded | SampleScored | GroupReady | GroupEnded | TokensWasted
 
 
@@ -97,10 +97,10 @@ def parameters(name: str, num_groups: int, groups_per_step: int) -> dict[str, ob
 
 
 def measure(name: str, num_engines: int) -> Result:
-    """Simulate a run that trains each place in flight twice, and at least MIN_SAMPLES samples."""
+    """Simulate a run that trains as many samples as are in flight, and at least MIN_SAMPLES."""
     num_samples = num_engines * REQUESTS_PER_ENGINE
     groups_per_step = -(-num_samples // K // (STALENESS + 1))
-    rounds = -(-max(2 * num_samples, MIN_SAMPLES) // (groups_per_step * K))
+    rounds = -(-max(num_samples, MIN_SAMPLES) // (groups_per_step * K))
     settings = RunSettings(rounds=rounds, group_size=K)
     schedule = partial(SCHEDULES[name], **parameters(name, num_samples // K, groups_per_step))
     world = SimSettings(
@@ -136,7 +136,9 @@ def main() -> None:
     options = parser.parse_args()
     results = measure_all(options.schedules.split(","), [int(size) for size in options.engines.split(",")])
     print(f"No model, no device, one thread of {os.cpu_count()} cores, Python {python_version()}, K = {K}")
-    print(f"{'schedule':12}{'engines':>9}{'in flight':>11}{'events':>11}{'CPU s':>8}{'events/s':>10}{'MiB':>7}")
+    print(
+        f"{'schedule':12}{'engines':>9}{'in flight':>11}{'events':>11}{'CPU s':>8}{'events/s':>10}{'MiB':>7}"
+    )
     for each in results:
         print(
             f"{each.schedule:12}{each.num_engines:9,}{each.most_in_flight:11,}{each.num_events:11,}"

@@ -48,7 +48,10 @@ def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
     """
     loop_factory = VirtualTimeLoop if virtual else asyncio.SelectorEventLoop
     waits.clear()
-    with asyncio.Runner(loop_factory=loop_factory) as runner, rare_collections() if virtual else nullcontext():
+    with (
+        asyncio.Runner(loop_factory=loop_factory) as runner,
+        rare_collections() if virtual else nullcontext(),
+    ):
         return runner.run(main)
 
 
