@@ -102,7 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             ready.append(heapq.heappop(self._timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def _jump(self, ready: Collection[asyncio.Handle]) -> None:
