@@ -228,8 +228,7 @@ class Sample:
         if num_tokens == 0:
             return
         group, self.num_tokens = self.group, self.num_tokens + num_tokens
-        oldest = group.oldest_version
-        if oldest is None or version < oldest:
+        if (oldest := group.oldest_version) is None or version < oldest:
             group.oldest_version = version
             if group.on_older:
                 group.on_older(oldest, version)
