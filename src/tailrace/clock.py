@@ -5,22 +5,28 @@ whenever every task waits. Timers with equal times fire in the order they were s
 does not do that), so a simulated run replays exactly. Tasks wait for one another through `Signal`. Each wait
 says what it waits for, so a run that makes no progress can name the reason.
 
-The loop uses four private members of asyncio (`_selector`, `_scheduled`, `_when`, `_clock_resolution`), as
-SimPy-like loops for asyncio must; the tests of this file fail if an interpreter changes them.
+The loop has a `_run_once` of its own and uses four other private members of asyncio (`_ready`, `_stopping`,
+`_selector`, `_process_events`); the tests of this file fail if an interpreter changes them.
 """
 
 import asyncio
+import gc
 import heapq
 import itertools
-import math
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from tailrace.errors import Stuck
 
 T = TypeVar("T")
+
+JUMPS_PER_POLL = 100
+"""In virtual time, signals and sockets are looked at once in so many jumps."""
+YOUNG_OBJECTS = 50_000
+"""New objects between two collections of cyclic garbage in virtual time."""
 
 
 def now() -> float:
@@ -41,7 +47,10 @@ def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
         Stuck: in virtual time, when every task waits and no timer is set.
     """
     waits.clear()
-    with asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner:
+    with (
+        asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner,
+        rare_collections() if virtual else nullcontext(),
+    ):
         try:
             return runner.run(main if virtual else _without_exit(main))
         except _Exited as exited:
@@ -70,13 +79,15 @@ async def _without_exit(main: Coroutine[Any, Any, T]) -> T:
         raise _Exited(*why.args) from why
 
 
-class _Timer(asyncio.TimerHandle):
-    __slots__ = ("order",)
-    order: int
-
-    def __lt__(self, other: Any) -> bool:
-        mine: tuple[float, int] = (self._when, self.order)  # type: ignore[attr-defined]
-        return mine < (other._when, other.order)
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for cyclic garbage less often: a simulation keeps most of the objects that it makes for long."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -85,36 +96,49 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        self._orders = itertools.count()
-        poll = self._selector.select  # type: ignore[attr-defined]
-
-        def jump(timeout: float | None) -> list[Any]:
-            ready: list[Any] = poll(0)
-            if ready:
-                return ready
-            if timeout is None:
-                raise Stuck(f"t = {self._now:.3f} s: every task waits: {who_waits()}")
-            if timeout > 0:
-                # The timer's own time, not now + timeout: no rounding comes between them.
-                when: float = self._scheduled[0]._when  # type: ignore[attr-defined]
-                self._now = max(self._now, when)
-                # asyncio fires what is due before now + resolution; late in a run, a constant would vanish.
-                self._clock_resolution = math.ulp(self._now)
-            return ready
-
-        self._selector.select = jump  # type: ignore[attr-defined]
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap: (time, order, timer)
+        self._orders, self._jumps = itertools.count(), itertools.count()
 
     def time(self) -> float:
         return self._now
 
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """As asyncio's, without its checks for debugging."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        timer = _Timer(when, callback, args, self, context)
-        timer.order = next(self._orders)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._orders), timer))
         return timer
+
+    def _run_once(self) -> None:
+        """One turn of the loop, in place of asyncio's: what is ready, then the timers that are due."""
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            self._jump(ready)
+        while self._timers and self._timers[0][0] <= self._now:
+            ready.append(heapq.heappop(self._timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _jump(self, ready: Collection[asyncio.Handle]) -> None:
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+        if not self._timers or next(self._jumps) % JUMPS_PER_POLL == 0:
+            self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
+        if ready:
+            return
+        if not self._timers:
+            raise Stuck(f"t = {self._now:.3f} s: every task waits: {who_waits()}")
+        self._now = max(self._now, self._timers[0][0])
 
 
 waits: dict[int, str] = {}

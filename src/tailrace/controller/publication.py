@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from tailrace.engine.base import Engine
-from tailrace.types import KV, Group
+from tailrace.rollout.ages import Ages
+from tailrace.types import KV
 from tailrace.weights.base import Weights
 
 
@@ -14,7 +15,7 @@ class WeightUpdate:
     Args:
         tasks: the loads run in this task group.
         kv: whether engines keep or recompute the KV cache of requests in flight.
-        in_flight: the groups that engines may be working on.
+        ages: of the groups that engines may be working on.
     """
 
     def __init__(
@@ -23,18 +24,10 @@ class WeightUpdate:
         engines: Sequence[Engine],
         weights: Weights,
         kv: KV,
-        in_flight: Sequence[Group],
+        ages: Ages,
     ) -> None:
         self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines]
-        self._without_tokens = {group for group in in_flight if group.oldest_version is None}
-
-    def may_start_older(self, group: Group) -> bool:
-        """Whether the first token of a group may be of the version before.
-
-        An engine reports the tokens of the old weights when the new weights arrive. Until then a group
-        without reported tokens may have some of the old version.
-        """
-        return group in self._without_tokens and not all(load.done() for load in self._loads)
+        ages.published(lambda: all(load.done() for load in self._loads))
 
     async def arrived(self) -> None:
         """Wait until every engine has loaded the version."""

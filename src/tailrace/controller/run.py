@@ -220,7 +220,7 @@ class Run:
         weights = await self._parts.trainer.publish(version)
         await self._update_arrived()
         self._state.publish(version)
-        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.groups)
+        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.ages)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed))
         await self._placement.published()
@@ -239,7 +239,7 @@ class Run:
     def staleness(self, group: Group) -> int:
         """Publications since the oldest token of the group was generated."""
         if group.oldest_version is None:
-            return int(self._update is not None and self._update.may_start_older(group))
+            return int(group in self.pool.ages.may_start_older)
         return self.version - group.oldest_version
 
     def shuffled(self, batch: Batch) -> list[Sample]:

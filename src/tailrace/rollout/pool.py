@@ -10,7 +10,7 @@ that finish in the same instant need no code of their own.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from math import inf
 
@@ -19,6 +19,7 @@ from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission
+from tailrace.rollout.ages import Ages
 from tailrace.rollout.in_flight import Order, SamplesInFlight, Stage, launched_first
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.progress import RolloutProgress
@@ -56,10 +57,10 @@ class Pool:
         self.ready = ReadyQueue(
             "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
-        self.ready.on_taken = router.on_changed = self._pump
+        self.ready.on_taken, router.on_changed = self._taken, self._pump
         self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
-        self.progress = RolloutProgress()
+        self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = SynchronousRewards(rewards, self) if synchronous_rewards else rewards
         self._partial_rollouts, self._recorder = partial_rollouts, recorder
@@ -145,6 +146,7 @@ class Pool:
 
     def drop(self, group: Group, reason: str, fate: Fate = "dropped") -> None:
         """Give up a group that is alive. Its tokens are waste."""
+        self.ages.remove([group])
         for sample in list(group.samples):
             self._discard(sample, reason)
         self._ledger.end(group, fate, reason)
@@ -190,6 +192,7 @@ class Pool:
         group.order = next(self._orders)
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
+        self.ages.add(group)
         for sample in group.samples:
             if not sample.ended:
                 self._samples.wait(sample)
@@ -200,26 +203,18 @@ class Pool:
         if group not in self._in_flight:
             return  # it was taken, parked or dropped
         was_generated = group.serving_complete
-        self._keep_finished(group)
+        self.progress.keep_finished(group)
         if group.serving_complete:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
         for sample in group.kept:
             if not sample.scored and sample not in self._samples and not self._shut:
-                task = self._tasks.create_task(self._score(sample))
-                self._samples.score(sample, task)
+                self._samples.score(sample, self._tasks.create_task(self._score(sample)))
         if group.complete:
             self._complete(group)
         elif group.serving_complete and not was_generated:
             self._end_race()
-
-    def _keep_finished(self, group: Group) -> None:
-        for sample in group.samples:
-            full = len(group.kept) >= group.num_required
-            if sample.ended and not full and sample not in group.kept:
-                group.kept.append(sample)
-                self.progress.finished(sample)
 
     def _complete(self, group: Group) -> None:
         """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
@@ -234,11 +229,14 @@ class Pool:
                 self._ledger.waste(sample, sample.failure or "")
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
-            self._end_race()
-            return
+            return self._end_race()
         if self._source is None:
             self.launch(self._replace(group.num_launched))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
+
+    def _taken(self, groups: Iterable[Group]) -> None:
+        self.ages.remove(groups)
+        self._pump()
 
     def _pump(self) -> None:
         """Serve as many requests as admission and slots allow."""
@@ -259,9 +257,9 @@ class Pool:
     def _next(self, slots: int) -> Sample | None:
         """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""
         while (sample := self._samples.first_waiting()) is None:
-            if self._source is None or self.ready.is_full:
+            if self._source is None or self.ready.is_full or self.num_requests >= slots:
                 return None
-            if self.num_requests >= slots or not self._admits_another():
+            if not self._admits_another():
                 return None
             self._enter(self._source(1)[0])
         return sample
@@ -309,6 +307,7 @@ class Pool:
         """The instant of parking, without an await: no request starts and no group completes after it."""
         self._source = None
         tasks = [self._samples.park(sample) for group in groups for sample in group.samples]
+        self.ages.remove(groups)
         for group in groups:
             self._in_flight.pop(group, None)
             self._frontier.pop(group, None)
@@ -320,7 +319,7 @@ class Pool:
         if aborting:
             await asyncio.wait(aborting)
         for group in groups:
-            self._keep_finished(group)  # a sample that finished in the same instant counts
+            self.progress.keep_finished(group)  # a sample that finished in the same instant counts
             group.deferrals += 1
         self._partial_rollouts.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 
-from tailrace.types import Group, Sample
+from tailrace.types import Group
 
 MAX_KNOWN = 8192
 """Lengths of finished responses that are remembered."""
@@ -37,9 +37,15 @@ class RolloutProgress:
         """The rollout ends with so many groups."""
         self._limit = num_groups * group_size
 
-    def finished(self, sample: Sample) -> None:
-        self.num_finished += 1
-        self.lengths.add(sample.num_tokens)
+    def keep_finished(self, group: Group) -> None:
+        """Keep the samples of a group that have ended, as many as it requires."""
+        if group.serving_complete:
+            return
+        for sample in group.samples:
+            if sample.ended and sample not in group.kept and not group.serving_complete:
+                group.kept.append(sample)
+                self.num_finished += 1
+                self.lengths.add(sample.num_tokens)
 
     @property
     def num_needed(self) -> float:

@@ -3,6 +3,7 @@
 Groups leave the queue only when all groups that a take wants are there, so cancelling a take loses no group.
 """
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from math import inf
 from typing import Literal
@@ -31,8 +32,11 @@ class ReadyQueue:
         self.room: float = inf
         self.full: Full = "block"
         self.changed = Signal()
-        self.on_taken: Callable[[], None] = lambda: None
+        self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
+        self.by_version: dict[int | None, dict[Group, int]] = {}
+        """The groups by their oldest version, each with its number in the order of completion."""
         self._groups: dict[Group, None] = {}
+        self._numbers = itertools.count()
         self._drop = drop
         self._coming = coming
 
@@ -49,15 +53,16 @@ class ReadyQueue:
 
     def put(self, group: Group) -> None:
         self._groups[group] = None
+        self.by_version.setdefault(group.oldest_version, {})[group] = next(self._numbers)
         if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
-            del self._groups[oldest]
+            self._forget(oldest)
             self._drop(oldest, f"{self.name} overflow")
         self.changed.fire()
 
     def clear(self) -> list[Group]:
         """Remove and return all groups."""
-        groups, self._groups = self.groups, {}
+        groups, self._groups, self.by_version = self.groups, {}, {}
         self.changed.fire()
         return groups
 
@@ -106,6 +111,13 @@ class ReadyQueue:
 
     def _remove(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            del self._groups[group]
-        self.on_taken()
+            self._forget(group)
+        self.on_taken(groups)
         self.changed.fire()
+
+    def _forget(self, group: Group) -> None:
+        del self._groups[group]
+        alike = self.by_version[group.oldest_version]
+        del alike[group]
+        if not alike:
+            del self.by_version[group.oldest_version]

@@ -8,6 +8,7 @@ from tailrace.engine.base import Engine
 from tailrace.environments.episode import Serve, Written, not_written
 from tailrace.errors import Evicted, LedgerError
 from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
+from tailrace.rollout.loads import EngineLoads
 from tailrace.types import Sample
 
 SLACK = 1 / 8
@@ -43,7 +44,8 @@ class Router:
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
         self._recorder = recorder
-        self._load = {engine.name: 0 for engine in engines}
+        self._loads = EngineLoads(engines)
+        self._numbers = {engine.name: number for number, engine in enumerate(engines)}
         self._preempted = {engine.name: engine.usage().num_preempted for engine in engines}
         for engine in engines:
             engine.on_state = partial(self._engine_changed, engine)
@@ -51,12 +53,12 @@ class Router:
     @property
     def slots(self) -> int:
         """Requests that all open engines serve at the same time."""
-        return sum(engine.slots for engine in self.engines if engine.state == "open")
+        return self._loads.slots
 
     @property
     def num_open(self) -> int:
         """Engines that are open."""
-        return sum(engine.state == "open" for engine in self.engines)
+        return self._loads.num_open
 
     @property
     def num_generated(self) -> int:
@@ -90,9 +92,11 @@ class Router:
 
     async def _serve_turn(self, sample: Sample) -> None:
         while sample.finish_reason is None:
-            engine = await self._pick(sample)
+            while (number := self._pick(sample)) is None:
+                await self.changed.wait("an engine that is open")
+            engine = self.engines[number]
             sample.engine = engine.name
-            self._load[engine.name] += 1
+            self._loads.add(number, 1)
             had = sample.num_tokens
             self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
             outcome = "cancelled"
@@ -102,24 +106,22 @@ class Router:
             except Evicted:
                 outcome, sample.engine = "evicted", None
             finally:
-                self._load[engine.name] -= 1
+                self._loads.add(number, -1)
                 gained = sample.num_tokens - had
                 self._recorder.emit(
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )
 
-    async def _pick(self, sample: Sample) -> Engine:
-        while not (candidates := [each for each in self.engines if each.state == "open"]):
-            await self.changed.wait("an engine that is open")
-        least = min(candidates, key=self._share)
-        last = next((engine for engine in candidates if engine.name == sample.engine), least)
-        return last if self._share(last) < min(1.0, self._share(least) + SLACK) else least
+    def _pick(self, sample: Sample) -> int | None:
+        """The number of the engine that serves the sample; None: no engine is open."""
+        least, shares = self._loads.least(), self._loads.shares
+        last = self._numbers.get(sample.engine or "")
+        if least is None or last is None or shares[last] >= min(1.0, shares[least] + SLACK):
+            return least
+        return last
 
     def _engine_changed(self, engine: Engine, why: str) -> None:
+        self._loads.refresh()
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()
-
-    def _share(self, engine: Engine) -> float:
-        """Share of the engine's slots that are taken."""
-        return self._load[engine.name] / engine.slots

@@ -12,7 +12,8 @@ enough to wait only for the groups that are due now: more than U can become due 
 """
 
 from collections.abc import Collection
-from itertools import accumulate
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, islice
 
 from tailrace.controller.run import Run
 from tailrace.rollout.selection import Select
@@ -32,21 +33,32 @@ def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select
     problem = f"{in_flight} groups in flight cannot be trained in {bound + 1} steps of {groups_per_step}"
     require(in_flight <= most, "staleness", bound, problem, f"raise it, or keep at most {most} in flight")
 
-    def due(group: Group) -> int:
-        return bound - run.staleness(group)
-
     def select(ready: Collection[Group], wanted: int) -> list[Group]:
-        count = [0] * (bound + 1)
-        for group in run.pool.groups:
-            count[max(0, due(group))] += 1
-        due_within = list(accumulate(count))
+        due_within = due_counts(run, bound)
         chosen: list[Group] = []
-        for group in ready:
+        queues = [iter(groups.items()) for groups in run.pool.ready.by_version.values()]
+        heads = [(number, group, queue) for queue in queues for group, number in islice(queue, 1)]
+        heapify(heads)
+        while heads and len(chosen) < wanted:
+            _, group, queue = heappop(heads)
+            due = bound - run.staleness(group)
             room = wanted - len(chosen) - 1
-            after = [n - (k >= due(group)) for k, n in enumerate(due_within)]
-            if room >= 0 and all(n <= k * groups_per_step + room for k, n in enumerate(after[:-1])):
+            after = [n - (k >= due) for k, n in enumerate(due_within)]
+            # If one group is refused, those of its version are, too: to hand out others leaves no more room.
+            if all(n <= k * groups_per_step + room for k, n in enumerate(after)):
                 chosen.append(group)
                 due_within = after
+                for group, number in islice(queue, 1):
+                    heappush(heads, (number, group, queue))
         return chosen
 
     return select
+
+
+def due_counts(run: Run, bound: int) -> list[int]:
+    """The number of groups in the pool that are due within k publications, for each k below the bound."""
+    ages, count = run.pool.ages, [0] * (bound + 1)
+    count[max(0, bound - 1)] += len(ages.may_start_older)
+    for version, num_groups in ages.by_version.items():
+        count[max(0, bound - run.version + version)] += num_groups
+    return list(accumulate(count))[:-1]

@@ -54,13 +54,14 @@ class SimEngine:
         max_tokens: float = math.inf,
         host: Host | None = None,
     ) -> None:
-        self.name, self.slots, self.version, self.width = name, cost.slots or DEFAULT_SLOTS, 0, 1
+        self.name, self.version, self._cost = name, 0, cost
+        self._set_width(1)
         self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self._newest = 0  # version of the weights that wait for the engine to open
         self._lent = False
-        self._cost, self._length_of, self._max_tokens = cost, length_of, max_tokens
+        self._length_of, self._max_tokens = length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
@@ -127,8 +128,8 @@ class SimEngine:
     async def regroup(self, width: int) -> None:
         if self.state == "open":
             self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
-        self._lent, self.width = True, width
-        self.slots = (self._cost.slots or DEFAULT_SLOTS) * max(width, 1)
+        self._lent = True
+        self._set_width(width)
         if width:
             await asyncio.sleep(self._cost.regroup_s)
             self._lent = False
@@ -188,11 +189,11 @@ class SimEngine:
     def _kv_tokens(self) -> int:
         return self._kv_base + self._steps * len(self._running)
 
-    @property
-    def _kv_capacity(self) -> int:
-        """A group has the cache of all its devices, and the weights once."""
-        width = max(self.width, 1)
-        return self._cost.kv_tokens * width + self._cost.weight_tokens * (width - 1)
+    def _set_width(self, width: int) -> None:
+        """A group has the slots and the cache of all its devices, and the weights once."""
+        self.width, devices = width, max(width, 1)
+        self.slots = (self._cost.slots or DEFAULT_SLOTS) * devices
+        self._kv_capacity = self._cost.kv_tokens * devices + self._cost.weight_tokens * (devices - 1)
 
     @property
     def _next_steps(self) -> Steps:
@@ -242,8 +243,10 @@ class SimEngine:
         self._tell_host()
 
     def _tell_host(self) -> None:
+        if not self._host:
+            return
         is_busy = bool(self._running) and self.state == "open"
-        if self._host and is_busy != self._is_busy:
+        if is_busy != self._is_busy:
             self._is_busy = is_busy
             (self._host.begin if is_busy else self._host.end)("engine")
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
@@ -12,7 +12,7 @@ from tailrace.reward.timeout import Anchors
 from tailrace.sim.chance import Chance
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
-from tailrace.sim.world import row_of
+from tailrace.sim.world import MANY_PROMPTS, row_of
 from tailrace.types import Sample
 
 REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
@@ -38,22 +38,20 @@ class SimRewards:
         self._workers = asyncio.Semaphore(cost.workers)
 
     async def score(self, sample: Sample) -> float:
-        chance = Chance(REWARD, self._seed, *sample.id)
+        cost, chance = self._cost, Chance(REWARD, self._seed, *sample.id)
         fault = chance.uniform()
+        seconds = cost.median_s * math.exp(cost.sigma * chance.normal())
+        if fault < cost.hanging:
+            seconds = math.inf
         async with self._workers:
-            try:
-                with self._judging():
-                    async with asyncio.timeout(self._cost.timeout_s):
-                        if fault < self._cost.hanging:
-                            await asyncio.get_running_loop().create_future()
-                        spread = math.exp(self._cost.sigma * chance.normal())
-                        await asyncio.sleep(self._cost.median_s * spread)
-            except TimeoutError:
-                sample.timed_out = True
-                return 0.0
-        if fault < self._cost.hanging + self._cost.failing:
+            with self._judging():
+                await asyncio.sleep(min(seconds, cost.timeout_s))
+        if seconds >= cost.timeout_s:
+            sample.timed_out = True
+            return 0.0
+        if fault < cost.hanging + cost.failing:
             raise RewardFailed("raised")
-        return float(chance.uniform() < _solve_rate(self._cost, self._seed, sample))
+        return float(chance.uniform() < _solve_rate(cost.solvable, self._seed, sample.prompt.index))
 
 
 class SimCodeRewards:
@@ -71,7 +69,7 @@ class SimCodeRewards:
             code.sigma * Chance(CASE, self._seed, row_of(sample.prompt)).normal()
         )
         times = [median_s * math.exp(code.own_sigma * chance.normal()) for _ in range(code.cases)]
-        is_correct = chance.uniform() < _solve_rate(self._cost, self._seed, sample)
+        is_correct = chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index)
         if chance.uniform() < code.endless:
             is_correct, times[chance.below(code.cases)] = False, math.inf
         wrong = None if is_correct or math.inf in times else chance.below(code.cases)
@@ -96,5 +94,6 @@ class SimCodeRewards:
         return seconds <= limit_s
 
 
-def _solve_rate(cost: SimRewardSettings, seed: int, sample: Sample) -> float:
-    return random.Random(Chance(RATE, seed, sample.prompt.index).bits()).betavariate(*cost.solvable)
+@lru_cache(MANY_PROMPTS)
+def _solve_rate(solvable: tuple[float, float], seed: int, prompt: int) -> float:
+    return random.Random(Chance(RATE, seed, prompt).bits()).betavariate(*solvable)

@@ -1,6 +1,7 @@
 """Simulated data: seeded prompts and response lengths."""
 
 import math
+from functools import lru_cache
 
 from tailrace.data.epochs import Epochs
 from tailrace.sim.chance import Chance
@@ -10,6 +11,8 @@ from tailrace.types import Prompt, Sample
 
 PROMPT, SAMPLE = 1, 2
 """What a stream of chance is for, besides those of reward.py."""
+MANY_PROMPTS = 2**16
+"""Prompts whose chance is remembered, because their samples come one after another."""
 
 
 def row_of(prompt: Prompt) -> int:
@@ -40,6 +43,7 @@ class Lengths:
         self._seed, self._law = seed, law_of(settings)
         self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
         self._drift = math.log(settings.drift) / 100
+        self._difficulty = lru_cache(MANY_PROMPTS)(self._difficulty_of)
         self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
 
     def __call__(self, sample: Sample, version: int = 0) -> int:
@@ -49,13 +53,16 @@ class Lengths:
             version: of the weights that a sample without tokens begins with.
         """
         prompt = sample.prompt
-        shared = Chance(PROMPT, self._seed, row_of(prompt)).normal()
+        shared = self._difficulty(row_of(prompt))
         own = Chance(SAMPLE, self._seed, prompt.index, sample.id.number).normal()
         tokens = self._law(self._shared * shared + self._own * own)
         if self._drift:
             begun = sample.spans[0].version if sample.spans else version
             tokens *= math.exp(self._drift * begun)
         return max(1, min(self._max_tokens, int(tokens)))
+
+    def _difficulty_of(self, row: int) -> float:
+        return Chance(PROMPT, self._seed, row).normal()
 
     @property
     def median_tokens(self) -> float:
