@@ -159,6 +159,13 @@ def _serve(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     serve(arguments.model, engine, server, token_file=arguments.token_file)
 
 
+def _view(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.view import view
+
+    _refuse_overrides("view", overrides)
+    view(arguments.runs, port=arguments.port, output=arguments.output)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     parser = argparse.ArgumentParser(
         prog="tailrace", description="Post-train language models on verifiable rewards."
@@ -203,6 +210,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     inspect = add("inspect", _inspect, "what became of every prompt and token of a run", config="RUN")
     inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
     inspect.add_argument("--json", action="store_true")
+    summary = "a page over the files of runs and simulations: lanes, idle times and their causes, samples"
+    view = commands.add_parser("view", help=summary, description=summary)
+    view.set_defaults(command=_view)
+    view.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output directories; only read")
+    where = view.add_mutually_exclusive_group()
+    where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
+    where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
     summary = "do the work of one stage of a run that has a [broker], from any host"
     join = commands.add_parser("join", help=summary, description=summary)
     join.add_argument("stage", choices=("trainer", "reference"))

@@ -43,6 +43,7 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "wall_time": WALL_TIME,
         "num_tokens": 14,
         "tokens/trained": 10,
+        "samples/trained": 2,
         "reward": 0.5,
         "reward_std": math.sqrt(0.5),
         "frac_reward_zero_std": 0.0,

@@ -32,6 +32,7 @@ from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
+from tailrace.record.trackers import check_trackers
 from tailrace.record.user_sinks import import_sinks
 from tailrace.reward.base import Rewards
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
@@ -77,6 +78,7 @@ def check_live(config: RunConfig) -> None:
     _check_rewards(config, [prompt.row for prompt in first])
     check_judges(config, first)
     import_sinks(config.record.sinks)
+    check_trackers(config.record.trackers)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights, broker=config.broker)
     if config.host.kind == "local":

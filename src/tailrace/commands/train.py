@@ -39,6 +39,7 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
+from tailrace.record.trackers import TrackedRun, open_trackers
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
@@ -180,14 +181,18 @@ def _recorder(
     earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
     display = Display(config.run.rounds, clock.who_waits, config.record)
+    tracked = TrackedRun(
+        config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.step
+    )
     meter = StepMeter(
         MetricsWriter(folder.metrics),
-        SamplesWriter(folder.samples),
+        SamplesWriter(folder.samples, token_samples=config.record.token_samples),
         TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
         timeline,
         summary,
         display,
         *open_sinks(config.record.sinks, folder.path, display.say),
+        *open_trackers(config.record.trackers, tracked, display.say),
         wall_clock=clock.wall_time,
         earlier=earlier,
     )

@@ -1,8 +1,12 @@
 """The settings of what a run records."""
 
+from typing import Literal, TypeAlias
+
 from pydantic import Field
 
 from tailrace.settings import Settings
+
+TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 
 
 class RecordSettings(Settings):
@@ -12,9 +16,17 @@ class RecordSettings(Settings):
     """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output
     directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
     the events."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that get the rows of metrics.jsonl: `trackio`, `wandb`, `tensorboard`. Each is an
+    extra of its name."""
+    project: str = Field(default="tailrace", min_length=1)
+    """The project in trackio and wandb. The run has the name of the output directory."""
     trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)
     """Largest size of one trace file. The trace goes on in trace.1.json, trace.2.json, ...; the first file
     and the two newest are kept. At least 65536."""
+    token_samples: int = Field(default=16, ge=0)
+    """Samples of each step whose tokens and log-probs are recorded; `tailrace view` shows them. At least
+    0."""
     alarm_kl: float = Field(default=0.1, gt=0)
     """KL in nats a token between engine and trainer, on samples of the very weights that are trained, above
     which the terminal shows an alarm. Above 0."""

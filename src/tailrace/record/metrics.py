@@ -5,6 +5,7 @@ once the next step, the round's end or an evaluation completes it, so the file o
 its last line. A number that is not finite is null.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,12 +21,15 @@ def read_rows(path: Path) -> list[Row]:
     return [row for line in lines for row in from_json(msgspec.json.decode(line))]
 
 
-class MetricsWriter:
-    """Sink: appends rows to metrics.jsonl."""
+class JoinedRows:
+    """Sink: gives the rows as flat objects, a step and its round's end in one.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+    Args:
+        write: takes each object when it is complete.
+    """
+
+    def __init__(self, write: Callable[[dict[str, float | None]], None]) -> None:
+        self._write = write
         self._last: StepRow | None = None
         """The last step's row, until it is known whether it ends its round."""
 
@@ -44,13 +48,25 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._write_last()
-        self._file.close()
 
     def _write_last(self, round: dict[str, float | None] | None = None) -> None:
         if self._last:
             self._write(to_json(self._last) | (round or {}))
             self._last = None
 
-    def _write(self, row: dict[str, float | None]) -> None:
+
+class MetricsWriter(JoinedRows):
+    """Sink: appends rows to metrics.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(self._append)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+    def _append(self, row: dict[str, float | None]) -> None:
         self._file.write(msgspec.json.encode(row) + b"\n")
         self._file.flush()

@@ -75,6 +75,8 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     """Tokens trained so far, prompts and completions, as TRL counts them: cumulative."""
     trained_tokens: int = field(name="tokens/trained")
     """Completion tokens of this step."""
+    trained_samples: int = field(name="samples/trained", default=0)
+    """Samples of this step. 0 in a file that was written without it."""
 
     reward: float
     """Mean over samples."""

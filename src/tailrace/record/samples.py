@@ -1,6 +1,7 @@
 """The samples of a run: samples/round_000003.jsonl has those trained in a round, in the order of training;
 samples/eval/round_000003.jsonl has those of the evaluation before that round."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,12 @@ from tailrace.types import Sample
 class SamplesWriter:
     """Sink: appends a step's samples to its round's file, and writes a file for each evaluation."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, token_samples: int = 0) -> None:
+        """
+        Args:
+            token_samples: how many samples of a step are written with their tokens and log-probs.
+        """
+        self._token_samples = token_samples
         self._folder, self._path = folder, folder / _name(0)
         (folder / "eval").mkdir(parents=True, exist_ok=True)
 
@@ -21,12 +27,19 @@ class SamplesWriter:
             case RoundStarted():
                 self._path = self._folder / _name(event.round)
             case Stepped():
-                lines = [_trained_line(sample, event.stats.num_steps) for sample in event.samples]
                 with self._path.open("ab") as file:
-                    file.writelines(lines)
+                    file.writelines(self._lines(event))
             case Evaluated(samples=(_, *_)):
                 lines = [_evaluated_line(sample) for sample in event.samples]
                 (self._folder / "eval" / _name(event.round)).write_bytes(b"".join(lines))
+
+    def _lines(self, event: Stepped) -> Iterator[bytes]:
+        for number, sample in enumerate(event.samples):
+            record = _trained_record(sample, event.stats.num_steps)
+            if number < self._token_samples and sample.completion_ids:
+                record["completion_ids"] = sample.completion_ids
+                record["logprobs"] = [round(logprob, 4) for logprob in sample.behavior_logprobs]
+            yield msgspec.json.encode(record) + b"\n"
 
     def close(self) -> None:
         """Nothing to do: the files are complete after each event."""
@@ -36,8 +49,8 @@ def _name(round: int) -> str:
     return f"round_{round:06d}.jsonl"
 
 
-def _trained_line(sample: Sample, step: int) -> bytes:
-    record = {
+def _trained_record(sample: Sample, step: int) -> dict[str, object]:
+    record: dict[str, object] = {
         "id": str(sample.id),
         "step": step,
         "prompt": sample.prompt.text,
@@ -53,7 +66,7 @@ def _trained_line(sample: Sample, step: int) -> bytes:
     }
     if sample.turns:
         record |= {"turns": sample.turns, "messages": sample.messages}
-    return msgspec.json.encode(record) + b"\n"
+    return record
 
 
 def _evaluated_line(sample: EvaluatedSample) -> bytes:

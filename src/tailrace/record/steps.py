@@ -229,6 +229,7 @@ class StepMeter:
             wall_time=self._wall_clock(),
             num_tokens=self._num_tokens,
             trained_tokens=stats.num_tokens,
+            trained_samples=len(samples),
             reward=mean(_known_rewards(samples)),
             rewards=_means(sample.reward_metrics.items() for sample in samples),
             reward_by_source=_means(_reward_by_source(samples)),

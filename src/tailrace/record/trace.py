@@ -4,10 +4,11 @@ One process is the run, with lanes for rounds, trainer, weights and the controll
 stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
 a lane for each request that it has at the same time; a mark across it tells that it died, fell asleep or
 opened. An arrow goes from the last request of a group to each
-step that trains it. Times are microseconds since the first event. Equal events make equal bytes.
+step that trains it. What has begun and not ended stands at the end of the array, as records of phase "B",
+until the next flush. Times are microseconds since the first event. Equal events make equal bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from tailrace.record.events import (
     SampleScored,
     Stepped,
     TokensWasted,
+    Waiting,
     time_of,
 )
 from tailrace.record.timeline import Lanes
@@ -42,6 +44,10 @@ class _Lane(NamedTuple):
 RUN_PID = 1
 ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 5))
 SCORING, SCORING_PID = "scoring", 10_000
+FORMAT, FORMAT_RECORD = 1, "tailrace_trace"
+"""The version of what the records mean, and the name of the record that has it."""
+FLUSH_S = 2.0
+"""Seconds after which a live run's trace is written, whether a step has come or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class TraceWriter:
         self._ended: list[int] = []
         """Prompts whose groups ended in this round."""
         self._num_flows = 0
+        self._flushed_s = 0.0
+        self._label(FORMAT_RECORD, _Lane(RUN_PID, 0), format=FORMAT)
         self._name_process(RUN_PID, "run")
         names = ((ROUNDS, "rounds"), (TRAINER, "trainer"), (WEIGHTS, "weights"), (CONTROLLER, "controller"))
         for lane, name in names:
@@ -104,11 +112,18 @@ class TraceWriter:
                 self._slice(TRAINER, "accumulate", event.start_s, event.end_s, args)
             case Stepped():
                 self._step(event)
-                self._file.flush()
+                self._flush()
             case Published():
                 self._slice(WEIGHTS, f"publish {event.version}", event.start_s, event.end_s, {})
             case ControllerLag():
                 self._slice(CONTROLLER, "late", event.time_s - event.lag_s, event.time_s, {})
+                if self._now_s - self._flushed_s >= FLUSH_S:
+                    self._flush()
+            case Waiting():
+                name = f"no optimizer step for {event.quiet_s:.0f} s"
+                instant = {"name": name, "ph": "i", "s": "t", "args": {"waiting": event.what}}
+                self._file.put({**instant, **self._at(ROUNDS, event.time_s)})
+                self._flush()
             case EngineStateChanged():
                 name, lane = f"{event.engine} is {event.state}", _Lane(self._process(event.engine), 0)
                 instant = {"name": name, "ph": "i", "s": "p", "args": {"why": event.why}}
@@ -117,11 +132,11 @@ class TraceWriter:
                 self._round = event
             case RoundEnded():
                 self._end_round()
-                self._file.flush()
+                self._flush()
             case Evaluated():
                 name = f"accuracy {event.accuracy:.3f}"
                 self._file.put({"name": name, "ph": "i", "s": "t", **self._at(ROUNDS, event.time_s)})
-                self._file.flush()
+                self._flush()
 
     def close(self) -> None:
         """What has not ended is given the time of the last event as its end."""
@@ -131,6 +146,20 @@ class TraceWriter:
             self._end_scoring(sample, "unfinished")
         self._end_round()
         self._file.close()
+
+    def _flush(self) -> None:
+        self._flushed_s = self._now_s
+        self._file.flush(self._unfinished())
+
+    def _unfinished(self) -> Iterator[dict[str, object]]:
+        """Yield a record for what has begun and not ended, the oldest requests first."""
+        if self._round:
+            args: dict[str, object] = {"version": self._round.version}
+            start = self._at(ROUNDS, self._round.time_s)
+            yield {"name": f"round {self._round.round}", "ph": "B", **start, "args": args}
+        for sample, opened in [*self._requests.items(), *self._unscored.items()]:
+            args = {"sample": str(sample), "had": opened.num_tokens}
+            yield {"name": _name_of(sample), "ph": "B", **self._at(opened.lane, opened.start_s), "args": args}
 
     def _open(self, process: str, num_tokens: int) -> _Open:
         """Take the lowest free lane of an engine or of the scoring stage."""
@@ -173,8 +202,7 @@ class TraceWriter:
             "had": opened.num_tokens,
             "outcome": outcome,
         }
-        name = f"group {sample.prompt}" if sample.prompt >= 0 else "evaluation"
-        self._slice(opened.lane, name, opened.start_s, self._now_s, args)
+        self._slice(opened.lane, _name_of(sample), opened.start_s, self._now_s, args)
         return opened.lane
 
     def _step(self, event: Stepped) -> None:
@@ -220,3 +248,7 @@ class TraceWriter:
 
     def _label(self, kind: str, lane: _Lane, **args: object) -> None:
         self._file.put_header({"name": kind, "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": args})
+
+
+def _name_of(sample: SampleId) -> str:
+    return f"group {sample.prompt}" if sample.prompt >= 0 else "evaluation"

@@ -1,6 +1,6 @@
 """A JSON array on disk that is complete after every flush, in files of bounded size."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ class TraceFile:
     """Writes records to trace.json, then to trace.1.json, ... The first and the newest are kept.
 
     A flush is one write that begins where the array's end stands and brings a new end, so the file of a
-    killed process parses.
+    killed process parses. What follows the new end is blank until it is cut off.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -45,14 +45,30 @@ class TraceFile:
         if self._num_pending_bytes >= min(FLUSH_BYTES, self._max_bytes // 4):
             self.flush()
 
-    def flush(self) -> None:
-        """Write all records to the file."""
-        if not self._pending:
+    def flush(self, unfinished: Iterable[Mapping[str, object]] = ()) -> None:
+        """Write all records to the file.
+
+        Args:
+            unfinished: records that end the array until the next flush replaces them: what has begun and not
+                ended. Those beyond a quarter of the largest size are left out.
+        """
+        last = self._encoded(unfinished)
+        if not self._pending and not last and not self._has_last:
             return
-        if self._end > 1 and self._end + self._num_pending_bytes + len(TAIL) > self._max_bytes:
+        num_bytes = self._num_pending_bytes + sum(len(record) + 2 for record in last) + len(TAIL)
+        if self._end > 1 and self._end + num_bytes > self._max_bytes:
             self._next_part()
-        self._append(self._pending)
+        self._append(self._pending, last)
         self._pending, self._num_pending_bytes = [], 0
+
+    def _encoded(self, records: Iterable[Mapping[str, object]]) -> list[bytes]:
+        encoded, num_bytes = [], 0
+        for record in records:
+            encoded.append(msgspec.json.encode(record))
+            num_bytes += len(encoded[-1]) + 2
+            if num_bytes > self._max_bytes // 4:
+                return encoded[:-1]
+        return encoded
 
     def close(self) -> None:
         self.flush()
@@ -61,11 +77,14 @@ class TraceFile:
     def _open(self) -> None:
         partial = self._path.with_suffix(".partial")
         self._file = partial.open("wb")
-        self._write(b"[" + TAIL, 0)
-        self._end = 1
+        self._file.write(b"[" + TAIL)
+        self._file.flush()
+        self._end, self._length, self._has_last = 1, 1 + len(TAIL), False
         partial.replace(self._part_path(self._part))
 
     def _next_part(self) -> None:
+        if self._has_last:
+            self._append([])
         self._file.close()
         self._part += 1
         if (oldest := self._part - NUM_NEWEST) > 0:
@@ -77,12 +96,18 @@ class TraceFile:
     def _part_path(self, part: int) -> Path:
         return self._path.with_suffix(f".{part}{self._path.suffix}") if part else self._path
 
-    def _append(self, records: list[bytes]) -> None:
-        data = (b",\n" if self._end > 1 else b"\n") + b",\n".join(records)
-        self._write(data + TAIL, self._end)
-        self._end += len(data)
-
-    def _write(self, data: bytes, offset: int) -> None:
-        self._file.seek(offset)
-        self._file.write(data)
+    def _append(self, records: list[bytes], last: list[bytes] | None = None) -> None:
+        data = b"".join(self._separator(number) + record for number, record in enumerate(records))
+        start = len(records)
+        end = b"".join(self._separator(start + n) + record for n, record in enumerate(last or ())) + TAIL
+        length = self._end + len(data) + len(end)
+        self._file.seek(self._end)
+        self._file.write(data + end + b" " * (self._length - length))
         self._file.flush()
+        if length < self._length:
+            self._file.truncate(length)
+        self._end, self._length, self._has_last = self._end + len(data), length, bool(last)
+
+    def _separator(self, number: int) -> bytes:
+        """What precedes the record with this number in a write."""
+        return b",\n" if self._end > 1 or number else b"\n"

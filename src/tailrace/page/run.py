@@ -1,0 +1,188 @@
+"""A run as the page shows it. It reads what was written since the last look, and changes nothing."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from tailrace.errors import ConfigError
+from tailrace.page.advisories import advisories
+from tailrace.page.bubbles import bubbles, idle_times
+from tailrace.page.intervals import union
+from tailrace.page.life import Life, Request, Work, stragglers
+from tailrace.page.samples import SampleBook, SampleView
+from tailrace.record.trace_reader import Defect, LineFile
+
+
+class Have(msgspec.Struct):
+    """What a page has already. It is sent only the rest."""
+
+    generation: int = -1
+    """Of its records; another one means that the files were replaced, and all is sent."""
+    requests: int = 0
+    rows: int = 0
+
+
+class RunView:
+    """Reads the files of one run."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self._folder = name, folder
+        self._generation = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lives: list[Life] = []
+        self._metrics = LineFile(self._folder / "metrics.jsonl")
+        self._rows: list[dict[str, float | None]] = []
+        self._bad_row: Defect | None = None
+        self._torn_row: Defect | None = None
+        self._samples = SampleBook(self._folder)
+        self._derived: dict[str, Any] = {}
+
+    def update(self) -> None:
+        """Read what is new."""
+        replaced = any(life.was_replaced() or not life.path.exists() for life in self._lives)
+        if replaced or self._metrics.was_replaced():
+            self._generation += 1
+            self._begin()
+        has_new = self._read_rows()
+        for number, path in enumerate(self._traces()):
+            if number == len(self._lives):
+                self._lives.append(Life(path, self._lives[-1].end_s if self._lives else 0.0))
+            has_new |= self._lives[number].update()
+        has_new |= self._samples.update()
+        if has_new or not self._derived:
+            self._derived = self._derive()
+
+    def payload(self, have: Have) -> dict[str, Any]:
+        """What the page shows, as JSON; of requests and rows only those that it has not."""
+        requests, rows = have.requests, have.rows
+        if have.generation != self._generation:
+            requests = rows = 0
+        finished = [request for life in self._lives for request in life.requests]
+        return self._derived | {
+            "name": self.name,
+            "generation": self._generation,
+            "requests_from": requests,
+            "requests": _columns(finished[requests:]),
+            "rows_from": rows,
+            "rows": self._rows[rows:],
+            "written": self._written(),
+            "finished": self._is_finished(),
+        }
+
+    def sample(self, id: str) -> dict[str, Any]:
+        """One sample, with its requests."""
+        view: SampleView = self._samples.find(id)
+        mine = [
+            request._asdict()
+            for life in self._lives
+            for request in [*life.requests, *life.unfinished]
+            if request.sample == id
+        ]
+        return msgspec.structs.asdict(view) | {"requests": mine}
+
+    def ids_with_samples(self) -> Sequence[str]:
+        """The ids of the listed samples, the newest first."""
+        return [str(sample["id"]) for sample in reversed(self._samples.listed)]
+
+    def _traces(self) -> list[Path]:
+        """The first trace file of each life."""
+        later = self._folder.glob("trace-*.json")
+        numbered = {int(n): path for path in later if (n := path.stem.removeprefix("trace-")).isdigit()}
+        first = self._folder / "trace.json"
+        return [*([first] if first.exists() else []), *(numbered[n] for n in sorted(numbered))]
+
+    def _read_rows(self) -> bool:
+        num, self._torn_row = len(self._rows), None
+        for line in self._metrics.lines():
+            if not line.is_whole:
+                self._torn_row = Defect("metrics.jsonl", line.number, "the file ends within this line")
+                continue
+            self._metrics.accept(line)
+            try:
+                self._rows.append(msgspec.json.decode(line.content, type=dict[str, float | None]))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                bad = Defect("metrics.jsonl", line.number, "it is no row of figures", num_lines=0)
+                self._bad_row = self._bad_row or bad
+                self._bad_row = replace(self._bad_row, num_lines=self._bad_row.num_lines + 1)
+        return len(self._rows) > num
+
+    def _derive(self) -> dict[str, Any]:
+        activities = [life.activity() for life in self._lives]
+        idle = [bubble for activity in activities for bubble in bubbles(activity)]
+        engines = sorted({name for activity in activities for name in activity.requests}, key=_natural)
+        slots: dict[str, int] = dict.fromkeys(engines, 0)
+        for life in self._lives:
+            for request in [*life.requests, *life.unfinished]:
+                slots[request.engine] = max(slots[request.engine], request.slot)
+        newest = self._lives[-1] if self._lives else None
+        steps = [row for row in self._rows if "loss" in row]
+        return {
+            "engines": [{"name": name, "slots": slots[name]} for name in engines],
+            "lives": [life.offset_s for life in self._lives],
+            "unfinished": _columns([request for life in self._lives for request in life.unfinished]),
+            "bubbles": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
+            "idle": [row._asdict() for row in idle_times(activities, idle)],
+            "stragglers": [each._asdict() for life in self._lives for each in stragglers(life)],
+            "rounds": self._works("rounds") + self._works("open_rounds"),
+            "trainer": self._works("trainer"),
+            "publications": self._works("publications"),
+            "rewards": [["scoring", *pair] for one in activities for pair in union(one.scoring).tolist()],
+            "states": [state._asdict() for life in self._lives for state in life.states],
+            "samples": self._samples.listed,
+            "advisories": [each._asdict() for each in advisories(steps, newest)],
+            "defects": [msgspec.structs.asdict(each) for each in self._defects()],
+        }
+
+    def _works(self, kind: str) -> list[Work]:
+        return [work for life in self._lives for work in getattr(life, kind)]
+
+    def _defects(self) -> list[Defect]:
+        found = [defect for life in self._lives for defect in life.defects]
+        bad_rows = [each for each in (self._bad_row, self._torn_row) if each]
+        return [*found, *bad_rows, *self._samples.defects.values()]
+
+    def _files(self) -> list[Path]:
+        found = [self._folder / "metrics.jsonl", *self._folder.glob("trace*.json")]
+        return [path for path in found if path.exists()]
+
+    def _written(self) -> float:
+        """When the run last wrote, in Unix seconds."""
+        return max((path.stat().st_mtime for path in self._files()), default=0.0)
+
+    def _is_finished(self) -> bool:
+        """summary.json is the last file that a run writes."""
+        summary = self._folder / "summary.json"
+        return summary.exists() and summary.stat().st_mtime >= self._written()
+
+
+def open_runs(folders: Sequence[Path]) -> list[RunView]:
+    """The runs in some folders, with short names that differ.
+
+    Raises:
+        ConfigError: a folder holds no files of a run.
+    """
+    for folder in folders:
+        if not any((folder / name).exists() for name in ("trace.json", "metrics.jsonl", "config.toml")):
+            problem = "it has neither trace.json nor metrics.jsonl"
+            remedy = "name the output directory of a run or of a simulation"
+            raise ConfigError("RUN", str(folder), problem, remedy)
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [RunView(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _columns(requests: Sequence[Request]) -> Mapping[str, Sequence[object]]:
+    columns = list(zip(*requests, strict=True)) or [()] * len(Request._fields)
+    return dict(zip(Request._fields, columns, strict=True))
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """So that engine10 comes after engine9."""
+    letters = name.rstrip("0123456789")
+    return letters, int(name[len(letters) :] or 0)

@@ -1,0 +1,166 @@
+"""The samples of a run: those that were trained, from their files, and the others, from the ledger."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tailrace.config import RunConfig, load_config
+from tailrace.errors import ConfigError, TailraceError
+from tailrace.ledger.base import SampleRow, TokensRow
+from tailrace.ledger.open import open_store
+from tailrace.page.text import TokenTexts
+from tailrace.record.trace_reader import Defect, LineFile
+
+NUM_LISTED = 300
+"""The newest samples are listed; any other can be opened by its id."""
+
+
+class SampleLine(msgspec.Struct):
+    """What the list shows of a sample, a line of a samples file."""
+
+    id: str
+    step: int
+    reward: float | None
+    num_tokens: int
+    finish_reason: str | None
+    completion_ids: msgspec.Raw = msgspec.Raw()
+
+
+class Place(NamedTuple):
+    path: Path
+    start: int
+    end: int
+
+
+class Tokens(msgspec.Struct):
+    """The tokens of a completion, one entry a token."""
+
+    texts: Sequence[str]
+    logprobs: Sequence[float]
+    """Nats, under the policy that drew the token, at the sampling temperature."""
+
+
+class SampleView(msgspec.Struct):
+    """All that the files know of one sample."""
+
+    id: str
+    source: str
+    """The file that it was read from; empty: only the trace knows it."""
+    record: dict[str, Any]
+    """Its line of the samples file, or what the ledger says of it."""
+    spans: Sequence[tuple[str, int]]
+    """[name of the version, tokens], in order."""
+    tokens: Tokens | None
+    """None if they were not recorded."""
+    note: str = ""
+    """Why something is missing."""
+
+
+class SampleBook:
+    """Finds samples by id. It reads only what was written since the last `update`."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: the output directory of the run.
+        """
+        self.listed: list[dict[str, object]] = []
+        """The newest samples, the newest last."""
+        self.defects: dict[str, Defect] = {}
+        self._folder = folder
+        self._files: dict[Path, LineFile] = {}
+        self._places: dict[str, Place] = {}
+        self._texts: TokenTexts | None = None
+
+    def update(self) -> bool:
+        """Read what is new; return whether there was something."""
+        paths = sorted((self._folder / "samples").glob("round_*.jsonl"))
+        if any(file.was_replaced() or not file.path.exists() for file in self._files.values()):
+            self.__init__(self._folder)  # type: ignore[misc]
+        num = len(self._places)
+        # Only the newest round's file grows; the one before may have grown since the last time.
+        for path in [path for path in paths if path not in self._files or path in paths[-2:]]:
+            self._read(self._files.setdefault(path, LineFile(path)))
+        self.listed = self.listed[-NUM_LISTED:]
+        return len(self._places) > num
+
+    def _read(self, file: LineFile) -> None:
+        for line in file.lines():
+            try:
+                sample = msgspec.json.decode(line.content, type=SampleLine)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if line.is_whole:
+                    problem = "it is no sample"
+                    self.defects.setdefault(file.path.name, Defect(file.path.name, line.number, problem))
+                continue
+            if line.is_whole:
+                file.accept(line)
+                self._places[sample.id] = Place(file.path, line.start, line.end)
+                listed = msgspec.structs.asdict(sample)
+                listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
+                self.listed.append(listed)
+
+    def find(self, id: str) -> SampleView:
+        """A sample, from its file or else from the ledger."""
+        if (place := self._places.get(id)) is not None:
+            return self._from_file(id, place)
+        try:
+            return self._from_ledger(id)
+        except (TailraceError, OSError, ValueError) as why:
+            return SampleView(id, "", {}, [], None, f"it is in no samples file; the ledger: {why}")
+
+    def _from_file(self, id: str, place: Place) -> SampleView:
+        with place.path.open("rb") as file:
+            file.seek(place.start)
+            record = msgspec.json.decode(file.read(place.end - place.start))
+        ids, logprobs = record.pop("completion_ids", None), record.pop("logprobs", [])
+        spans = [(str(version), num) for version, num in record.get("spans", [])]
+        note = "" if ids else "its tokens were not recorded (record.token_samples)"
+        view = SampleView(id, f"samples/{place.path.name}", record, spans, None, note)
+        return self._with_tokens(view, ids or [], logprobs)
+
+    def _from_ledger(self, id: str) -> SampleView:
+        config = self._config()
+        with closing(open_store(config.ledger, self._folder, only_read=True)) as store:
+            row = next((row for row in store.rows(SampleRow) if str(row.id) == id), None)
+            if row is None:
+                raise ConfigError("sample", id, "it has no such sample", "choose another")
+            rows = [each for each in store.rows(TokensRow) if each.key[:3] == row.key]
+        ids = np.frombuffer(b"".join(each.ids for each in rows), np.int32).tolist()
+        logprobs = np.frombuffer(b"".join(each.logprobs for each in rows), np.float32).tolist()
+        record = {
+            "text": row.text,
+            "reward": row.reward,
+            "failure": row.failure,
+            "finish_reason": row.finish_reason,
+            "fate": row.fate or "alive",
+            "num_tokens": row.num_tokens,
+        }
+        spans = [(f"{origin.life}.{origin.version}", origin.num_tokens) for origin in row.origins]
+        note = "" if ids else "the ledger no longer keeps its tokens"
+        return self._with_tokens(SampleView(id, "ledger", record, spans, None, note), ids, logprobs)
+
+    def _with_tokens(self, view: SampleView, ids: Sequence[int], logprobs: Sequence[float]) -> SampleView:
+        if not ids:
+            return view
+        try:
+            self._texts = self._texts or TokenTexts(list(self._model_folders()))
+            texts = self._texts.of(ids)
+        except TailraceError as why:
+            texts = [f"<{each}>" for each in ids]
+            view.note = f"token ids instead of text: {why}"
+        view.tokens = Tokens(texts, logprobs)
+        return view
+
+    def _model_folders(self) -> Iterator[Path]:
+        yield self._folder / "model"
+        config = self._config()
+        if config.model:
+            yield config.model.path
+
+    def _config(self) -> RunConfig:
+        return load_config(self._folder / "config.toml")

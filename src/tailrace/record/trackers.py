@@ -1,0 +1,165 @@
+"""Experiment trackers as sinks: trackio, wandb and TensorBoard.
+
+A tracker gets the objects of metrics.jsonl under the same names, which are TRL's where TRL has the figure. A
+figure that is not finite is left out. Each life of a run is a run of its own in trackio and wandb, in one
+group. TensorBoard drops the steps that a resumed run makes again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from tailrace.errors import ConfigError
+from tailrace.record.base import TrackerName
+from tailrace.record.events import Sink
+from tailrace.record.metrics import JoinedRows
+from tailrace.record.user_sinks import GuardedSink
+
+KEY = "record.trackers"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """How a life of a run is called in a tracker."""
+
+    project: str
+    folder: Path
+    """The output directory; its name is the name of the run."""
+    config: Mapping[str, Any]
+    life: int = 1
+    step: int = 0
+    """Optimizer steps made before this life."""
+
+    @property
+    def group(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def name(self) -> str:
+        return self.group if self.life == 1 else f"{self.group}-life{self.life}"
+
+
+class Tracker(Protocol):
+    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Trackio:
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=run.project, name=run.name, group=run.group, config=dict(run.config), embed=False
+        )
+
+    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
+        # It has a `time` of its own.
+        self._run.log({key: value for key, value in figures.items() if key != "time"}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class Wandb:
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            group=run.group,
+            dir=run.folder,
+            config=dict(run.config),
+            settings=wandb.Settings(console="off"),  # the terminal belongs to the display
+        )
+
+    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class TensorBoard:
+    """Writes event files below `tensorboard/` in the output directory."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
+        if run.life > 1:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=run.step + 1, session_log=start))
+
+    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+TRACKERS: Mapping[TrackerName, Callable[[TrackedRun], Tracker]] = {
+    "trackio": Trackio,
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+}
+"""A name is also that of the Python package and of tailrace's extra."""
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Check that the packages are installed, without loading them.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            remedy = f"pip install 'tailrace[{name}]', or remove it from the list"
+            raise ConfigError(KEY, name, f"the package {name} is not installed", remedy)
+
+
+def open_trackers(names: Sequence[TrackerName], run: TrackedRun, say: Callable[[str], None]) -> list[Sink]:
+    """Begin a run in each tracker.
+
+    Args:
+        say: shows the line that tells of a tracker's failure; the run then goes on without it.
+
+    Raises:
+        ConfigError: a tracker cannot begin, for example without a login.
+    """
+    check_trackers(names)
+    sinks: list[Sink] = []
+    for name in names:
+        try:
+            tracker = TRACKERS[name](run)
+        except Exception as why:
+            problem = f"it cannot begin a run ({type(why).__name__}: {why})"
+            raise ConfigError(KEY, name, problem, f"see the documentation of {name}, or remove it") from why
+        sinks.append(GuardedSink(TrackerSink(tracker), name, say))
+    return sinks
+
+
+class TrackerSink(JoinedRows):
+    """Sink: passes the objects of metrics.jsonl to a tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(self._log)
+        self._tracker = tracker
+
+    def close(self) -> None:
+        super().close()
+        self._tracker.finish()
+
+    def _log(self, row: Mapping[str, float | None]) -> None:
+        figures = {key: value for key, value in row.items() if value is not None and isfinite(value)}
+        step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
+        self._tracker.log(figures, step, wall_time)

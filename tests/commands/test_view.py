@@ -1,0 +1,124 @@
+"""`tailrace view`: what it refuses, what it writes, and to whom it answers."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tailrace.cli import main
+
+for package in ("plotly", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
+
+SPAN = {"ph": "X", "pid": 2, "tid": 1, "ts": 0, "dur": 5_000_000}
+ARGS = {"sample": "0.0/0", "tokens": 5, "had": 0, "outcome": "stop"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The files of a run that was killed after its first request. Its sample's text is hostile."""
+    folder = tmp_path / "run"
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.toml").touch()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "wall_time": 1.0}\n')
+    name = {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "engine0"}}
+    lines = [name, SPAN | {"name": "group 0", "args": ARGS}]
+    (folder / "trace.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + ',\n{"na')
+    sample = {
+        "id": "0.0/0",
+        "step": 1,
+        "reward": 1.0,
+        "num_tokens": 5,
+        "finish_reason": "stop",
+        "spans": [[0, 5]],
+    }
+    hostile = sample | {"text": "</script><script>alert(1)</script><!--"}
+    (folder / "samples" / "round_000000.jsonl").write_text(json.dumps(hostile) + "\n")
+    return folder
+
+
+def test_a_page_as_one_file_has_everything_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = run.parent / "page.html"
+    before = sorted(run.rglob("*"))
+    assert main(["view", str(run), "--output", str(page)]) == 0
+    assert capsys.readouterr().out == f"page      {page}\n"
+    text = page.read_text()
+    assert "plotly.js v" in text and re.findall(r'(?:src|href)="(?!data:)[^"]*"', text[-200_000:]) == []
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    (found,) = json.loads(data)["runs"]
+    assert found["requests"]["sample"] == ["0.0/0"] and found["defects"][0]["line"] == 4
+    assert json.loads(data)["samples"][0]["0.0/0"]["record"]["text"].startswith("</script>")
+    assert sorted(run.rglob("*")) == before  # a run is only read
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN/samples"], "it has neither trace.json nor metrics.jsonl"),
+        (["RUN", "--output", "RUN"], "--output = 'RUN': it cannot be written (Is a directory)"),
+        (["RUN", "--port", "70000"], "--port = 70000: there is no such port"),
+        (["RUN", "--run.rounds", "3"], "view has no config to override"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", *(word.replace("RUN", str(run)) for word in words)]) == 2
+    assert message.replace("RUN", str(run)) in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main(["view", str(run)]) == 2
+    assert "pip install 'tailrace[view]'" in capsys.readouterr().err
+
+
+def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
+    from tailrace.page.app import make_app
+    from tailrace.page.run import open_runs
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=make_app(open_runs([run])))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+            page = await client.get("/")
+            assert page.status_code == 200 and "<title>tailrace</title>" in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            for method in ("POST", "PUT", "DELETE", "PATCH"):
+                assert (await client.request(method, "/runs/0")).status_code == 405
+            for host in ("evil.example", "127.0.0.1.evil.example:1", "192.168.0.1"):
+                assert (await client.get("/", headers={"host": host})).status_code == 400
+            assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
+            assert (await client.get("/runs/7")).status_code == 404
+            assert (await client.get("/runs/0?rows=x")).status_code == 400
+            assert (await client.get("/runs/0")).json()["rows"] == [
+                {"step": 1, "loss": 0.5, "wall_time": 1.0}
+            ]
+            found = (await client.get("/runs/0/sample?id=0.0/0")).json()
+            assert found["record"]["reward"] == 1.0
+            other = (await client.get("/runs/0/sample?id=../../config.toml")).json()
+            assert (other["source"], other["record"]) == ("", {})
+
+    asyncio.run(ask())
+
+
+def test_it_serves_until_a_signal_comes(run: Path) -> None:
+    words = [sys.executable, "-m", "tailrace.cli", "view", str(run)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        address = process.stdout.readline().split()[1]
+        assert httpx.get(f"{address}/runs/0").json()["name"] == "run"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "tailrace: the page is no longer served\n")
+    finally:
+        process.kill()
+        process.wait()
