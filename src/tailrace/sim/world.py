@@ -4,8 +4,8 @@ import math
 
 from tailrace.data.epochs import Epochs
 from tailrace.sim.chance import Chance
-from tailrace.sim.lengths import law_of
-from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimLengthSettings
+from tailrace.sim.lengths import law_of, read_recorded
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, RecordedSettings, SimLengthSettings
 from tailrace.types import Prompt, Sample
 
 PROMPT, SAMPLE = 1, 2
@@ -38,6 +38,8 @@ class Lengths:
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
         self._seed, self._law = seed, law_of(settings)
+        recorded = settings.distribution
+        self._recorded = read_recorded(recorded.path) if isinstance(recorded, RecordedSettings) else {}
         self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
         self._drift = math.log(settings.drift) / 100
         self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
@@ -49,6 +51,8 @@ class Lengths:
             version: of the weights that a sample without tokens begins with.
         """
         prompt = sample.prompt
+        if recorded := self._recorded.get((prompt.index, sample.id.number)):
+            return min(self._max_tokens, recorded)
         shared = Chance(PROMPT, self._seed, row_of(prompt)).normal()
         own = Chance(SAMPLE, self._seed, prompt.index, sample.id.number).normal()
         tokens = self._law(self._shared * shared + self._own * own)
