@@ -63,8 +63,9 @@ def like(config: RunConfig, path: Path) -> RunConfig:
 
 def _traces(folder: RunFolder) -> list[Path]:
     """The first trace file of each life."""
-    later = [int(each.stem.removeprefix("trace-")) for each in folder.path.glob("trace-*.json") if "." not in each.stem]
-    found = [folder.trace(life) for life in (1, *sorted(later))]
+    stems = (each.stem.removeprefix("trace-") for each in folder.path.glob("trace-*.json"))
+    lives = sorted(int(stem) for stem in stems if stem.isdigit())
+    found = [folder.trace(life) for life in (1, *lives)]
     return [path for path in found if path.exists()]
 
 
@@ -74,20 +75,29 @@ def _workers(config: RunConfig) -> int:
 
 
 def _table(path: Path, fitted: Fit) -> Table:
-    table = Table("of", "parameter", Column("value", justify="right"), Column("observations", justify="right"))
-    table.add_column("variance explained", justify="right")
-    table.title, table.title_justify = f"fit of {path}", "left"
+    table = Table("fitted", Column("parameter of [sim]", no_wrap=True), title=f"fit of {path}")
+    for name in ("value", "observed", "explained"):
+        table.add_column(name, justify="right")
+    table.title_justify = "left"
+    table.caption = "explained: share of the variance"
     for part in fitted.parts:
-        explained = "" if part.explained is None else f"{part.explained:.1%}"
-        rows = [(key, _cell(value)) for key, value in part.values.items()] or [("", "")]
-        for number, (key, value) in enumerate(rows):
-            once = (part.name, f"{part.observations:,}", explained) if not number else ("", "", "")
-            table.add_row(once[0], key, value, once[1], once[2])
+        once = [part.name, f"{part.observations:,}", _cell(part.explained, "{:.1%}")]
+        for key, value in part.values.items():
+            table.add_row(once[0], key.removeprefix("sim."), _cell(value, "{:.4g}"), *once[1:])
+            once = ["", "", ""]
     return table
 
 
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "recorded" if isinstance(value, dict) else str(value)
+def _cell(value: object, form: str) -> str:
+    match value:
+        case None:
+            return ""
+        case float():
+            return form.format(value)
+        case dict():
+            return str(value["kind"])
+        case _:
+            return str(value)
 
 
 def _notes(fitted: Fit) -> Sequence[str]:

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from tailrace.fit.base import FitPart
-from tailrace.fit.least_squares import Array, Solution, explained, non_negative
+from tailrace.fit.least_squares import Array, Mask, Solution, explained, non_negative
 from tailrace.fit.observed import Life, Observed, Request
 from tailrace.fit.overlap import Busy
 from tailrace.fit.timeline import EngineTimeline
@@ -21,29 +21,40 @@ from tailrace.fit.timeline import EngineTimeline
 REPETITIONS = 12
 ALONE = 0.05
 """Share of a duration in which others may work on the host, for work that counts as undisturbed."""
-MIN_OBSERVATIONS = 20
+MIN_OBSERVATIONS, MIN_ALONE_SHARE = 20, 0.25
+"""Undisturbed requests, and their share of all, from which on only those give the undisturbed costs."""
 FAST_PREFILL = 1e9
 """Positions in a second, where prefills take no measurable time."""
+
+NAMES = {
+    "base": "base_s",
+    "slope": "slope_s",
+    "context": "context_s",
+    "prefill": "prefill_tokens_per_s",
+    "load": "load_s",
+}
+"""The settings by the column of the fit."""
 
 
 def fit_engines(run: Observed) -> FitPart:
     """Fit base_s, slope_s, context_s, prefill_tokens_per_s and load_s, and the slow-down by the trainer."""
     engines = _timelines(run)
     if not engines:
-        return FitPart("decode steps", {}, 0, 1.0, ["no request gained a token: [sim.engines] stays open"])
+        return FitPart("decode steps", {}, 0, None, ["no request gained a token: [sim.engines] stays open"])
     duration_s, gained, trained_s = (
         np.concatenate([getattr(each, name) for each in engines])
         for name in ("duration_s", "gained", "trained_s")
     )
     counted = gained > 0
     is_alone = counted & (trained_s <= ALONE * duration_s)
-    separable = is_alone.sum() >= MIN_OBSERVATIONS
+    separable = is_alone.sum() >= max(MIN_OBSERVATIONS, MIN_ALONE_SHARE * counted.sum())
     used = is_alone if separable else counted
     cost = {"base": 1.0, "slope": 0.0, "context": 0.0, "prefill": 0.0, "load": 0.0, "slowdown": 1.0}
     for _ in range(REPETITIONS):
         each_columns = [engine.columns(cost) for engine in engines]
         columns = {name: np.concatenate([each[name] for each in each_columns]) for name in each_columns[0]}
-        solution = non_negative({name: column[used] for name, column in columns.items()}, duration_s[used])
+        target = duration_s - trained_s * (1 - 1 / cost["slowdown"])
+        solution = non_negative({name: column[used] for name, column in columns.items()}, target[used])
         cost |= {name: solution[name] for name in columns}
         cost["base"] = cost["base"] or 1e-9
         alone_s = sum((columns[name] * cost[name] for name in columns), np.zeros(len(gained)))
@@ -62,7 +73,7 @@ def fit_engines(run: Observed) -> FitPart:
         values["sim.engines.load_s"] = cost["load"]
     if cost["slowdown"] > 1:
         values["sim.host.engine_slowdown"] = cost["slowdown"]
-    fit = explained(alone_s[used], duration_s[used])
+    fit = explained(alone_s[used], target[used])
     notes = _notes(solution, columns, used, separable, bool((counted & ~is_alone).any()))
     return FitPart("decode steps", values, int(used.sum()), fit, notes)
 
@@ -94,7 +105,7 @@ def fit_aborts(run: Observed) -> FitPart:
         seconds += bursts.values()
     if not seconds:
         notes = ["no request was cancelled: abort_s keeps its default"]
-        return FitPart("aborts", {}, 0, 1.0, notes)
+        return FitPart("aborts", {}, 0, None, notes)
     return FitPart("aborts", {"sim.engines.abort_s": float(np.median(seconds))}, len(seconds), None, [])
 
 
@@ -107,9 +118,7 @@ def _timelines(run: Observed) -> list[EngineTimeline]:
                 engines[request.engine].append(request)
         for requests in engines.values():
             if any(each.gained for each in requests):
-                found.append(
-                    EngineTimeline(requests, run.prompt_tokens, training(life), life.publications)
-                )
+                found.append(EngineTimeline(requests, run.prompt_tokens, training(life), life.publications))
     return found
 
 
@@ -119,24 +128,26 @@ def training(life: Life) -> Busy:
 
 
 def _notes(
-    solution: Solution, columns: dict[str, Array], used: Array, separable: bool, overlapped: bool
+    solution: Solution, columns: dict[str, Array], used: Mask, separable: bool, overlapped: bool
 ) -> Sequence[str]:
     notes = []
-    names = {"slope": "slope_s", "context": "context_s", "prefill": "prefill_tokens_per_s", "load": "load_s"}
     for name in solution.collinear:
         notes.append(
-            f"{names[name]} cannot be told apart from the other costs of a decode step: the batches of this "
+            f"{NAMES[name]} cannot be told apart from the other costs of a decode step: the batches of this "
             "run were too much alike. It is left out"
         )
-    for name in ("slope", "context"):
+    for name in ("base", "slope", "context"):
         if solution.coefficients.get(name) == 0.0:
-            notes.append(f"{names[name]} would be below 0, and is 0: more of it took no longer in this run")
+            notes.append(f"{NAMES[name]} would be below 0, and is 0: more of it took no longer in this run")
     if not solution["prefill"] and "prefill" not in solution.collinear:
         notes.append("prefills took no measurable time")
     if not np.any(columns["load"][used]):
         notes.append("no request ran after a publication: load_s keeps its default")
     if not overlapped:
-        notes.append("engines and trainer never worked at the same time: how much they slow each other down is not known, and taken as nothing")
+        notes.append(
+            "engines and trainer never worked at the same time: how much they slow each other down is not "
+            "known, and taken as nothing"
+        )
     elif not separable:
         notes.append("the trainer worked nearly always: the costs of a decode step include its slow-down")
     return notes

@@ -66,4 +66,3 @@ def fit(traces: Sequence[Path], metrics: Path, samples: Path, workers: int) -> F
         fit_lengths(run, samples),
     ]
     return Fit(parts, run.notes)
-

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 COLLINEAR = 0.999
 """Share of a column's variance that the other columns explain, from which on it is not fitted."""
@@ -51,7 +52,9 @@ def non_negative(columns: dict[str, Array], target: Array) -> Solution:
         if found.min() >= 0:
             break
         names.pop(int(found.argmin()))
-    coefficients = dict.fromkeys(columns, 0.0) | dict(zip(names, found.tolist(), strict=True) if names else {})
+    coefficients = dict.fromkeys(columns, 0.0) | dict(
+        zip(names, found.tolist(), strict=True) if names else {}
+    )
     for name in collinear:
         del coefficients[name]
     predicted = sum((columns[name] * value for name, value in coefficients.items()), np.zeros(len(target)))

@@ -63,7 +63,8 @@ def correlation_within_groups(lengths: Mapping[tuple[int, int], int]) -> float |
 
 def _normal_scores(lengths: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
     """The standard normal quantile of each length's rank. Equal lengths share their mean rank."""
-    standard, scores, below = NormalDist(), {}, 0
+    standard, below = NormalDist(), 0
+    scores: dict[tuple[int, int], float] = {}
     ordered = sorted(lengths.items(), key=lambda item: item[1])
     for _, equal in groupby(ordered, key=lambda item: item[1]):
         ids = [id for id, _ in equal]

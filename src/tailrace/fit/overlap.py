@@ -12,7 +12,8 @@ class Busy:
     """The times at which at least one of some intervals lasts."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
-        starts, ends = [], []
+        starts: list[float] = []
+        ends: list[float] = []
         for each in sorted(intervals, key=lambda each: each.start_s):
             if ends and each.start_s <= ends[-1]:
                 ends[-1] = max(ends[-1], each.end_s)

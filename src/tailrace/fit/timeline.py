@@ -14,7 +14,6 @@ from tailrace.fit.least_squares import Array
 from tailrace.fit.observed import Interval, Request
 from tailrace.fit.overlap import Busy
 
-
 INNER_REPETITIONS = 8
 """The positions of an interval follow from the steps before it, and its steps from the positions."""
 
@@ -53,8 +52,9 @@ class EngineTimeline:
         self._interval_s = np.diff(self._times)
         self._trained = training.seconds(self._times[:-1], self._times[1:])
         computed = np.array(_computed(requests, prompt_tokens))
-        self._prefilled = np.bincount(self._first, computed, minlength=num_times)[:-1]
-        self._loads = np.bincount(np.searchsorted(self._times, loads), minlength=num_times)[:-1].astype(float)
+        self._prefilled = np.bincount(self._first, computed, num_times)[:-1].astype(np.float64)
+        number = np.searchsorted(self._times, loads)
+        self._loads = np.bincount(number, minlength=num_times)[:-1].astype(np.float64)
 
     def columns(self, cost: dict[str, float]) -> dict[str, Array]:
         """Return what each request's duration is a sum of: [requests] each.
