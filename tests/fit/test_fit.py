@@ -93,6 +93,15 @@ def test_the_slow_down_of_a_shared_host_is_fitted_where_both_worked(tmp_path: Pa
     assert found.engines.base_s == pytest.approx(6e-3, rel=0.03)
 
 
+def test_two_passes_of_one_size_do_not_tell_their_fixed_part(tmp_path: Path) -> None:
+    april = {"name": "april", "groups_per_round": 16, "groups_launched": 16}
+    passes = next(
+        part for part in fitted_run(write_run(tmp_path, run_config(april))).parts if part.name == "passes"
+    )
+    assert passes.values["sim.trainer.pass_s"] == 0
+    assert "too few or too much alike" in passes.notes[0]
+
+
 def test_aborts_are_measured_from_the_reward_that_ends_the_rollout(tmp_path: Path) -> None:
     april = {"name": "april", "groups_per_round": 16, "groups_launched": 24}
     run = write_run(tmp_path, run_config(april, engines=ENGINES | {"abort_s": 0.12}))

@@ -51,3 +51,10 @@ def test_groups_that_are_all_alike_have_the_correlation_0() -> None:
 
 def test_a_single_response_of_each_prompt_has_no_correlation() -> None:
     assert correlation_within_groups({(p, 0): p + 1 for p in range(5)}) is None
+
+
+def test_with_variances_in_proportion_to_a_column_the_sums_agree() -> None:
+    columns = {"work": np.array([1.0, 2, 4, 9]), "one": np.ones(4)}
+    found = non_negative(columns, np.array([1.0, 3, 9, 31]), columns["work"])
+    assert found["one"] == 0
+    assert found["work"] * 16 == pytest.approx(44)

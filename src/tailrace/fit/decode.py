@@ -40,7 +40,7 @@ def fit_engines(run: Observed) -> FitPart:
     """Fit base_s, slope_s, context_s, prefill_tokens_per_s and load_s, and the slow-down by the trainer."""
     engines = _timelines(run)
     if not engines:
-        return FitPart("decode steps", {}, 0, None, ["no request gained a token: [sim.engines] stays open"])
+        return FitPart("decode", {}, 0, None, ["no request gained a token: [sim.engines] stays open"])
     duration_s, gained, trained_s = (
         np.concatenate([getattr(each, name) for each in engines])
         for name in ("duration_s", "gained", "trained_s")
@@ -75,7 +75,7 @@ def fit_engines(run: Observed) -> FitPart:
         values["sim.host.engine_slowdown"] = cost["slowdown"]
     fit = explained(alone_s[used], target[used])
     notes = _notes(solution, columns, used, separable, bool((counted & ~is_alone).any()))
-    return FitPart("decode steps", values, int(used.sum()), fit, notes)
+    return FitPart("decode", values, int(used.sum()), fit, notes)
 
 
 def slowdown(duration_s: Array, disturbed_s: Array, alone_s: Array) -> float:

@@ -31,24 +31,30 @@ class Solution:
         return self.coefficients.get(name, 0.0)
 
 
-def non_negative(columns: dict[str, Array], target: Array) -> Solution:
+def non_negative(columns: dict[str, Array], target: Array, variances: Array | None = None) -> Solution:
     """Fit a target by columns. A column whose coefficient would be negative gets the coefficient 0.
 
     Args:
         columns: [observations] each, in the order of their importance.
         target: [observations].
+        variances: relative variance of each observation; None: all are equal. In proportion to a column, the
+            sum of the fitted values is that of the target.
     """
+    weights = np.ones(len(target)) if variances is None else 1 / np.sqrt(variances)
+    weighted = {name: column * weights for name, column in columns.items()}
     names: list[str] = []
     collinear: list[str] = []
     for name, column in columns.items():
         known = [columns[other] for other in names]
+        if not np.any(column):
+            continue
         if names and _explained(known, column) > COLLINEAR:
             collinear.append(name)
-        elif np.any(column):
+        else:
             names.append(name)
     found: Array = np.zeros(0)
     while names:
-        found = _solved([columns[name] for name in names], target)
+        found = _solved([weighted[name] for name in names], target * weights)
         if found.min() >= 0:
             break
         names.pop(int(found.argmin()))

@@ -13,6 +13,8 @@ from tailrace.fit.overlap import Busy
 
 MIN_ALONE = 8
 """Passes or steps without engines at work, from which on only those give the undisturbed cost."""
+WIDE = 1.5
+"""Ratio of the largest to the smallest pass from which on their fixed part is fitted."""
 
 
 def fit_passes(run: Observed) -> FitPart:
@@ -22,24 +24,28 @@ def fit_passes(run: Observed) -> FitPart:
     """
     passes = [each for life in run.lives for each in life.passes]
     if not passes:
-        return FitPart("passes of the trainer", {}, 0, None, ["nothing was accumulated"])
+        return FitPart("passes", {}, 0, None, ["nothing was accumulated"])
     positions = np.array([each.tokens + each.samples * run.prompt_tokens for each in passes])
     duration_s = np.array([each.duration_s for each in passes])
     disturbed_s = np.concatenate([_disturbed_s(life.passes, life) for life in run.lives])
     is_alone = disturbed_s <= ALONE * duration_s
     separable = is_alone.sum() >= MIN_ALONE
     used = is_alone if separable else np.ones(len(passes), dtype=bool)
-    columns = {"tokens": positions, "pass": np.ones(len(passes))}
-    solution = non_negative({name: column[used] for name, column in columns.items()}, duration_s[used])
+    columns = {"tokens": positions}
+    notes = []
+    if used.sum() >= MIN_ALONE and positions[used].max() > WIDE * positions[used].min():
+        columns["pass"] = np.ones(len(passes))
+    else:
+        notes.append("passes were too few or too much alike: their fixed part is counted in tokens_per_s")
+    solution = non_negative(
+        {name: column[used] for name, column in columns.items()}, duration_s[used], positions[used]
+    )
     alone_s = solution["tokens"] * positions + solution["pass"]
     values: dict[str, object] = {"sim.trainer.pass_s": solution["pass"]}
-    notes = []
     if solution["tokens"] > 0:
         values["sim.trainer.tokens_per_s"] = 1 / solution["tokens"]
     else:
         notes.append("passes took no longer with more tokens: tokens_per_s keeps its default")
-    if solution.collinear:
-        notes.append("every pass had the same number of tokens: its fixed part is counted in tokens_per_s")
     disturbed = ~is_alone
     if separable and disturbed.any():
         factor = slowdown(duration_s[disturbed], disturbed_s[disturbed], alone_s[disturbed])
@@ -48,18 +54,18 @@ def fit_passes(run: Observed) -> FitPart:
     elif disturbed.any() and not separable:
         notes.append("engines worked during nearly all passes: tokens_per_s includes their slow-down")
     fit = explained(alone_s[used], duration_s[used])
-    return FitPart("passes of the trainer", values, int(used.sum()), fit, notes)
+    return FitPart("passes", values, int(used.sum()), fit, notes)
 
 
 def fit_steps(run: Observed) -> FitPart:
     """Fit step_s: the mean optimizer step, of those without engines at work where there are some."""
     seconds = np.array([each.duration_s for life in run.lives for each in life.steps])
     if not len(seconds):
-        return FitPart("optimizer steps", {}, 0, None, ["there was none: step_s keeps its default"])
+        return FitPart("steps", {}, 0, None, ["there was none: step_s keeps its default"])
     disturbed_s = np.concatenate([_disturbed_s(life.steps, life) for life in run.lives])
     is_alone = disturbed_s <= ALONE * seconds
     used = seconds[is_alone] if is_alone.sum() >= MIN_ALONE else seconds
-    return FitPart("optimizer steps", {"sim.trainer.step_s": float(used.mean())}, len(used), None, [])
+    return FitPart("steps", {"sim.trainer.step_s": float(used.mean())}, len(used), None, [])
 
 
 def fit_publications(run: Observed) -> FitPart:
@@ -67,7 +73,7 @@ def fit_publications(run: Observed) -> FitPart:
     seconds = [each.duration_s for life in run.lives for each in life.publications]
     values = {"sim.trainer.publish_s": median(seconds)} if seconds else {}
     notes = [] if seconds else ["no weights were published: publish_s keeps its default"]
-    return FitPart("publications", values, len(seconds), None, notes)
+    return FitPart("publish", values, len(seconds), None, notes)
 
 
 def _disturbed_s(work: Sequence[Interval], life: Life) -> Array:
