@@ -105,7 +105,9 @@ def test_two_passes_of_one_size_do_not_tell_their_fixed_part(tmp_path: Path) -> 
 def test_aborts_are_measured_from_the_reward_that_ends_the_rollout(tmp_path: Path) -> None:
     april = {"name": "april", "groups_per_round": 16, "groups_launched": 24}
     run = write_run(tmp_path, run_config(april, engines=ENGINES | {"abort_s": 0.12}))
-    assert fitted_run(run).sim.engines.abort_s == pytest.approx(0.12, abs=1e-5)
+    found = fitted_run(run)
+    assert found.sim.engines.abort_s == pytest.approx(0.12, abs=1e-5)
+    assert any("8 of 56 prompts were begun and not trained" in note for note in found.parts[-1].notes)
 
 
 def test_a_fit_of_one_schedule_predicts_another(serial: Path, tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ def fit_lengths(run: Observed, samples: Path) -> FitPart:
         "sim.lengths.distribution": {"kind": "recorded", "path": str(samples.resolve())},
     }
     notes = []
+    begun = {each.prompt for life in run.lives for each in life.requests if each.prompt >= 0}
+    if untrained := begun - {prompt for prompt, _ in recorded}:
+        notes.append(
+            f"{len(untrained)} of {len(begun)} prompts were begun and not trained: their lengths are drawn "
+            "from those of the others, which may be shorter"
+        )
     correlation = correlation_within_groups(recorded)
     if correlation is None:
         notes.append("no prompt has several responses: the correlation within groups keeps its default")
