@@ -101,17 +101,29 @@ def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
 
 
 def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.fit import like
     from tailrace.commands.papers import simulate_paper
     from tailrace.commands.simulate import simulate
 
     if arguments.paper:
         _refuse_overrides("simulate --paper", overrides)
+        if arguments.like:
+            raise ConfigError("--like", str(arguments.like), "a paper has its own costs", "remove it")
         simulate_paper(arguments.paper, number=arguments.table, json_path=arguments.json)
         return
     if arguments.config is None:
         raise ConfigError("CONFIG", None, "simulate needs a config", "name one, or --paper NAME")
     config = _config(arguments.config, overrides)
+    if arguments.like:
+        config = like(config, arguments.like)
     simulate(config, folder=arguments.output_dir, json_path=arguments.json)
+
+
+def _fit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.fit import fit_run
+
+    _refuse_overrides("fit", overrides)
+    fit_run(arguments.config, output=arguments.output)
 
 
 def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
@@ -201,8 +213,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     simulate.add_argument(
         "--paper", metavar="NAME", help="a paper's tables beside ours; needs no CONFIG.toml"
     )
+    simulate.add_argument(
+        "--like", type=Path, metavar="RUN", help="with the costs and lengths of this run, instead of [sim]"
+    )
     simulate.add_argument("--table", metavar="N", help="with --paper: only this table or figure of it")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
+    fit = add("fit", _fit, "the costs and lengths of a run, as the [sim] section of a config", config="RUN")
+    fit.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
     scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
     evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")
     evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")

@@ -15,7 +15,13 @@ from tailrace.record.events import Stepped
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.chance import Chance
 from tailrace.sim.lengths import law_of, read_lengths
-from tailrace.sim.settings import EmpiricalSettings, SimLengthSettings, TableSettings, UniformSettings
+from tailrace.sim.settings import (
+    EmpiricalSettings,
+    RecordedSettings,
+    SimLengthSettings,
+    TableSettings,
+    UniformSettings,
+)
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
@@ -153,3 +159,23 @@ def test_paths_of_the_simulation_are_relative_to_the_config(tmp_path: Path) -> N
     (tmp_path / "Qwen3-4B").mkdir()
     sim = load_config(tmp_path / "config.toml").sim
     assert sim.cluster and sim.cluster.model == str(tmp_path / "Qwen3-4B")
+
+
+def test_a_recorded_sample_has_its_length_and_others_one_of_them(tmp_path: Path) -> None:
+    lines = [
+        '{"id":"0.0/0","num_tokens":11}',
+        '{"id":"0.1/1","num_tokens":500}',
+        '{"id":"2.0/0","num_tokens":13}',
+    ]
+    (tmp_path / "round_000000.jsonl").write_text("\n".join(lines))
+    distribution = RecordedSettings(path=tmp_path)
+    lengths = Lengths(SimLengthSettings(distribution=distribution, max_tokens=100), seed=1)
+    found = [lengths(sample(prompt, number)) for prompt in range(3) for number in range(2)]
+    assert found[:2] + found[4:5] == [11, 100, 13]
+    assert {*found[2:4], found[5]} <= {11, 100, 13}
+
+
+def test_recorded_lengths_need_the_ids_of_samples(tmp_path: Path) -> None:
+    (tmp_path / "round_000000.jsonl").write_text("11\n")
+    with pytest.raises(ConfigError, match="a line has the id ''"):
+        law_of(SimLengthSettings(distribution=RecordedSettings(path=tmp_path)))

@@ -6,6 +6,7 @@ correlated lengths of any distribution (a Gaussian copula; Nelsen, An Introducti
 """
 
 import math
+import re
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -17,10 +18,13 @@ from tailrace.errors import ConfigError
 from tailrace.sim.settings import (
     DEFAULT_MEDIAN_TOKENS,
     EmpiricalSettings,
+    RecordedSettings,
     SimLengthSettings,
     TableSettings,
     UniformSettings,
 )
+
+_ID = re.compile(r"(-?\d+)\.\d+/(\d+)")
 
 Law = Callable[[float], float]
 """The length at a quantile, which is given as a standard normal number."""
@@ -31,6 +35,7 @@ class _Line(msgspec.Struct):
 
     num_tokens: int
     step: int = 0
+    id: str = ""
 
 
 def law_of(settings: SimLengthSettings) -> Law:
@@ -51,6 +56,8 @@ def law_of(settings: SimLengthSettings) -> Law:
             return lambda z: tokens[bisect(below, _share_below(z))]
         case EmpiricalSettings(path=path):
             return _law_of_lengths(read_lengths(path))
+        case RecordedSettings(path=path):
+            return _law_of_lengths([*read_recorded(path).values()])
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -62,17 +69,39 @@ def read_lengths(path: Path) -> list[int]:
     Raises:
         ConfigError: a line is torn, is no length, or has an earlier step than the line before.
     """
+    return [line.num_tokens for line in _lines(path)]
+
+
+def read_recorded(path: Path) -> dict[tuple[int, int], int]:
+    """Read the lengths of a run's samples by prompt and number in the group.
+
+    Args:
+        path: the run's folder of samples.
+
+    Raises:
+        ConfigError: as in `read_lengths`, or a line has no id of a sample.
+    """
+    recorded = {}
+    for line in _lines(path):
+        found = _ID.fullmatch(line.id)
+        if not found:
+            raise _refused(path, f"a line has the id {line.id!r}, and not one such as '12.0/3'")
+        recorded[int(found[1]), int(found[2])] = line.num_tokens
+    return recorded
+
+
+def _lines(path: Path) -> list[_Line]:
     files = sorted(path.glob("round_*.jsonl")) if path.is_dir() else [path]
     try:
-        lengths = [length for file in files for length in _lengths_in(file)]
+        lines = [line for file in files for line in _lines_in(file)]
     except OSError as why:
         raise _refused(path, f"it cannot be read ({why.strerror})") from None
-    if not lengths:
+    if not lines:
         raise _refused(path, "it has no lengths")
-    return lengths
+    return lines
 
 
-def _lengths_in(file: Path) -> Iterator[int]:
+def _lines_in(file: Path) -> Iterator[_Line]:
     decoder = msgspec.json.Decoder(int | _Line)
     last_step = 0
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
@@ -81,13 +110,13 @@ def _lengths_in(file: Path) -> Iterator[int]:
             found = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as why:
             raise _refused(file, f"{where} is torn or no length ({why})") from None
-        length, step = (found, last_step) if isinstance(found, int) else (found.num_tokens, found.step)
-        if length < 1:
-            raise _refused(file, f"{where} has the length {length}")
-        if step < last_step:
-            raise _refused(file, f"{where} has step {step} after step {last_step}")
-        last_step = step
-        yield length
+        sample = _Line(found, last_step) if isinstance(found, int) else found
+        if sample.num_tokens < 1:
+            raise _refused(file, f"{where} has the length {sample.num_tokens}")
+        if sample.step < last_step:
+            raise _refused(file, f"{where} has step {sample.step} after step {last_step}")
+        last_step = sample.step
+        yield sample
 
 
 def _refused(path: Path, problem: str) -> ConfigError:

@@ -61,6 +61,8 @@ class SimTrainerSettings(Settings):
 
     tokens_per_s: float = Field(default=60_000.0, gt=0)
     """Tokens of forward and backward, prompts included, of all replicas together."""
+    pass_s: float = Field(default=0.0, ge=0)
+    """Seconds of each pass of forward and backward, whatever its tokens."""
     step_s: float = Field(default=0.5, ge=0)
     """Seconds of an optimizer step, without forward and backward."""
     publish_s: float = Field(default=0.0, ge=0)
@@ -124,7 +126,19 @@ class EmpiricalSettings(Settings):
     """The folder of a run's samples, one of its files, or a file with one length in each line."""
 
 
-Distribution = Annotated[UniformSettings | TableSettings | EmpiricalSettings, Field(discriminator="kind")]
+class RecordedSettings(Settings):
+    """The lengths of a run's samples. A response to one of its prompts has the recorded length. Any other has
+    one of all recorded lengths at random."""
+
+    kind: Literal["recorded"] = "recorded"
+    """Selects this distribution."""
+    path: Path
+    """The folder of the run's samples."""
+
+
+Distribution = Annotated[
+    UniformSettings | TableSettings | EmpiricalSettings | RecordedSettings, Field(discriminator="kind")
+]
 
 
 class SimLengthSettings(Settings):

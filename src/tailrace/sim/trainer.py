@@ -38,7 +38,7 @@ class SimTrainer:
         samples = [sample for unit in units for sample in unit]
         replicas = self._replicas if replica is None else 1
         rate = self._cost.tokens_per_s * replicas / self._replicas
-        await self._work(_num_positions(samples) / rate)
+        await self._work(self._cost.pass_s + _num_positions(samples) / rate)
         self._accumulated += samples
         self._log_weights += self._variances(samples, version)
 

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from tailrace.data.epochs import Epochs
 from tailrace.sim.chance import Chance
-from tailrace.sim.lengths import law_of
-from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimLengthSettings
+from tailrace.sim.lengths import law_of, read_recorded
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, RecordedSettings, SimLengthSettings
 from tailrace.types import Prompt, Sample
 
 PROMPT, SAMPLE = 1, 2
@@ -41,6 +41,8 @@ class Lengths:
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
         self._seed, self._law = seed, law_of(settings)
+        recorded = settings.distribution
+        self._recorded = read_recorded(recorded.path) if isinstance(recorded, RecordedSettings) else {}
         self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
         self._drift = math.log(settings.drift) / 100
         self._difficulty = lru_cache(MANY_PROMPTS)(self._difficulty_of)
@@ -53,6 +55,8 @@ class Lengths:
             version: of the weights that a sample without tokens begins with.
         """
         prompt = sample.prompt
+        if recorded := self._recorded.get((prompt.index, sample.id.number)):
+            return min(self._max_tokens, recorded)
         shared = self._difficulty(row_of(prompt))
         own = Chance(SAMPLE, self._seed, prompt.index, sample.id.number).normal()
         tokens = self._law(self._shared * shared + self._own * own)

@@ -1,0 +1,171 @@
+"""A simulation that is fitted to one schedule's live run, against the live runs of other schedules.
+
+    python benchmarks/sim_vs_live.py [--config F.toml] [--rounds 3] [--repeats 3] [--fit-on serial] [--json F]
+
+Each schedule runs live from the same weights, on the same prompts, with the same seeds: those of
+examples/rolloutpipe.toml, or of another config. Before its laps, a lap of one round is not counted.
+`tailrace fit` reads the first lap of --fit-on, and predicts the main time of a round of all schedules in
+virtual time.
+
+    live_s           seconds of main time a round, mean over the rounds of a lap, median of the laps
+    predicted_s      the same in virtual time
+    median_error     median over the other schedules of |predicted / live - 1|
+    ranking_errors   pairs of schedules whose live times differ by more than 10%, and whose predicted times
+                     have the opposite order
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+from statistics import median
+
+from tailrace import clock
+from tailrace.commands.fit import fitted_run
+from tailrace.commands.live import advantages_of
+from tailrace.commands.race import Arena, Racer, in_turn
+from tailrace.commands.virtual import run_virtual
+from tailrace.config import RunConfig, load_config
+from tailrace.controller.execution import execute
+from tailrace.record.events import Recorder
+from tailrace.record.laps import LapMeter
+from tailrace.record.metrics import MetricsWriter
+from tailrace.record.samples import SamplesWriter
+from tailrace.record.steps import StepMeter
+from tailrace.record.trace import TraceWriter
+from tailrace.schedules.resolve import resolve, with_published_defaults
+from tailrace.sim.settings import SimSettings
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "rolloutpipe.toml"
+DIFFERENT = 1.1
+"""Ratio of two live times from which on their order counts."""
+
+
+def racers(config: RunConfig, groups: int, step: int) -> dict[str, Racer]:
+    """The schedules: those of [compare] by other parameters, so that all train `groups` groups a round.
+
+    Args:
+        step: groups of an optimizer step.
+    """
+    whole = {"groups_per_round": groups}
+    steps = {**whole, "groups_per_step": step}
+    parameters = {
+        "serial": steps,
+        "rolloutpipe": steps,
+        "rolloutpipe_eager": steps,
+        "conventional": {"groups_per_step": step, "steps_per_round": groups // step},
+        "april": {**whole, "groups_launched": groups + groups // 2},
+        "tailbatch": {**whole, "response_speculation": 1.0},
+    }
+    found = {}
+    for name, own in parameters.items():
+        named = config.model_copy(update={"schedule": {"name": name, **own}, "schedules": {}})
+        found[name] = Racer(with_published_defaults(named), resolve(named))
+    return found
+
+
+async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[str, list[float]]:
+    """Run all schedules; return the main times. Each lap writes the files of a run to a folder of its own."""
+    times: dict[str, list[float]] = {name: [] for name in race}
+    async with aclosing(Arena(folder)) as arena:
+        for repeat in range(-1, repeats):
+            for name in in_turn(race, repeat):
+                racer, lap_folder = race[name], folder / f"{name}-{repeat}"
+                settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+                if repeat < 0:
+                    settings = settings.model_copy(update={"rounds": 1})
+                parts, meter = await arena.parts(racer), LapMeter()
+                recorder = _recorder(racer.config, meter, lap_folder)
+                advantages = advantages_of(racer.config)
+                await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
+                if repeat >= 0:
+                    times[name].append(meter.lap().main_time_s)
+    return times
+
+
+def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
+    folder.mkdir()
+    (folder / "config.toml").write_text(config.toml())
+    files = [
+        MetricsWriter(folder / "metrics.jsonl"),
+        TraceWriter(folder / "trace.json"),
+        SamplesWriter(folder / "samples"),
+    ]
+    return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))
+
+
+def predicted(racer: Racer, sim: SimSettings) -> float:
+    """The main time of a round in virtual time."""
+    meter = LapMeter()
+    settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+    config = racer.config.model_copy(update={"sim": sim, "run": settings})
+    run_virtual(config, racer.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
+    return meter.lap().main_time_s
+
+
+def ranking_errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:
+    """The pairs whose order is wrong."""
+    return [
+        f"{slow} is slower than {fast}"
+        for slow, fast in itertools.permutations(live, 2)
+        if live[slow] > DIFFERENT * live[fast] and simulated[slow] <= simulated[fast]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", type=Path, default=EXAMPLE)
+    parser.add_argument("--fit-on", default="serial", help="the schedule whose live run is fitted")
+    parser.add_argument("--only", nargs="*", help="only these schedules, beside that of --fit-on")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=64, help="groups of a round")
+    parser.add_argument("--repeats", type=int, default=3, help="counted laps of each schedule")
+    parser.add_argument("--folder", type=Path, help="keeps the files of the runs; must not exist")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    config = load_config(given.config, {"run.rounds": str(given.rounds)})
+    race = racers(config, given.groups, step=2)
+    if given.only:
+        race = {name: racer for name, racer in race.items() if name in {*given.only, given.fit_on}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch) / "runs"
+        folder.mkdir(parents=True)
+        times = clock.run(run_live(race, given.repeats, folder), virtual=False)
+        fitted = fitted_run(folder / f"{given.fit_on}-0")
+        simulated = {name: predicted(racer, fitted.sim) for name, racer in race.items()}
+    live = {name: median(each) for name, each in times.items()}
+    errors = {name: simulated[name] / live[name] - 1 for name in race}
+    wrong = ranking_errors(live, simulated)
+    for name in race:
+        print(
+            f"{name:20} live {live[name]:7.2f} s   predicted {simulated[name]:7.2f} s   {errors[name]:+.1%}"
+        )
+    for note in [*fitted.notes, *(note for part in fitted.parts for note in part.notes)]:
+        print(f"note: {note}")
+    others = [abs(error) for name, error in errors.items() if name != given.fit_on]
+    figures = {
+        "median_error": median(others),
+        "ranking_errors": len(wrong),
+        "wrong_order": wrong,
+        "fitted_on": given.fit_on,
+        "parameters": {part.name: dict(part.values) for part in fitted.parts},
+        "explained": {part.name: part.explained for part in fitted.parts},
+        "schedules": {
+            name: {
+                "live_s": live[name],
+                "laps_s": times[name],
+                "predicted_s": simulated[name],
+                "error": errors[name],
+            }
+            for name in race
+        },
+    }
+    print(f"median error {figures['median_error']:.1%}, {len(wrong)} pairs in the wrong order")
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

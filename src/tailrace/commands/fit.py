@@ -1,0 +1,104 @@
+"""`tailrace fit`: a live run's own costs as the [sim] section of a config."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli_w
+from rich.console import Console
+from rich.table import Column, Table
+
+from tailrace.commands.folder import RunFolder
+from tailrace.config import RunConfig, load_config
+from tailrace.errors import ConfigError
+from tailrace.fit.fit import Fit, fit
+
+
+def fit_run(path: Path, *, output: Path | None = None) -> None:
+    """Fit a run, and print what was found.
+
+    Args:
+        path: the output directory of the run.
+        output: where the [sim] section goes; None: it is printed.
+
+    Raises:
+        ConfigError: there is no run, one of its files is damaged, or the section cannot be written.
+    """
+    fitted = fitted_run(path)
+    text = tomli_w.dumps(fitted.tree)
+    console = Console()
+    console.print(_table(path, fitted))
+    for note in _notes(fitted):
+        console.print(f"note: {note}", markup=False, highlight=False)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as why:
+        problem = f"it cannot be written ({why.strerror})"
+        raise ConfigError("--output", str(output), problem, "choose another file") from None
+    console.print(f"[sim] is in {output}", markup=False)
+
+
+def fitted_run(path: Path) -> Fit:
+    """Fit a run.
+
+    Raises:
+        ConfigError: there is no run, or one of its files is damaged.
+    """
+    folder = RunFolder(path)
+    folder.require_run()
+    config = load_config(folder.config)
+    return fit(_traces(folder), folder.metrics, folder.samples, _workers(config))
+
+
+def like(config: RunConfig, path: Path) -> RunConfig:
+    """Return the config with the fitted [sim] of a run in place of its own.
+
+    Raises:
+        ConfigError: there is no run, or one of its files is damaged.
+    """
+    return config.model_copy(update={"sim": fitted_run(path).sim})
+
+
+def _traces(folder: RunFolder) -> list[Path]:
+    """The first trace file of each life."""
+    stems = (each.stem.removeprefix("trace-") for each in folder.path.glob("trace-*.json"))
+    lives = sorted(int(stem) for stem in stems if stem.isdigit())
+    found = [folder.trace(life) for life in (1, *lives)]
+    return [path for path in found if path.exists()]
+
+
+def _workers(config: RunConfig) -> int:
+    """Of a simulated run, those of [sim]."""
+    return config.reward.workers if config.model else config.sim.rewards.workers
+
+
+def _table(path: Path, fitted: Fit) -> Table:
+    table = Table("fitted", Column("parameter of [sim]", no_wrap=True), title=f"fit of {path}")
+    for name in ("value", "observed", "explained"):
+        table.add_column(name, justify="right")
+    table.title_justify = "left"
+    table.caption = "explained: share of the variance"
+    for part in fitted.parts:
+        once = [part.name, f"{part.observations:,}", _cell(part.explained, "{:.1%}")]
+        for key, value in part.values.items():
+            table.add_row(once[0], key.removeprefix("sim."), _cell(value, "{:.4g}"), *once[1:])
+            once = ["", "", ""]
+    return table
+
+
+def _cell(value: object, form: str) -> str:
+    match value:
+        case None:
+            return ""
+        case float():
+            return form.format(value)
+        case dict():
+            return str(value["kind"])
+        case _:
+            return str(value)
+
+
+def _notes(fitted: Fit) -> Sequence[str]:
+    return [*fitted.notes, *(f"{part.name}: {note}" for part in fitted.parts for note in part.notes)]
