@@ -23,7 +23,8 @@ HALF = "n = int(input())\nprint(4 if n == 2 else 16)"
 
 def saying(text: str, row: Mapping[str, object] = SQUARES, index: int = 0) -> Sample:
     group = Group(Prompt(index, [], row=row, row_number=index), 1, [])
-    return Sample(SampleId(index, 0, 0), group, completion_ids=list(text.encode()))
+    ids = list(text.encode())
+    return Sample(SampleId(index, 0, 0), group, completion_ids=ids, num_tokens=len(ids))
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -150,8 +150,9 @@ def test_the_published_tensors_are_those_that_the_folder_predicts(
         ({"target_modules": ["q_proj", "lm_head"]}, "native", "shared_memory",
          r"trainer\.lora\.target_modules = .*lm_head: no linear layer.*choose from down_proj, gate_proj"),
         ({"publish": "adapter"}, "vllm", "shared_memory",
-         r"trainer\.lora\.publish = 'adapter': engines of the kind 'vllm' take whole weights only"),
-        ({"publish": "adapter"}, "native", "filesystem", r"a version in a folder is a whole model"),
+         r"publish = 'adapter': vLLM reads an adapter from a folder.*weights\.transport = .filesystem"),
+        ({"publish": "adapter"}, "native", "filesystem",
+         r"the embedded engine reads a version in a folder as a whole model"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_remedy(

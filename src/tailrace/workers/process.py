@@ -21,7 +21,7 @@ from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Job
 from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
 
-LAST_WORDS_BYTES = 4096
+LAST_WORDS_BYTES = 8192
 """The end of a worker's log that WorkerDied shows."""
 CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
