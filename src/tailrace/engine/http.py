@@ -257,12 +257,13 @@ class HttpEngine:
                 await asyncio.wait([task], timeout=ABORT_AGAIN_S)
 
     async def _send_abort(self, attempt: Attempt) -> bool:
-        """Whether the server may have aborted it."""
+        """Whether the server may have aborted it. One that does not answer in time may: the end of the stream,
+        which has the versions of its tokens, can still come."""
         try:
             return await self.dialect.abort(attempt)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EngineDied):
             return True
-        except (EngineDied, ServerRefused):
+        except ServerRefused:
             return False
 
     async def _check_health(self) -> None:
