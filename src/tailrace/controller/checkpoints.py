@@ -133,7 +133,7 @@ class Checkpoints:
         if (keep := self._settings.keep_checkpoints) is None:
             return
         others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
-        for old in others[: len(others) - keep + 1]:
+        for old in others[: max(0, len(others) - keep + 1)]:
             shutil.rmtree(old)
 
 
