@@ -70,12 +70,13 @@ def test_each_request_has_one_adapter_and_goes_on_with_the_next_one_after_an_upd
     generation: str, model: Path, publish: Publish
 ) -> None:
     async def main() -> None:
-        with FakeVllm(generation, model, slots=8, step_s=0.002, backend=None, adapters=True) as fake:
+        with FakeVllm(generation, model, slots=8, step_s=0.004, backend=None, adapters=True) as fake:
             async with connected(fake, lora=LORA) as (engine,):
                 router, samples = Router([engine], Recorder()), distinct_samples(20)
                 served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
                 for version in (1, 2, 3):
-                    while sum(each.num_tokens for each in samples) < 500 * version:  # noqa: ASYNC110
+                    enough = 200 + sum(each.num_tokens for each in samples)
+                    while sum(each.num_tokens for each in samples) < enough:  # noqa: ASYNC110
                         await asyncio.sleep(0.005)
                     await engine.load(publish(version), kv="keep")
                 await asyncio.gather(*served)
@@ -120,7 +121,8 @@ def test_a_server_that_cannot_abort_a_request_is_refused(model: Path) -> None:
 
     async def main() -> None:
         with FakeVllm("vllm-0.22", model, adapters=True) as fake:
-            with pytest.raises(ConfigError, match=r"/abort_requests: update vLLM"):
+            lacking = r"/abort_requests: update vLLM"
+            with pytest.raises(ConfigError, match=lacking):
                 async with connected(fake, lora=LORA):
                     pass
 
