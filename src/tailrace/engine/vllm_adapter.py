@@ -58,8 +58,8 @@ class VllmAdapters(Vllm):
         await call(self.client, "POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
 
     async def update(self, weights: Weights, link: Link) -> None:
-        """As Dialect.update. A name is never used twice: the server may keep what it knows under it. It drops the
-        tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
+        """As Dialect.update. A name is never used twice: the server may keep what it knows under it. It drops
+        the tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
         name = f"tailrace-{weights.version}-{os.urandom(6).hex()}"
         await call(self.client, "POST", _LOAD, body={"lora_name": name, "lora_path": weights.location})
         old, self._adapter = self._adapter, name
@@ -71,8 +71,8 @@ class VllmAdapters(Vllm):
 async def detect(
     client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
 ) -> VllmAdapters:
-    """As `vllm.detect_as`. The server needs a route to abort a request: without it, a request that reaches the
-    paused server would hold up the update for ever."""
+    """As `vllm.detect_as`. The server needs a route to abort a request: without it, a request that reaches
+    the paused server would hold up the update for ever."""
     found = await detect_as(VllmAdapters, client, sampling, end_of_text)
     if found.abort_route is None:
         found.missing += ("the route /abort_requests: update vLLM",)
