@@ -132,7 +132,8 @@ class Checkpoints:
     def _delete_old(self, newest: Path) -> None:
         if (keep := self._settings.keep_checkpoints) is None:
             return
-        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
+        folders = (path for path in newest.parent.glob("round_*") if path.suffix != ".partial")
+        others = sorted(path for path in folders if path != newest)
         for old in others[: max(0, len(others) - keep + 1)]:
             shutil.rmtree(old)
 
