@@ -133,6 +133,17 @@ def test_an_exit_in_a_task_is_an_exception_of_that_task_and_the_others_go_on() -
     assert clock.run(main(), virtual=False) == ["over", "over", "done"]
 
 
+def test_an_exit_in_the_turn_in_which_the_loop_is_stopped_does_not_undo_the_stop() -> None:
+    loop, late = clock.RealTimeLoop(), list[str]()
+    loop.call_soon(loop.stop)
+    loop.call_soon(sys.exit)
+    loop.call_later(0.1, late.append, "the loop went on")
+    loop.call_later(0.1, loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert late == []
+
+
 def test_an_exit_of_the_main_task_is_that_of_the_process() -> None:
     async def leave() -> None:
         sys.exit(3)

@@ -61,10 +61,17 @@ class RealTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio loop in which `sys.exit()` ends the task that calls it, as every other exception does, and
     raises where the task is awaited. In a stock loop it ends the loop, too."""
 
+    _is_stopped = False
+
     def run_forever(self) -> None:
-        while True:
+        self._is_stopped = False
+        while not self._is_stopped:
             with suppress(SystemExit):
                 return super().run_forever()
+
+    def stop(self) -> None:
+        self._is_stopped = True  # asyncio forgets it if a task exits in the same turn of the loop
+        super().stop()
 
 
 class _Exited(Exception):

@@ -65,17 +65,18 @@ def test_peft_reads_a_published_adapter(model: Path, publish: Publish) -> None:
     torch.testing.assert_close(merged, own + 2.0 * b @ a)
 
 
-@pytest.mark.parametrize("generation", ["vllm-0.18", "vllm-0.30", "vllm-0.32", "vllm-0.33"])
+@pytest.mark.parametrize("generation", ["vllm-0.26", "vllm-0.30", "vllm-0.32", "vllm-0.33"])
 def test_each_request_has_one_adapter_and_goes_on_with_the_next_one_after_an_update(
     generation: str, model: Path, publish: Publish
 ) -> None:
     async def main() -> None:
-        with FakeVllm(generation, model, slots=8, step_s=0.002, backend=None, adapters=True) as fake:
+        with FakeVllm(generation, model, slots=8, step_s=0.004, backend=None, adapters=True) as fake:
             async with connected(fake, lora=LORA) as (engine,):
                 router, samples = Router([engine], Recorder()), distinct_samples(20)
                 served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
                 for version in (1, 2, 3):
-                    while sum(each.num_tokens for each in samples) < 500 * version:  # noqa: ASYNC110
+                    enough = 200 + sum(each.num_tokens for each in samples)
+                    while sum(each.num_tokens for each in samples) < enough:  # noqa: ASYNC110
                         await asyncio.sleep(0.005)
                     await engine.load(publish(version), kv="keep")
                 await asyncio.gather(*served)
@@ -111,6 +112,34 @@ def test_a_server_that_takes_no_adapters_is_refused_with_the_flags(model: Path) 
             with pytest.raises(ConfigError, match=lacking):
                 async with connected(fake, lora=LORA):
                     pass
+
+    run(main())
+
+
+def test_a_server_that_cannot_abort_a_request_is_refused(model: Path) -> None:
+    """A request that reaches it while it is paused would hold up the update for ever."""
+
+    async def main() -> None:
+        with FakeVllm("vllm-0.22", model, adapters=True) as fake:
+            lacking = r"/abort_requests: update vLLM"
+            with pytest.raises(ConfigError, match=lacking):
+                async with connected(fake, lora=LORA):
+                    pass
+
+    run(main())
+
+
+def test_an_adapter_that_the_server_has_forgotten_is_no_failed_update(model: Path, publish: Publish) -> None:
+    async def main() -> None:
+        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+            async with connected(fake, lora=LORA) as (engine,):
+                await engine.load(publish(1), kv="keep")
+                fake.adapters.clear()
+                await engine.load(publish(2), kv="keep")
+                assert fake.calls.count("/v1/load_lora_adapter") == 2
+                (sample,) = distinct_samples(1)
+                await engine.generate(sample)
+                assert [span.version for span in sample.spans] == [2]
 
     run(main())
 

@@ -329,6 +329,20 @@ def test_the_time_limit_of_an_episode_does_not_count_generation(
     assert (sample.failure, len(sample.turns)) == (failure, turns)
 
 
+def test_an_environment_that_goes_on_after_its_time_fails_as_timeout() -> None:
+    class Stubborn:
+        async def run(self, prompt: Prompt, policy: Policy) -> base.Outcome:
+            await policy.complete()
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                await policy.complete([{"role": "user", "content": "go on"}])
+            return base.Outcome(1.0)
+
+    sample = played_alone(episodes(Stubborn(), timeout_s=5), virtual=True)
+    assert (sample.failure, len(sample.turns)) == ("environment timeout", 1)
+
+
 def played_alone(episodes: Episodes, *, virtual: bool) -> Sample:
     """A sample whose turns have ten tokens each, and in virtual time take ten seconds each."""
 

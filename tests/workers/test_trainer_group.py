@@ -24,7 +24,7 @@ from tailrace.weights.base import SharedMemorySettings
 from tailrace.workers import trainer
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.local import ended_by_death
-from tailrace.workers.messages import Done, TrainerJob
+from tailrace.workers.messages import Done, Stranded, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 
@@ -82,6 +82,17 @@ def test_a_rank_that_has_ended_cannot_be_asked(execute: Execute) -> None:
         execute(main())
         gc.collect()
     assert not [each for each in caught if "never awaited" in str(each.message)]
+
+
+def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once(execute: Execute) -> None:
+    async def main() -> None:
+        job = TrainerJob.model_construct()
+        rank = TrainerProcess(Silent("trainer-0-0"), job)
+        for where in ("a checkpoint", "a step"):
+            rank.process.on_message(Stranded(where))
+        assert rank.stranded.result().error == "a checkpoint"
+
+    execute(main())
 
 
 def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(

@@ -132,8 +132,9 @@ class Checkpoints:
     def _delete_old(self, newest: Path) -> None:
         if (keep := self._settings.keep_checkpoints) is None:
             return
-        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
-        for old in others[: len(others) - keep + 1]:
+        folders = (path for path in newest.parent.glob("round_*") if path.suffix != ".partial")
+        others = sorted(path for path in folders if path != newest)
+        for old in others[: max(0, len(others) - keep + 1)]:
             shutil.rmtree(old)
 
 

@@ -7,6 +7,7 @@ adapter. So each request has one version, whatever the server says about the wei
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import httpx
 from tailrace.engine.dialect import Attempt, Chunk, call
 from tailrace.engine.settings import SamplingSettings
 from tailrace.engine.vllm import DEV_MODE, Vllm, detect_as
+from tailrace.errors import ServerRefused
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
@@ -56,18 +58,23 @@ class VllmAdapters(Vllm):
         await call(self.client, "POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
 
     async def update(self, weights: Weights, link: Link) -> None:
-        """As Dialect.update. A name is never used twice: the server may keep what it knows under it."""
+        """As Dialect.update. A name is never used twice: the server may keep what it knows under it. It drops
+        the tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
         name = f"tailrace-{weights.version}-{os.urandom(6).hex()}"
         await call(self.client, "POST", _LOAD, body={"lora_name": name, "lora_path": weights.location})
         old, self._adapter = self._adapter, name
         if old:
-            await call(self.client, "POST", _UNLOAD, body={"lora_name": old})
+            with suppress(ServerRefused):  # it has forgotten the name already; the new adapter is loaded
+                await call(self.client, "POST", _UNLOAD, body={"lora_name": old})
 
 
 async def detect(
     client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
 ) -> VllmAdapters:
-    """As `vllm.detect_as`."""
+    """As `vllm.detect_as`. The server needs a route to abort a request: without it, a request that reaches
+    the paused server would hold up the update for ever."""
     found = await detect_as(VllmAdapters, client, sampling, end_of_text)
+    if found.abort_route is None:
+        found.missing += ("the route /abort_requests: update vLLM",)
     found.capabilities = replace(found.capabilities, version_spans=False)
     return found

@@ -163,7 +163,13 @@ class Episodes:
 
 @contextmanager
 def _paused(limit: asyncio.Timeout) -> Iterator[None]:
-    """The time of the block does not count."""
+    """The time of the block does not count.
+
+    Raises:
+        TimeoutError: the limit is over, and the environment goes on.
+    """
+    if limit.expired():
+        raise TimeoutError
     when = limit.when()
     left_s = None if when is None else when - now()
     limit.reschedule(None)

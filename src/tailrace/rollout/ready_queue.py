@@ -34,8 +34,9 @@ class ReadyQueue:
         self.changed = Signal()
         self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
         self.by_version: dict[int | None, dict[Group, int]] = {}
-        """The groups by their oldest version, each with its number in the order of completion."""
-        self._groups: dict[Group, None] = {}
+        """The groups by the oldest version that they had when they came, each with its number in the order of
+        completion. A sample that has left a group may bring it an older version later."""
+        self._groups: dict[Group, int | None] = {}  # each with its version in by_version
         self._numbers = itertools.count()
         self._drop = drop
         self._coming = coming
@@ -52,8 +53,8 @@ class ReadyQueue:
         return self.full == "block" and len(self) >= self.room
 
     def put(self, group: Group) -> None:
-        self._groups[group] = None
-        self.by_version.setdefault(group.oldest_version, {})[group] = next(self._numbers)
+        self._groups[group] = version = group.oldest_version
+        self.by_version.setdefault(version, {})[group] = next(self._numbers)
         if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
             self._forget(oldest)
@@ -116,8 +117,8 @@ class ReadyQueue:
         self.changed.fire()
 
     def _forget(self, group: Group) -> None:
-        del self._groups[group]
-        alike = self.by_version[group.oldest_version]
+        version = self._groups.pop(group)
+        alike = self.by_version[version]
         del alike[group]
         if not alike:
-            del self.by_version[group.oldest_version]
+            del self.by_version[version]

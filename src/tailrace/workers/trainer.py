@@ -89,7 +89,8 @@ class TrainerProcess(RemoteWorker[TrainerJob]):
             case messages.Listening():
                 self.listening.set_result(message)
             case messages.Stranded():
-                self.stranded.set_result(message)
+                if not self.stranded.done():  # training and writing a checkpoint may both fail
+                    self.stranded.set_result(message)
             case _:
                 self.process.answer(message)
 
