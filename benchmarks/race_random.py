@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from tailrace.commands.laps import LapMeter
+from tailrace.record.laps import LapMeter
 
 from random_setups import Racer, Setup, classes, drawn
 from tailrace import clock
