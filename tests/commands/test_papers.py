@@ -16,7 +16,10 @@ from tailrace.commands.papers import PAPERS
         (["--paper", "pipelinerl", "--table", "9z"], "--table = '9z': pipelinerl has no such table here"),
         ([], "simulate needs a config"),
         (["run.toml", "--paper", "april"], "CONFIG = 'run.toml': a paper has a set-up of its own"),
-        (["--paper", "april", "--output-dir", "runs"], "--output-dir = 'runs': a paper has a set-up of its own"),
+        (
+            ["--paper", "april", "--output-dir", "runs"],
+            "--output-dir = 'runs': a paper has a set-up of its own",
+        ),
         (["--paper", "april", "--json", "/none/f.json"], "--json = '/none/f.json': there is no folder /none"),
         (["run.toml", "--table", "1"], "--table = '1': only a paper has tables"),
     ],
