@@ -23,14 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from tailrace.commands.laps import LapMeter
-
 from random_setups import Racer, Setup, classes, drawn
 from tailrace import clock
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Event, GroupEnded, Recorder, Stepped
+from tailrace.record.laps import LapMeter
 from tailrace.record.steps import StepMeter
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.sim.world import Lengths

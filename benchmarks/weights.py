@@ -124,7 +124,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 model,
                 settings,
                 SAMPLING,
-                logs=logs,
+                adapter=None,
                 spawner=LocalSpawner(logs),
                 devices=[None],
                 min_context=512,

@@ -107,14 +107,26 @@ def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> No
 
     if arguments.paper:
         _refuse_overrides("simulate --paper", overrides)
-        if arguments.like:
-            raise ConfigError("--like", str(arguments.like), "a paper has its own costs", "remove it")
+        unused = {
+            "CONFIG": arguments.config,
+            "--like": arguments.like,
+            "--output-dir": arguments.output_dir,
+        }
+        for option, value in unused.items():
+            if value is not None:
+                raise ConfigError(option, str(value), "a paper has a set-up of its own", "remove it")
         simulate_paper(arguments.paper, number=arguments.table, json_path=arguments.json)
         return
     if arguments.config is None:
         raise ConfigError("CONFIG", None, "simulate needs a config", "name one, or --paper NAME")
+    if arguments.table:
+        raise ConfigError("--table", arguments.table, "only a paper has tables", "name one: --paper NAME")
     config = _config(arguments.config, overrides)
     if arguments.like:
+        for key in overrides:
+            if key.startswith("sim."):
+                remedy = f"remove it, or use the [sim] that tailrace fit {arguments.like} prints"
+                raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
         config = like(config, arguments.like)
     simulate(config, folder=arguments.output_dir, json_path=arguments.json)
 
@@ -219,6 +231,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     simulate.add_argument("--table", metavar="N", help="with --paper: only this table or figure of it")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
     fit = add("fit", _fit, "the costs and lengths of a run, as the [sim] section of a config", config="RUN")
+    fit.epilog = None  # it has no config to override
     fit.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
     scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
     evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")

@@ -15,9 +15,16 @@ from tailrace.commands.papers import PAPERS
         (["--paper", "slime"], f"--paper = 'slime': it is not a paper of tailrace; choose from {PAPERS[0]}"),
         (["--paper", "pipelinerl", "--table", "9z"], "--table = '9z': pipelinerl has no such table here"),
         ([], "simulate needs a config"),
+        (["run.toml", "--paper", "april"], "CONFIG = 'run.toml': a paper has a set-up of its own"),
+        (
+            ["--paper", "april", "--output-dir", "runs"],
+            "--output-dir = 'runs': a paper has a set-up of its own",
+        ),
+        (["--paper", "april", "--json", "/none/f.json"], "--json = '/none/f.json': there is no folder /none"),
+        (["run.toml", "--table", "1"], "--table = '1': only a paper has tables"),
     ],
 )
-def test_an_unknown_paper_or_table_ends_with_code_2(
+def test_words_that_do_not_go_with_a_paper_end_with_code_2(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["simulate", *words]) == 2

@@ -199,4 +199,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_paper_has_costs_of_its_own(serial: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--paper", "pipelinerl", "--like", str(serial)]) == 2
-    assert "a paper has its own costs" in capsys.readouterr().err
+    assert "a paper has a set-up of its own" in capsys.readouterr().err
+
+
+def test_a_setting_that_the_fitted_section_would_replace_is_refused(
+    serial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[run]\nrounds = 1\ngroup_size = 8\n[schedule]\nname = 'serial'\n")
+    assert main(["simulate", str(config), "--like", str(serial), "--sim.engines.count", "4"]) == 2
+    assert "--sim.engines.count = '4': --like replaces all of [sim]" in capsys.readouterr().err

@@ -23,9 +23,12 @@ def simulate_paper(name: str, *, number: str | None = None, json_path: Path | No
         json_path: a file for the figures.
 
     Raises:
-        ConfigError: there is no such paper or table.
+        ConfigError: there is no such paper or table, or no folder for the file.
     """
     paper = _paper(name)
+    if json_path and not json_path.parent.is_dir():
+        problem = f"there is no folder {json_path.parent}"
+        raise ConfigError("--json", str(json_path), problem, "choose a file in an existing folder")
     console = Console()
     console.print(paper.citation, *paper.set_up, sep="\n", highlight=False)
     tables = []

@@ -34,7 +34,7 @@ def view(folders: Sequence[Path], *, port: int = 0, output: Path | None = None) 
     for run in runs:
         run.update()
     try:
-        output.write_text(whole_page(runs))
+        output.write_text(whole_page(runs), encoding="utf-8")
     except OSError as why:
         problem = f"it cannot be written ({why.strerror})"
         raise ConfigError("--output", str(output), problem, "choose another file") from why

@@ -55,7 +55,9 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
         return _json(run.payload(have))
 
     async def sample(request: Request) -> Response:
-        return _json(run_of(request).sample(request.query_params.get("id", "")))
+        run = run_of(request)
+        run.update()  # a resumed run may have written the samples' files anew
+        return _json(run.sample(request.query_params.get("id", "")))
 
     routes = [
         Route("/", page, methods=["GET"]),

@@ -79,4 +79,4 @@ def _inline(script: str) -> str:
 
 
 def _static(name: str) -> str:
-    return (files("tailrace.page") / "static" / name).read_text()
+    return (files("tailrace.page") / "static" / name).read_text(encoding="utf-8")

@@ -200,13 +200,16 @@
         const lines = plot.data.map((trace, i) => (trace.mode === "lines" ? i : -1)).filter((i) => i >= 0);
         Plotly.restyle(plot, { "line.width": lines.map((i) => widthOf(plot.data[i], plot)) }, lines);
       });
-      listenToPointer(run);
+      if (!run.followsPointer) listenToPointer(run);
+      run.followsPointer = true;
     }
     run.spans = plot.data.reduce((sum, trace) => sum + (trace.meta ? trace.meta.spans : 0), 0);
   }
 
   function requestAt(run, event) {
-    const { plot } = run.parts, { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect();
+    const { plot } = run.parts;
+    if (!plot._fullLayout) return null; // the run is closed
+    const { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect();
     const time = xaxis.p2d(event.clientX - box.left - xaxis._offset), row = Math.round(yaxis.p2d(event.clientY - box.top - yaxis._offset));
     const finished = run.requests.sample.length;
     for (const i of run.index.get(row) || []) {
