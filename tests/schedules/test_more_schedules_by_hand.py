@@ -20,7 +20,7 @@ from tailrace.schedules.serial import serial
 from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy
 from tailrace.schedules.streamrl import streamrl, streamrl_async
 from tailrace.schedules.tailbatch import tailbatch_async, tailbatch_dapo
-from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
+from tailrace.schedules.tailrace import tailrace_on_policy
 from tailrace.schedules.windowed_fifo import windowed_fifo
 from tailrace.types import Span
 
@@ -93,15 +93,6 @@ def test_tailbatch_async_goes_on_from_the_tokens_of_the_race() -> None:
     assert started(outcome) == [(0, 0, 0), (0, 1, 0), (32, 1, 10)]
     assert published(outcome) == [32, 144]
     assert spans(outcome, 1) == [Span(0, 10), Span(1, 30)]
-
-
-def test_tailrace_starts_a_group_for_one_that_is_taken_if_the_bound_has_room_for_it() -> None:
-    """One group in flight, a bound of one. Group 0 ends at 10 s; group 1 starts then, not at 32 s when group
-    0 is trained. It ends at 20 s and is trained from 32 s, one publication old."""
-    outcome = run(partial(tailrace, groups_per_step=1, groups_in_flight=1, staleness=1), {})
-    assert started(outcome) == [(0, 0, 0), (10, 1, 0), (32, 2, 0)]
-    assert worked(outcome) == [(10, 32), (32, 54)]
-    assert outcome.of(Stepped)[1].lags.publications == {1: 20}
 
 
 def test_tailrace_on_policy_starts_the_loser_of_a_race_again() -> None:

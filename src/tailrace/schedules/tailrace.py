@@ -18,9 +18,8 @@ async def tailrace(
 ) -> None:
     """APRIL without the stop: generation never ends, and the weights change in flight.
 
-    Groups are accumulated as they complete, and the pool is filled up again at once. After the publication it
-    may hold as many groups as are trained within the bound, so near the bound it is filled up only then. The
-    selection keeps the bound on staleness; no token is thrown away for it.
+    Groups are accumulated as they complete. After every step the pool is filled up again. The selection keeps
+    the bound on staleness; no token is thrown away for it.
 
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
@@ -32,11 +31,7 @@ async def tailrace(
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        num_left = groups_per_step
         async for groups in run.pool.stream(groups_per_step, select):
-            num_left -= len(groups)
-            most = min(groups_in_flight, staleness * groups_per_step + num_left)
-            run.pool.launch(run.prompts(max(0, most - len(run.pool))))
             await run.accumulate(groups)
         await run.step()
         await run.publish(kv=kv)

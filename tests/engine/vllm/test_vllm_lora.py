@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from vllm_cases import CONTEXT, DEADLINE_S, SETTINGS, in_files, logprobs
 
-from helpers.engine_contract import fresh_samples
+from helpers.engine_contract import ATTEMPTS, fresh_samples
 from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.http import HttpEngine
@@ -101,20 +101,28 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
             expected=adapter_tensors(published.model, LORA),
         )
 
+    async def updated_twice(engine: SupervisedEngine) -> list[Sample]:
+        """Samples, with a new adapter after a fifth of their tokens and after half."""
+        router, samples = Router([engine], Recorder()), fresh_samples(8)
+        served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
+        for share in (0.2, 0.5):
+            while sum(each.num_tokens for each in samples) < share * 8 * 400:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await engine.load(published.publish(), kv="keep")
+        await asyncio.gather(*served)
+        return samples
+
     async def main() -> None:
         engine = SupervisedEngine("vllm", SETTINGS.max_num_seqs, begin, TokenCounter())
         try:
             await engine.open()
-            router, samples = Router([engine], Recorder()), fresh_samples(8)
-            served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
-            for share in (0.2, 0.5):
-                while sum(each.num_tokens for each in samples) < share * 8 * 400:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                await engine.load(published.publish(), kv="keep")
-            await asyncio.gather(*served)
-            assert {span.version for sample in samples for span in sample.spans} == {0, 1, 2}
-            assert max(map(published.difference, samples)) < TOLERANCE
-            assert min(map(published.difference, samples)) > 0
+            for _ in range(ATTEMPTS):  # the server may be ahead of the second update
+                samples = await updated_twice(engine)
+                assert max(map(published.difference, samples)) < TOLERANCE
+                assert min(map(published.difference, samples)) > 0
+                if len({span.version for sample in samples for span in sample.spans}) == 3:
+                    return
+            raise AssertionError(f"in {ATTEMPTS} attempts the completions ended before the second update")
         finally:
             await engine.close()
 
