@@ -257,8 +257,8 @@ class HttpEngine:
                 await asyncio.wait([task], timeout=ABORT_AGAIN_S)
 
     async def _send_abort(self, attempt: Attempt) -> bool:
-        """Whether the server may have aborted it. One that does not answer in time may: the end of the stream,
-        which has the versions of its tokens, can still come."""
+        """Whether the server may have aborted it. One that does not answer in time may; the end of the stream
+        has the versions of its tokens."""
         try:
             return await self.dialect.abort(attempt)
         except (asyncio.CancelledError, EngineDied):
