@@ -130,10 +130,11 @@ class Checkpoints:
         self._writing = self._tasks.create_task(complete(), name=name)
 
     def _delete_old(self, newest: Path) -> None:
+        for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
+            shutil.rmtree(unfinished)
         if (keep := self._settings.keep_checkpoints) is None:
             return
-        folders = (path for path in newest.parent.glob("round_*") if path.suffix != ".partial")
-        others = sorted(path for path in folders if path != newest)
+        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
         for old in others[: max(0, len(others) - keep + 1)]:
             shutil.rmtree(old)
 
