@@ -19,8 +19,8 @@ LOGIT_BYTES = 20
 ALLOCATOR_SHARE = 0.12
 """Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
 ADVICE = (
-    "lower trainer.max_tokens_per_microbatch or sampling.max_completion_tokens, "
-    "train with [trainer.lora], or use more trainer.ranks"
+    "lower trainer.max_tokens_per_microbatch or sampling.max_completion_tokens, set "
+    "trainer.async_checkpoints = false, train with [trainer.lora], or use more trainer.ranks"
 )
 CUDA_BYTES = 600 * 2**20
 """CUDA's context and the workspaces of its libraries."""
