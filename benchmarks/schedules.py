@@ -15,21 +15,16 @@ what leads when a reward takes 30 s?
 """
 
 import argparse
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import nan
 from statistics import fmean
 from typing import Any
 
-from tailrace import clock
 from tailrace.controller.base import RunSettings
-from tailrace.controller.execution import execute
-from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
-from tailrace.record.events import Recorder
-from tailrace.record.laps import Lap, LapMeter
-from tailrace.record.steps import StepMeter
+from tailrace.papers.runs import Schedule, simulate
+from tailrace.record.laps import Lap
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.cluster import rates
@@ -51,22 +46,20 @@ ENGINES, TRAINER_TOKENS_PER_S = 4, 60_000.0
 SPLITS = (4, 5, 6)
 """Of eight devices, those that generate."""
 
-Bound = Callable[[Run], Coroutine[Any, Any, None]]
 
-
-def bound(name: str, **parameters: Any) -> Bound:
+def bound(name: str, **parameters: Any) -> Schedule:
     return partial(SCHEDULES[name], **parameters)
 
 
-def round_of(name: str, **parameters: Any) -> Bound:
+def round_of(name: str, **parameters: Any) -> Schedule:
     return bound(name, groups_per_round=GROUPS, **parameters)
 
 
-def tailrace(in_flight: int, staleness: int) -> Bound:
+def tailrace(in_flight: int, staleness: int) -> Schedule:
     return bound("tailrace", groups_per_step=GROUPS, groups_in_flight=in_flight, staleness=staleness)
 
 
-def pipelinerl(in_flight: int, engines: int = ENGINES) -> Bound:
+def pipelinerl(in_flight: int, engines: int = ENGINES) -> Schedule:
     """in_flight: groups."""
     return bound(
         "pipelinerl",
@@ -77,7 +70,7 @@ def pipelinerl(in_flight: int, engines: int = ENGINES) -> Bound:
     )
 
 
-RACERS: dict[str, Bound] = {
+RACERS: dict[str, Schedule] = {
     "serial": round_of("serial", groups_per_step=GROUPS),
     "rolloutpipe, 4 steps a round": round_of("rolloutpipe", groups_per_step=GROUPS // 4),
     "rolloutpipe_eager, 1 step a round": round_of("rolloutpipe_eager", groups_per_step=GROUPS),
@@ -120,23 +113,21 @@ CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
 class Racer:
     """A schedule on its devices."""
 
-    schedule: Bound
+    schedule: Schedule
     sim: SimSettings
     kind: Kind = APART
 
     def lap(self, rounds: int) -> Lap:
         """Run the schedule to its end in virtual time."""
-        meter = LapMeter(warm_up_rounds=WARM_UP_ROUNDS)
-        shared, replicas = Shared(self.kind), 2 if self.kind == "elastic" else 1
-
-        async def run() -> None:
-            settings = RunSettings(rounds=rounds, group_size=GROUP_SIZE)
-            recorder = Recorder(StepMeter(meter, wall_clock=clock.wall_time))
-            parts = simulated_parts(self.sim, settings.seed, shared=shared, replicas=replicas)
-            await execute(self.schedule, parts, settings, recorder)
-
-        clock.run(run(), virtual=True)
-        return meter.lap()
+        simulated = simulate(
+            self.schedule,
+            self.sim,
+            RunSettings(rounds=rounds, group_size=GROUP_SIZE),
+            shared=Shared(self.kind),
+            replicas=2 if self.kind == "elastic" else 1,
+            warm_up_rounds=WARM_UP_ROUNDS,
+        )
+        return simulated.lap
 
 
 def words(sim: SimSettings) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tailrace.page.bubbles import Activity, Bubble, Idle, bubbles, idle_times
-from tailrace.page.intervals import Intervals
+from tailrace.record.intervals import Intervals
 
 
 def intervals(*pairs: tuple[float, float]) -> Intervals:

@@ -11,6 +11,7 @@ from tailrace.commands.folder import RunFolder
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
+from tailrace.record.trace_file import first_files
 
 
 def fit_run(path: Path, *, output: Path | None = None) -> None:
@@ -49,7 +50,7 @@ def fitted_run(path: Path) -> Fit:
     folder = RunFolder(path)
     folder.require_run()
     config = load_config(folder.config)
-    return fit(_traces(folder), folder.metrics, folder.samples, _workers(config))
+    return fit(first_files(folder.path), folder.metrics, folder.samples, _workers(config))
 
 
 def like(config: RunConfig, path: Path) -> RunConfig:
@@ -59,14 +60,6 @@ def like(config: RunConfig, path: Path) -> RunConfig:
         ConfigError: there is no run, or one of its files is damaged.
     """
     return config.model_copy(update={"sim": fitted_run(path).sim})
-
-
-def _traces(folder: RunFolder) -> list[Path]:
-    """The first trace file of each life."""
-    stems = (each.stem.removeprefix("trace-") for each in folder.path.glob("trace-*.json"))
-    lives = sorted(int(stem) for stem in stems if stem.isdigit())
-    found = [folder.trace(life) for life in (1, *lives)]
-    return [path for path in found if path.exists()]
 
 
 def _workers(config: RunConfig) -> int:

@@ -6,21 +6,14 @@ import numpy as np
 
 from tailrace.fit.least_squares import Array
 from tailrace.fit.observed import Interval
+from tailrace.record.intervals import union
 
 
 class Busy:
     """The times at which at least one of some intervals lasts."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
-        starts: list[float] = []
-        ends: list[float] = []
-        for each in sorted(intervals, key=lambda each: each.start_s):
-            if ends and each.start_s <= ends[-1]:
-                ends[-1] = max(ends[-1], each.end_s)
-            else:
-                starts.append(each.start_s)
-                ends.append(each.end_s)
-        self._starts, self._ends = np.array(starts), np.array(ends)
+        self._starts, self._ends = union([(each.start_s, each.end_s) for each in intervals]).T
         self._before = np.concatenate([[0.0], np.cumsum(self._ends - self._starts)])
 
     def seconds(self, starts: Array, ends: Array) -> Array:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tailrace.page.intervals import (
+from tailrace.record.intervals import (
     EMPTY,
     Intervals,
     at_most,

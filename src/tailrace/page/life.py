@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.page.bubbles import Activity
-from tailrace.page.intervals import Intervals, union
+from tailrace.record.intervals import Intervals, union
 from tailrace.record.trace import ROUNDS, RUN_PID, SCORING_PID, TRAINER, WEIGHTS
 from tailrace.record.trace_reader import Defect, Record, TraceReader
 

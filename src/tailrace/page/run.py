@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from tailrace.errors import ConfigError
 from tailrace.page.advisories import advisories
 from tailrace.page.bubbles import bubbles, idle_times
-from tailrace.page.intervals import union
 from tailrace.page.life import Life, Request, Work, stragglers
 from tailrace.page.samples import SampleBook, SampleView
+from tailrace.record.intervals import union
+from tailrace.record.trace_file import first_files
 from tailrace.record.trace_reader import Defect, LineFile
 
 
@@ -49,7 +50,7 @@ class RunView:
             self._generation += 1
             self._begin()
         has_new = self._read_rows()
-        for number, path in enumerate(self._traces()):
+        for number, path in enumerate(first_files(self._folder)):
             if number == len(self._lives):
                 self._lives.append(Life(path, self._lives[-1].end_s if self._lives else 0.0))
             has_new |= self._lives[number].update()
@@ -88,13 +89,6 @@ class RunView:
     def ids_with_samples(self) -> Sequence[str]:
         """The ids of the listed samples, the newest first."""
         return [str(sample["id"]) for sample in reversed(self._samples.listed)]
-
-    def _traces(self) -> list[Path]:
-        """The first trace file of each life."""
-        later = self._folder.glob("trace-*.json")
-        numbered = {int(n): path for path in later if (n := path.stem.removeprefix("trace-")).isdigit()}
-        first = self._folder / "trace.json"
-        return [*([first] if first.exists() else []), *(numbered[n] for n in sorted(numbered))]
 
     def _read_rows(self) -> bool:
         num, self._torn_row = len(self._rows), None

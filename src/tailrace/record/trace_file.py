@@ -10,6 +10,14 @@ NUM_NEWEST = 2
 FLUSH_BYTES = 32 * 1024
 
 
+def first_files(folder: Path) -> list[Path]:
+    """Return the first trace file of each life of a run, in their order."""
+    later = folder.glob("trace-*.json")
+    numbered = {int(n): path for path in later if (n := path.stem.removeprefix("trace-")).isdigit()}
+    first = folder / "trace.json"
+    return [*([first] if first.exists() else []), *(numbered[n] for n in sorted(numbered))]
+
+
 class TraceFile:
     """Writes records to trace.json, then to trace.1.json, ... The first and the newest are kept.
 

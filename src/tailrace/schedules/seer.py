@@ -12,8 +12,9 @@ Both belong to the engines and are not implemented; so a request stays on its en
 from math import inf
 
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Count, require_divisible
-from tailrace.types import Sample, batched
+from tailrace.schedules.parameters import Count
+from tailrace.schedules.serial import serial
+from tailrace.types import Sample
 
 
 async def seer(run: Run, groups_per_round: Count, groups_per_step: Count) -> None:
@@ -25,15 +26,8 @@ async def seer(run: Run, groups_per_round: Count, groups_per_step: Count) -> Non
         groups_per_round: groups of a rollout (R).
         groups_per_step: groups of an optimizer step (U = B/K).
     """
-    require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=0)
     run.pool.order = probe_first
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_per_round))
-        groups = await run.pool.take(groups_per_round)
-        for batch in batched(sorted(groups, key=lambda group: group.order), groups_per_step):
-            await run.train(batch)
-        await run.publish()
+    await serial(run, groups_per_round, groups_per_step)
 
 
 def probe_first(sample: Sample) -> tuple[float, ...]:

@@ -8,9 +8,10 @@ correlated lengths of any distribution (a Gaussian copula; Nelsen, An Introducti
 import math
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 
@@ -24,6 +25,7 @@ from tailrace.sim.settings import (
     UniformSettings,
 )
 
+_STANDARD = NormalDist()
 _ID = re.compile(r"(-?\d+)\.\d+/(\d+)")
 
 Law = Callable[[float], float]
@@ -38,8 +40,11 @@ class _Line(msgspec.Struct):
     id: str = ""
 
 
-def law_of(settings: SimLengthSettings) -> Law:
+def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] | None = None) -> Law:
     """Return the distribution of lengths, without the limit.
+
+    Args:
+        recorded: what `read_recorded` returns for the distribution of this kind; None: the file is read.
 
     Raises:
         ConfigError: the file of an empirical distribution cannot be read.
@@ -49,15 +54,15 @@ def law_of(settings: SimLengthSettings) -> Law:
             median, sigma = settings.median_tokens or DEFAULT_MEDIAN_TOKENS, settings.sigma
             return lambda z: median * math.exp(sigma * z)
         case UniformSettings(min_tokens=low, max_tokens=high):
-            return lambda z: low + _share_below(z) * (high + 1 - low)
+            return lambda z: low + _STANDARD.cdf(z) * (high + 1 - low)
         case TableSettings(tokens=tokens, shares=shares):
             total = math.fsum(shares)
             below = [*accumulate(share / total for share in shares)][:-1]
-            return lambda z: tokens[bisect(below, _share_below(z))]
+            return lambda z: tokens[bisect(below, _STANDARD.cdf(z))]
         case EmpiricalSettings(path=path):
             return _law_of_lengths(read_lengths(path))
         case RecordedSettings(path=path):
-            return _law_of_lengths([*read_recorded(path).values()])
+            return _law_of_lengths((recorded or read_recorded(path)).values())
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -124,11 +129,6 @@ def _refused(path: Path, problem: str) -> ConfigError:
     return ConfigError("sim.lengths.distribution.path", str(path), problem, remedy)
 
 
-def _law_of_lengths(lengths: Sequence[int]) -> Law:
+def _law_of_lengths(lengths: Collection[int]) -> Law:
     ordered = sorted(lengths)
-    return lambda z: ordered[min(int(_share_below(z) * len(ordered)), len(ordered) - 1)]
-
-
-def _share_below(z: float) -> float:
-    """Return the share of the standard normal distribution that is below z."""
-    return 0.5 * math.erfc(-z / math.sqrt(2))
+    return lambda z: ordered[min(int(_STANDARD.cdf(z) * len(ordered)), len(ordered) - 1)]

@@ -40,9 +40,9 @@ class Lengths:
     """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
-        self._seed, self._law = seed, law_of(settings)
         recorded = settings.distribution
         self._recorded = read_recorded(recorded.path) if isinstance(recorded, RecordedSettings) else {}
+        self._seed, self._law = seed, law_of(settings, self._recorded)
         self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
         self._drift = math.log(settings.drift) / 100
         self._difficulty = lru_cache(MANY_PROMPTS)(self._difficulty_of)

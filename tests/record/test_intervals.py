@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tailrace.page.intervals import (
+from tailrace.record.intervals import (
     EMPTY,
     Intervals,
     at_most,
