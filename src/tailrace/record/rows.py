@@ -174,6 +174,15 @@ class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = field(name="time_s")
     """From its start to its end, publishing included."""
     main_time_s: float
+    bound_s: float | None = None
+    """The lower bound on main_time_s: `bounds.py`. None in a file that was written without it, as the next
+    two."""
+    run_time_s: float | None = None
+    """From the start of the first round of this process to the end of this round's last optimizer step."""
+    run_bound_s: float | None = None
+    """The lower bound on run_time_s."""
+    gap: str = ""
+    """What makes the difference between bound and main time, in words. Not in metrics.jsonl."""
     rollout_time_s: float | None = None
     """From the round's start to the end of the last request that started in it; None where requests outlive
     their round, as in schedules that never stop generating."""
@@ -235,7 +244,7 @@ def to_json(row: Row) -> dict[str, float | None]:
     tree = msgspec.to_builtins(row, str_keys=True)
     counts = tree.pop("counts", {})
     if isinstance(row, RoundRow):
-        del tree["round"]
+        del tree["round"], tree["gap"]
         tree = {"round": tree}
     return dict(_leaves(tree, "")) | dict(_leaves(counts, ""))
 
