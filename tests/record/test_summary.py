@@ -8,6 +8,7 @@ from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.summary import (
     Ages,
+    BoundSummary,
     FirstLast,
     GroupCounts,
     RoundMedians,
@@ -71,6 +72,7 @@ EXPECTED = RunSummary(
         publish_s=1.0,
         generated_tokens_per_s=4.0,
     ),
+    bound=BoundSummary(bound_s=12.0, share=12 / 14, run_share=12 / 14, worst="?"),
 )
 
 

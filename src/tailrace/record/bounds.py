@@ -263,9 +263,7 @@ class BoundMeter:
         if not len(idle):
             return "the trainer never waited"
         from_s, to_s = idle[np.argmax(idle[:, 1] - idle[:, 0])].tolist()
-        batch = next((event for event in self._busy if event.start_s >= to_s), None)
-        samples = batch.samples if isinstance(batch, Accumulated) else ()
-        scored = {id: self._scored[id] for id in samples if id in self._scored}
+        scored = {id: self._scored[id] for id in self._trained if self._scored.get(id, inf) <= to_s}
         if not scored or max(scored.values()) <= from_s:
             return f"the trainer waited {to_s - from_s:.1f} s while its next samples were complete"
         last = max(scored, key=lambda id: scored[id])

@@ -4,6 +4,7 @@ written before it was killed, and counts them, too."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -75,6 +76,25 @@ class RoundMedians:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundSummary:
+    """The distance to the lower bounds of `bounds.py`."""
+
+    bound_s: float
+    """Median over the rounds."""
+    share: float
+    """Of the main time: median over the rounds. 1 is the best."""
+    run_share: float
+    """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
+    worst: str
+    """The round that is farthest from its bound in seconds, and why. Of a resumed run: in its last process."""
+
+    @property
+    def line(self) -> str:
+        shares = f"{self.share:.0%} of the main time in the median of rounds, {self.run_share:.0%} of the run"
+        return f"{self.bound_s:.1f} s, {shares}; {self.worst}"
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     eval: FirstLast | None
     """Accuracy on held-out prompts, sampled; None if there was no evaluation."""
@@ -93,6 +113,8 @@ class RunSummary:
     mismatch_kl: float | None
     """KL of behaviour to current policy, in nats a token; None if there was no step."""
     round: RoundMedians
+    bound: BoundSummary | None
+    """None if no round trained."""
 
 
 class Summary:
@@ -157,7 +179,23 @@ class Summary:
             ),
             mismatch_kl=_mean(steps, "mismatch_kl") if steps else None,
             round=RoundMedians(**{each.name: _median(rounds, each.name) for each in fields(RoundMedians)}),
+            bound=_bound(rounds),
         )
+
+
+def _bound(rounds: Sequence[RoundRow]) -> BoundSummary | None:
+    shares = [row.bound_s / row.main_time_s for row in rounds if row.bound_s is not None and row.main_time_s]
+    told = [row for row in rounds if row.gap]
+    if not shares or not told:
+        return None
+    last = told[-1]
+    worst = max(told, key=lambda row: row.main_time_s - (row.bound_s or 0.0))
+    return BoundSummary(
+        bound_s=median(row.bound_s for row in rounds if row.bound_s is not None),
+        share=median(shares),
+        run_share=(last.run_bound_s or 0.0) / (last.run_time_s or inf),
+        worst=worst.gap,
+    )
 
 
 def _mean(steps: Sequence[StepRow], figure: str) -> float:
