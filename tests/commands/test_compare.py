@@ -118,6 +118,11 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
     assert files >= {"compare.json", "timeline.png", "trace-serial.json", "trace-rolloutpipe.json"}
 
 
+def test_a_serial_that_reaches_its_bound_leaves_no_gap() -> None:
+    table = printed(Comparison({"serial": [lap(8.0, bound_s=8.0)], "april": [lap(6.0, bound_s=6.0)]}))
+    assert table.count("gap closed") == 1, "only the caption has the words"
+
+
 def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,8 @@
 """Lower bounds by hand, in words, and below the main time of every schedule in set-ups drawn at random.
 
 In the world by hand a token is one second, whatever runs beside it, and a trained position (one prompt token
-and the completion, of each sample) is one second. A group has two samples, so one of 10 tokens takes 10 s, and
-22 s of training.
+and the completion, of each sample) is one second. A group has two samples, so one of 10 tokens takes 10 s,
+and 22 s of training.
 """
 
 import random
@@ -45,6 +45,13 @@ def times(outcome: Outcome) -> list[tuple[float, float | None]]:
     return [(row.main_time_s, pytest.approx(row.bound_s)) for row in rounds_of(outcome)]
 
 
+def run_of(outcome: Outcome) -> tuple[float, float]:
+    """The time of the run and its bound."""
+    bound = rounds_of(outcome)[-1].bound
+    assert bound
+    return bound.run_time_s, bound.run_bound_s
+
+
 def test_serial_is_above_the_first_group_and_all_training_which_rolloutpipe_reaches() -> None:
     """10 s and 3 * 22 s of training. The longest response alone: 10 + 22; 60 tokens at 2 a second: 30."""
     for schedule, main_s in ((serial, 96), (rolloutpipe, 76)):
@@ -81,8 +88,7 @@ def test_the_tokens_that_april_carries_are_given() -> None:
     schedule = partial(april, groups_per_round=1, groups_launched=2)
     outcome = simulate(schedule, change(PAIRS, rounds=2), EXACT, parts=parts)
     assert times(outcome) == [(32, 32), (52, 52)]
-    last = rounds_of(outcome)[-1]
-    assert (last.run_time_s, last.run_bound_s) == (84, 74)
+    assert run_of(outcome) == (84, 74)
 
 
 def test_the_tokens_of_a_request_that_goes_on_over_a_publication_are_given_in_part() -> None:
@@ -94,13 +100,13 @@ def test_the_tokens_of_a_request_that_goes_on_over_a_publication_are_given_in_pa
 
 
 def test_a_round_whose_groups_were_complete_before_it_is_bounded_by_their_training() -> None:
-    """PipelineRL trains groups of 10, 10 and 40 tokens, complete at 10, 20 and 40 s; rounds 1 and 2 begin at 32
-    and 54 s."""
+    """PipelineRL trains groups of 10, 10 and 40 tokens, complete at 10, 20 and 40 s; rounds 1 and 2 begin at
+    32 and 54 s."""
     parts = worlds(EXACT, lambda sample: 40 if sample.prompt.index == 1 else 10)
     schedule = partial(pipelinerl, groups_per_step=1, in_flight_per_engine=4, ring_groups=4)
     outcome = simulate(schedule, change(PAIRS, rounds=3), EXACT, parts=parts)
     assert times(outcome) == [(32, 32), (22, 22), (82, 82)]
-    assert rounds_of(outcome)[-1].run_bound_s == 10 + 22 + 22 + 82
+    assert run_of(outcome) == (136, 10 + 22 + 22 + 82)
 
 
 def test_devices_in_turn_generate_first_and_then_train() -> None:
@@ -129,7 +135,7 @@ def test_devices_in_turn_generate_first_and_then_train() -> None:
 def test_the_words_name_the_longest_wait_and_the_straggler(reward_s: float, words: str) -> None:
     sim = change(ONE_BY_ONE, rewards=change(EXACT.rewards, median_s=reward_s, sigma=0.0, timeout_s=60.0))
     (row,) = rounds_of(simulate(partial(serial, groups_per_round=3, groups_per_step=1), PAIRS, sim))
-    assert row.gap == words
+    assert row.bound and row.bound.gap == words
 
 
 def drawn(number: int) -> SimSettings:
@@ -165,8 +171,9 @@ def test_no_schedule_falls_below_its_bounds(name: str) -> None:
     for number, kind in enumerate(kinds):
         settings = RunSettings(rounds=3, group_size=4, seed=number)
         outcome = simulate(SCHEDULES_BY_NAME[name], settings, drawn(number), shared=Shared(kind))
-        assert (rows := rounds_of(outcome))
+        rows = rounds_of(outcome)
+        assert rows
         for row in rows:
-            assert row.bound_s and 0 < row.bound_s <= row.main_time_s * (1 + 1e-9)
-            assert row.run_bound_s and row.run_time_s
-            assert 0 < row.run_bound_s <= row.run_time_s * (1 + 1e-9)
+            assert row.bound_s and row.bound
+            assert 0 < row.bound_s <= row.main_time_s * (1 + 1e-9)
+            assert 0 < row.bound.run_bound_s <= row.bound.run_time_s * (1 + 1e-9)

@@ -1,8 +1,8 @@
 """What a race comes to: medians of the laps, as a table and as numbers for scripts.
 
 The bound is that of serial's rounds (`record/bounds.py`): a lower bound on the main time of a round for all
-schedules that generate the samples of the round in it. Schedules that carry samples may fall below it; the bound
-of their own rounds is a row of its own."""
+schedules that generate all of its samples in it, on the same devices. Schedules that carry samples may fall
+below it. A row of its own has the bound of each schedule's own rounds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -54,7 +54,7 @@ class Comparison:
             table.add_column(name, justify="right")
         for label, cell in self._rows():
             table.add_row(label, *(cell(name) for name in self.laps))
-        if self.bound_s is not None:
+        if self.bound_s:
             table.caption = (
                 f"bound {self.bound_s:.2f} s: the least main time for serial's samples;\n"
                 "gap closed = (serial - x) / (serial - bound)"
@@ -111,11 +111,11 @@ class Comparison:
             ("against serial", lambda name: f"{time_s(name) / serial_s - 1:+.1%}"),
             ("samples/s of serial's", lambda name: f"{self._median(name, 'samples_per_s') / rate:.2f}x"),
         ]
-        if self.bound_s is not None:
+        if self.bound_s:
             bound_s = self.bound_s * serial_s / self._median(BASELINE, "main_time_s")
-            closable_s = serial_s - bound_s
-            rows.append(("gap closed", lambda name: f"{(serial_s - time_s(name)) / closable_s:.0%}"))
             rows.append(("over the bound", lambda name: f"{time_s(name) / bound_s - 1:+.1%}"))
+            if closable_s := max(0.0, serial_s - bound_s):
+                rows.append(("gap closed", lambda name: f"{(serial_s - time_s(name)) / closable_s:.0%}"))
         return rows
 
     def _median(self, name: str, figure: str) -> float:

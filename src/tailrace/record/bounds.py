@@ -1,20 +1,21 @@
 """Lower bounds on the time of a round and of a run, from the run's own events.
 
-The bound of a round is a time that no schedule falls below that trains the samples of the round in it, with the
-tokens that they had at its start, at the highest rates that the run has shown. What was generated before the
-round is given, so in-flight updates and carried samples do not beat it. It is the greatest of
+The bound of a round holds for every schedule that trains the same samples in it, from what they had at its
+start, on the same devices, at the highest rates that the run has shown so far. What was generated before the
+round is given, so in-flight updates and carried samples do not beat the bound. It is the greatest of
 
-    chain     over the groups: the longest response at the fastest decode step, its reward, the training of
-              the group, an optimizer step
-    tokens    the tokens of the samples at the peak rate of all engines together, an optimizer step
-    training  the first group that can be trained, then everything that the trainer computes
+    longest response  over the groups: its longest response at the fastest decode step, a reward, the
+                      training of the group, an optimizer step
+    tokens            all tokens of the samples at the peak rate of all engines together, an optimizer step
+    training          the first group that can be trained, then everything that the trainer computes
 
-Where the trainer computes only while every engine is asleep (they have the same devices), chain and tokens are
-followed by everything that it computes.
+Where the trainer computes only while every engine is asleep, both sides have the same devices. Then the first
+two are followed by everything that the trainer computes.
 
-A schedule that generates for later rounds leaves little generation to each round. `run_bound_s` holds for it:
-the same bound on the time from the first round on, for all samples trained so far, with no token given. No
-order of these samples over the rounds falls below it. What the trainer computes is taken as measured.
+A schedule that generates for later rounds leaves little generation to each round. For it there is
+`RoundBound.run_bound_s`: the bound on the time from the start of the first round, for all samples trained so
+far, with no token given. It holds for every division of these samples into rounds. The computation of the
+trainer is taken as it was measured.
 """
 
 from collections import defaultdict
@@ -37,23 +38,11 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.intervals import complement, total, union
+from tailrace.record.rows import RoundBound
 from tailrace.types import SampleId
 
 RESWEEP = 4
 """The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The bound of a round, and that of the run so far. All times are in seconds."""
-
-    bound_s: float
-    run_time_s: float
-    """From the start of the first round of this process to the end of the round's last optimizer step."""
-    run_bound_s: float
-    """The lower bound of run_time_s."""
-    gap: str
-    """What makes the difference to the main time of the round, in words."""
 
 
 class _Request(NamedTuple):
@@ -195,8 +184,8 @@ class BoundMeter:
                 self._busy.clear()
                 self._trained.clear()
 
-    def end_round(self, main_time_s: float, compute_s: float) -> Bound:
-        """The bounds of the round that has just ended.
+    def end_round(self, main_time_s: float, compute_s: float) -> tuple[float, RoundBound]:
+        """The lower bound on the main time of the round that has just ended, and what belongs to it.
 
         Args:
             main_time_s: from its start to the end of its last optimizer step.
@@ -232,7 +221,7 @@ class BoundMeter:
         run_bound_s, _ = run.bound_s(rates, peak)
         gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
         self._forget(self._trained)
-        return Bound(bound_s, run_time_s, run_bound_s, gap)
+        return bound_s, RoundBound(gap, run_time_s, run_bound_s)
 
     # -- the round ---------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 what each figure is."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 from statistics import fmean
@@ -130,8 +130,8 @@ class RoundMeter:
             case RoundEnded():
                 if self._open and self._open.lengths_by_step:
                     row = self._open.report(event.time_s)
-                    bound = self._bounds.end_round(row.main_time_s, row.trainer_compute_s)
-                    self.reports.append(replace(row, **asdict(bound)))
+                    bound_s, bound = self._bounds.end_round(row.main_time_s, row.trainer_compute_s)
+                    self.reports.append(replace(row, bound_s=bound_s, bound=bound))
                 self._open = None
             case _ if self._open:
                 self._open.measure(event)

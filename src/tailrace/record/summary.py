@@ -4,7 +4,6 @@ written before it was killed, and counts them, too."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -86,7 +85,8 @@ class BoundSummary:
     run_share: float
     """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
     worst: str
-    """The round that is farthest from its bound in seconds, and why. Of a resumed run: in its last process."""
+    """The round that is farthest from its bound in seconds, and why. Of a resumed run: in its last
+    process."""
 
     @property
     def line(self) -> str:
@@ -184,16 +184,16 @@ class Summary:
 
 
 def _bound(rounds: Sequence[RoundRow]) -> BoundSummary | None:
-    shares = [row.bound_s / row.main_time_s for row in rounds if row.bound_s is not None and row.main_time_s]
-    told = [row for row in rounds if row.gap]
-    if not shares or not told:
+    bounds = [(row.bound_s, row.main_time_s) for row in rounds if row.bound_s is not None]
+    told = [(row.main_time_s - (row.bound_s or 0.0), row.bound) for row in rounds if row.bound]
+    if not told:
         return None
-    last = told[-1]
-    worst = max(told, key=lambda row: row.main_time_s - (row.bound_s or 0.0))
+    _, last = told[-1]
+    _, worst = max(told, key=lambda pair: pair[0])
     return BoundSummary(
-        bound_s=median(row.bound_s for row in rounds if row.bound_s is not None),
-        share=median(shares),
-        run_share=(last.run_bound_s or 0.0) / (last.run_time_s or inf),
+        bound_s=median(bound_s for bound_s, _ in bounds),
+        share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in bounds),
+        run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
         worst=worst.gap,
     )
 
