@@ -51,7 +51,10 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         ]
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     console = Console()
-    console.print(_table(name, _set_up(sim), seconds, summary.summary(), meter.lap()))
+    totals = summary.summary()
+    console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
+    if totals.bound:
+        console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
@@ -69,8 +72,6 @@ def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Lap
     for figure in fields(summary.round):
         value = getattr(summary.round, figure.name)
         table.add_row(f"{figure.name}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    if summary.bound:
-        table.add_row("lower bound", summary.bound.line)
     table.add_row("samples/s", f"{lap.samples_per_s:,.2f}")
     table.add_row("seconds per 1,000 samples", f"{1000 / lap.samples_per_s:,.1f}")
     table.add_row("tokens/s", f"{lap.tokens_per_s:,.0f}")

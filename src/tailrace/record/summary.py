@@ -90,8 +90,9 @@ class BoundSummary:
 
     @property
     def line(self) -> str:
-        shares = f"{self.share:.0%} of the main time in the median of rounds, {self.run_share:.0%} of the run"
-        return f"{self.bound_s:.1f} s, {shares}; {self.worst}"
+        """All figures on one line."""
+        rounds = f"{self.bound_s:.1f} s, {self.share:.0%} of the main time in the median of rounds"
+        return f"{rounds}; of the whole run {self.run_share:.0%}; {self.worst}"
 
 
 @dataclass(frozen=True, slots=True)
