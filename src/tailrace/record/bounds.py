@@ -19,7 +19,7 @@ trainer is taken as it was measured.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -119,26 +119,34 @@ class _Work:
     compute_s: float = 0.0
     first_s: float = 0.0
     """From the start to the first group that can be trained."""
+    longest_tokens: float = 0.0
+    """The most of them in one response."""
     longest_s: float = 0.0
-    """From the start to the end of the step of the group that takes longest."""
+    """From the start to the end of the step of the group that takes longest, where it is known."""
     in_turn: bool = True
     """Every engine was asleep while the trainer computed."""
 
-    def bound_s(self, rates: _Rates, peak: float, longest_tokens_s: float = 0.0) -> tuple[float, str]:
+    def generated(self, num_tokens: Collection[float]) -> None:
+        """Count what was generated after the start, for each sample."""
+        self.num_tokens += sum(num_tokens)
+        self.longest_tokens = max(self.longest_tokens, *num_tokens)
+
+    def bound_s(self, rates: _Rates, peak: float) -> tuple[float, str]:
         """The bound, and what it consists of.
 
         Args:
             peak: tokens a second of all engines.
-            longest_tokens_s: decode steps of the longest response.
         """
-        tokens_s = self.num_tokens / peak if peak else 0.0
+        if not self.num_tokens:
+            return self.compute_s, "its training"
+        tokens_s, response_s = self.num_tokens / peak, self.longest_tokens * rates.token_s
         bounds = {
-            "its longest response": self.longest_s,
-            "its tokens at the peak rate": tokens_s + (rates.step_s if self.num_tokens else 0.0),
+            "its longest response": max(self.longest_s, response_s + rates.step_s),
+            "its tokens at the peak rate": tokens_s + rates.step_s,
             "its first group, then all training": self.first_s + self.compute_s,
         }
         if self.in_turn:
-            bounds["its longest response, then all training"] = longest_tokens_s + self.compute_s
+            bounds["its longest response, then all training"] = response_s + self.compute_s
             bounds["its tokens at the peak rate, then all training"] = tokens_s + self.compute_s
         limit = max(bounds, key=lambda name: bounds[name])
         return bounds[limit], limit
@@ -195,18 +203,9 @@ class BoundMeter:
         run = self._run = self._run or _Work(work.start_s)
         busy = union([(max(event.start_s, work.start_s), event.end_s) for event in self._busy])
         work.compute_s = min(compute_s, total(busy))  # replicas may compute at the same time
-        chains = self._chains()
-        longest = max(chains, key=lambda group: chains[group])
-        own: dict[tuple[int, int], int] = defaultdict(int)
-        for sample, num_tokens in self._trained.items():
-            own[sample[:2]] += num_tokens
-        train_s = rates.train_s if rates.train_s < inf else 0.0
-        ends = {group: chain + own[group] * train_s for group, chain in chains.items()}
-        work.first_s = min(chains.values())
-        work.longest_s = max(ends.values()) + rates.step_s
-        work.num_tokens = self._tokens_after(work.start_s)
-
-        run.num_tokens += self._tokens_after(run.start_s)
+        work.generated([self._tokens_after(sample, work.start_s) for sample in self._trained])
+        run.generated([self._tokens_after(sample, run.start_s) for sample in self._trained])
+        work.first_s, work.longest_s = self._groups()
         run.first_s = run.first_s if run.compute_s else work.first_s
         run.compute_s += work.compute_s
         run.in_turn &= work.in_turn
@@ -216,8 +215,7 @@ class BoundMeter:
         # Requests that are not in the peaks yet count with their mean rate.
         shown = max(work.num_tokens / main_time_s, run.num_tokens / run_time_s) if main_time_s else 0.0
         peak = max(shown, sum(self._peaks.rates.values()))
-        response_s = max(self._response_s(sample) for sample in self._trained if sample[:2] == longest)
-        bound_s, limit = work.bound_s(rates, peak, response_s)
+        bound_s, limit = work.bound_s(rates, peak)
         run_bound_s, _ = run.bound_s(rates, peak)
         gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
         self._forget(self._trained)
@@ -225,25 +223,23 @@ class BoundMeter:
 
     # -- the round ---------------------------------------------------------------------------------
 
-    def _tokens_after(self, time_s: float) -> float:
-        requests = (request for sample in self._trained for request in self._requests.get(sample, ()))
-        return sum(request.tokens_after(time_s) for request in requests)
+    def _tokens_after(self, sample: SampleId, time_s: float) -> float:
+        return sum(request.tokens_after(time_s) for request in self._requests.get(sample, ()))
 
-    def _response_s(self, sample: SampleId) -> float:
-        """What the round generates of a response, at the fastest decode step."""
-        requests = self._requests.get(sample, ())
-        num_tokens = sum(request.tokens_after(self._round.start_s) for request in requests)
-        return num_tokens * self._rates.token_s if num_tokens else 0.0
-
-    def _chains(self) -> dict[tuple[int, int], float]:
-        """The least time from the round's start until each trained group can be trained."""
-        chains: dict[tuple[int, int], float] = defaultdict(float)
-        for sample in self._trained:
-            response_s = self._response_s(sample)
-            if response_s and self._rates.reward_s < inf:
-                response_s += self._rates.reward_s
-            chains[sample[:2]] = max(chains[sample[:2]], response_s)
-        return chains
+    def _groups(self) -> tuple[float, float]:
+        """The least time from the round's start until the first group can be trained, and until the step of
+        the group that takes longest has ended."""
+        rates, start_s = self._rates, self._round.start_s
+        ready_s: dict[tuple[int, int], float] = defaultdict(float)
+        num_tokens: dict[tuple[int, int], int] = defaultdict(int)
+        for sample, length in self._trained.items():
+            group, num_new = sample[:2], self._tokens_after(sample, start_s)
+            reward_s = rates.reward_s if rates.reward_s < inf else 0.0
+            ready_s[group] = max(ready_s[group], num_new * rates.token_s + reward_s if num_new else 0.0)
+            num_tokens[group] += length
+        train_s = rates.train_s if rates.train_s < inf else 0.0
+        trained_s = max(ready_s[group] + count * train_s for group, count in num_tokens.items())
+        return min(ready_s.values()), trained_s + rates.step_s
 
     def _wait(self) -> str:
         """The longest time in which the trainer did not compute, and what it waited for."""
