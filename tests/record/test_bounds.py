@@ -169,7 +169,7 @@ def drawn(number: int) -> SimSettings:
 def test_no_schedule_falls_below_its_bounds(name: str) -> None:
     kinds: list[Kind] = ["disaggregated"] if name in NEVER_STOP else ["disaggregated", "colocated", "elastic"]
     for number, kind in enumerate(kinds):
-        settings = RunSettings(rounds=3, group_size=4, seed=number)
+        settings = RunSettings(rounds=2, group_size=4, seed=number)
         outcome = simulate(SCHEDULES_BY_NAME[name], settings, drawn(number), shared=Shared(kind))
         rows = rounds_of(outcome)
         assert rows
