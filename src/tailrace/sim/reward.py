@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 
 from tailrace.errors import RewardFailed
@@ -112,9 +112,10 @@ class SimCodeRewards:
     async def _run(self, sample: Sample, seconds: float) -> bool:
         """Return whether a test case ends in time."""
         async with self._workers:
-            limit_s = self._anchors.limit_s(sample, self._code.timeout)
-            await asyncio.sleep(min(seconds, limit_s))
-        return seconds <= limit_s
+            with self._anchors.limit(sample, self._code.timeout) as limit, suppress(TimeoutError):
+                async with limit.enforced():
+                    await asyncio.sleep(min(seconds, limit.seconds))
+        return seconds <= limit.seconds
 
 
 @lru_cache(MANY_PROMPTS)
