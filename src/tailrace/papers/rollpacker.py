@@ -19,6 +19,7 @@ from tailrace.papers.rollpacker_runs import (
     REWARDS,
     ROUND_S,
     ROUNDS,
+    SEEDS,
     SIGMA,
     SMALL,
     TAIL_BATCHING,
@@ -62,7 +63,6 @@ SPECULATION = {
 """Factors of prompts and responses (Fig. 11)."""
 LIMITS = (*range(8_192, 32_768, 1_024), 32_768)
 """Length limits of section 6.4."""
-SEEDS = (0, 1, 2)
 FIRST = 4
 """Rounds of Table 1."""
 

@@ -42,6 +42,8 @@ PROMPT_TOKENS = 200
 PERIOD = 5
 """Four short rounds and a long one (Fig. 4)."""
 ROUNDS = 2 * PERIOD
+SEEDS = (0, 1, 2)
+"""Averaged where few programs that never end decide."""
 NODE = 8
 """Devices of a server: the largest tensor-parallel size (section 4.2)."""
 MEDIAN_OF_LIMIT, SIGMA = 1 / 29, 1.05
