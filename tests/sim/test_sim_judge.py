@@ -49,8 +49,8 @@ def judged(**changes: Any) -> SimSettings:
 
 def test_copies_overlap_with_the_layers_before_them_and_wait_for_one_of_two_places() -> None:
     """Two tokens: a layer computes 2 s. Layers 2 and 4 are resident. Layer 0 arrives at 3 and ends at 5,
-    layer 1 arrives at 6 and ends at 8, layer 2 ends at 10. Layer 3 arrives at 9, ends at 12, and layer 4 at 14.
-    Without resident layers 2, 3 and 4 arrive at 9, 12 and 15: each place is free before."""
+    layer 1 arrives at 6 and ends at 8, layer 2 ends at 10. Layer 3 arrives at 9, ends at 12, and layer
+    4 at 14. Without resident layers 2, 3 and 4 arrive at 9, 12 and 15: each place is free before."""
     assert forward(resident=2).seconds(1, 2) == 14.0
     assert forward(resident=2).seconds_in_turn(1, 2) == 5 * 2 + 3 * 3
     assert forward(resident=0).seconds(1, 2) == 17.0

@@ -193,6 +193,8 @@ PAPER = Paper(
         " 30 s are printed.",
         f"Fitted to the four rows of Qwen2.5-7B in Table 2: each round takes {ROUND_S:.0f} s beside its"
         " stages.",
+        "From + reward on a judge of 7B shares each device with an engine by MPS. It scores with one forward"
+        " pass, and half of its layers are copied from the host at the longest response.",
         f"{ROUNDS} rounds: two periods of four short rounds and a long one.",
     ),
     tables={
@@ -215,6 +217,8 @@ PAPER = Paper(
         " one of 27%; they are 10%, 55% and 12%.",
         "Section 3 measures 1.48x for tail batching on the code data set; Table 2 has the same number for the"
         " mix of three tasks.",
+        "The copies of the judge's layers impose little overhead in section 4.3, and a substantial one in"
+        " section 6.5.",
         "Section 6.4 raises the length limit by 1k a step; the caption of Fig. 12 by 2k.",
     ),
 )
