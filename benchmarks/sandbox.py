@@ -26,6 +26,7 @@ from tailrace import clock
 from tailrace.errors import SandboxFailed
 from tailrace.reward.base import CodeSettings
 from tailrace.reward.sandbox import Sandbox, check_installed
+from tailrace.reward.timeout import TimeLimit
 from tailrace.workers.orphans import adopt_orphans, children_of
 
 LIMIT_S = 1.0
@@ -126,7 +127,7 @@ async def attack(programs: Iterator[Hostile], host: Host, at_a_time: int) -> Fin
         for program in programs:
             began_s = clock.now()
             try:
-                ended = await sandbox.run({"program": program.text}, "", LIMIT_S)
+                ended = await sandbox.run({"program": program.text}, "", TimeLimit(LIMIT_S))
             except SandboxFailed as why:
                 findings.wedged += 1
                 print(f"FAILED {program.kind}: {why}\n{program.text}")

@@ -58,6 +58,9 @@ INSIDES = {
     ("reward", "data.procedural"),
     # Simulated programs have the time limits of real ones.
     ("sim", "reward.timeout"),
+    # Simulated judges have the batches and the resident layers of real ones.
+    ("sim", "reward.judge_memory"),
+    ("sim", "reward.judge_settings"),
     # Simulated rows come in epochs like real ones.
     ("sim", "data.epochs"),
     # The tasks of a taskset are the data of its environment.

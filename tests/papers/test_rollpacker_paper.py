@@ -2,14 +2,31 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tailrace.cli import main
 from tailrace.papers import rollpacker
-from tailrace.papers.rollpacker import ABLATION, PAPER, PARTS, long_rounds, short_rounds
-from tailrace.papers.rollpacker_runs import LARGE, PERIOD, REWARDS, VERL, growing_rollouts, run, speed
+from tailrace.papers.rollpacker import ABLATION, PAPER, PARTS
+from tailrace.papers.rollpacker_judge import interference
+from tailrace.papers.rollpacker_parts import SCALED, fetch_once
+from tailrace.papers.rollpacker_runs import (
+    LARGE,
+    PERIOD,
+    REWARDS,
+    SMALL,
+    VERL,
+    growing_rollouts,
+    long_rounds,
+    run,
+    short_rounds,
+    speed,
+)
+from tailrace.sim.judge import forward_pass
+from tailrace.sim.settings import SimEngineSettings
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +51,31 @@ def test_the_planner_shortens_the_rollouts_of_a_growing_limit() -> None:
     assert growing_rollouts(limits, 4).seconds < growing_rollouts(limits, 1).seconds
 
 
+def test_at_the_longest_response_half_of_the_judges_layers_are_copied() -> None:
+    budget = forward_pass(LARGE.sim("mps")).budget
+    assert budget.resident_layers(32_768 + 200) == 14 == budget.num_layers // 2
+    assert budget.resident_layers(1024) == 28
+
+
+def test_time_slices_halve_both_and_mps_divides_the_arithmetic_units() -> None:
+    """10 requests of 0.1 s in a step of 4 s need a quarter of the units, 30 of them half of 6 s."""
+    engine = SimEngineSettings(base_s=3.0, compute_s=0.1, slope_s=0.1)
+    halved = interference("time slices", engine, 10, 100)
+    assert (halved.judge_slowdown, halved.judged_slowdown) == (2.0, 2.0)
+    few, many = (interference("mps", engine, num, 100) for num in (10, 30))
+    assert (few.judge_slowdown, few.judged_slowdown) == (1.0, 1 / (1 - 0.25))
+    assert (many.judge_slowdown, many.judged_slowdown) == (1.0, 2.0)
+
+
+def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming() -> None:
+    small = replace(SMALL, groups=16)
+    once = replace(SCALED, schedule=lambda groups: partial(fetch_once, groups_per_round=groups, share=0.2))
+    runs = [run(small, variant, ("Math",), PERIOD) for variant in (SCALED, once)]
+    assert [[row.num_groups for row in each.rounds] for each in runs] == [[16] * PERIOD] * 2
+    streamed, fetched = ([row.duration_s for row in long_rounds(each)] for each in runs)
+    assert streamed < fetched
+
+
 def test_the_command_writes_kinds_and_contradictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollpacker, "TASKS", ("Code",))
     monkeypatch.setattr(rollpacker, "FIRST", 1)
@@ -51,8 +93,11 @@ def test_its_tables_are_those_of_the_paper() -> None:
         "Table 1",
         "Table 2",
         "Table 3",
+        "Table 4",
         "Fig. 9",
         "Fig. 11",
         "Fig. 12a",
+        "Fig. 13",
+        "Fig. 14",
         "Section 6.5",
     ]

@@ -12,6 +12,7 @@ from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.reward import sandbox as module
 from tailrace.reward.base import CodeSettings, SandboxKind
 from tailrace.reward.sandbox import Execution, Sandbox, check_installed
+from tailrace.reward.timeout import TimeLimit
 
 KINDS = [pytest.param("bubblewrap", marks=needs_bubblewrap), "none"]
 SETTINGS = CodeSettings(memory_mib=128, processes=4, tmp_mib=8, output_kib=16)
@@ -25,7 +26,7 @@ def run_all(
     async def main() -> list[Execution]:
         box = Sandbox(kind, SETTINGS)
         whole = [{"program": job} if isinstance(job, str) else job for job in jobs]
-        return await asyncio.gather(*(box.run(job, stdin, limit_s) for job in whole))
+        return await asyncio.gather(*(box.run(job, stdin, TimeLimit(limit_s)) for job in whole))
 
     return asyncio.run(main())
 

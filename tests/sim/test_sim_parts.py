@@ -168,5 +168,9 @@ def test_simulated_programs_learn_the_time_of_correct_ones_and_are_stopped_by_it
         assert anchors.longest_s == {0: 4.0}
         assert await score(always, endless=1.0, prompt=0) == (0.0, 6.0, True)
         assert await score(always, endless=1.0, prompt=1) == (0.0, 30.0, True)
+        stuck, _ = await asyncio.gather(
+            score(always, endless=1.0, prompt=2), score(always, endless=0.0, prompt=2)
+        )
+        assert stuck == (0.0, 6.0, True)
 
     clock.run(main(), virtual=True)

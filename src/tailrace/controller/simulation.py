@@ -1,5 +1,7 @@
 """The parts of a simulated run."""
 
+from collections.abc import Sequence
+
 from tailrace.controller.base import Parts
 from tailrace.data.epochs import Epochs
 from tailrace.reward.timeout import Anchors
@@ -8,6 +10,7 @@ from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.faults import let_die
 from tailrace.sim.host import Host
+from tailrace.sim.judge import SimJudges, forward_pass
 from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimEngineSettings, SimSettings
@@ -38,19 +41,19 @@ def simulated_parts(
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
     prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
     max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
-    host = Host(settings.host) if settings.host else None
+    hosts = _hosts(settings)
     engines = [
         _engine(f"engine{number}", settings.engines, lengths, max_tokens, host)
-        for number in range(settings.engines.count or 1)
+        for number, host in enumerate(hosts)
     ]
     if settings.faults:
         for number, engine in enumerate(engines):
             let_die(engine, number, settings.faults, seed)
-    anchors = Anchors()
+    anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
     return Parts(
         engines=engines,
         trainer=SimTrainer(settings.trainer, replicas, host),
-        rewards=rewards_of(settings.rewards, seed, anchors, host),
+        rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
@@ -58,6 +61,25 @@ def simulated_parts(
         anchors=anchors,
         synchronous_rewards=settings.rewards.synchronous,
     )
+
+
+def _hosts(settings: SimSettings) -> list[Host | None]:
+    """Return the host of each engine: one that all share, or the devices that each shares with judges."""
+    count = settings.engines.count or 1
+    if settings.host is None:
+        return [None] * count
+    return (
+        [Host(settings.host) for _ in range(count)]
+        if settings.rewards.judge
+        else [Host(settings.host)] * count
+    )
+
+
+def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> SimJudges | None:
+    if settings.rewards.judge is None or settings.cluster is None:
+        return None
+    size = settings.cluster.tensor_parallel
+    return SimJudges(forward_pass(settings), [host for host in hosts for _ in range(size)])
 
 
 def _engine(

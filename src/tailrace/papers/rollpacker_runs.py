@@ -5,14 +5,17 @@ H800's profile. Lengths are lognormal: the longest response, which is as long as
 as long as the median (section 1), and a quarter is longer than 1.1k of 16k tokens (section 2.2, code).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import ceil, exp
 from statistics import fmean
 
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.simulation import simulated_parts
+from tailrace.papers.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.papers.runs import Schedule, Simulated, simulate
+from tailrace.record.rows import RoundRow
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import Kind as PlacementKind
@@ -34,10 +37,13 @@ from tailrace.sim.settings import (
 from tailrace.sim.world import Lengths
 from tailrace.types import Sample
 
-P0, R0 = 128, 8
+P0, R0, ETA = 128, 8, 1.25
+PROMPT_TOKENS = 200
 PERIOD = 5
 """Four short rounds and a long one (Fig. 4)."""
 ROUNDS = 2 * PERIOD
+SEEDS = (0, 1, 2)
+"""Averaged where few programs that never end decide."""
 NODE = 8
 """Devices of a server: the largest tensor-parallel size (section 4.2)."""
 MEDIAN_OF_LIMIT, SIGMA = 1 / 29, 1.05
@@ -45,9 +51,20 @@ TRAINING_EFFICIENCY, ROUND_S = 0.085, 27.0
 """Fitted: forward and backward of the actor as a share of the devices' FLOP/s, with the forward passes of the
 reference in it; seconds that each round takes beside its stages."""
 
-SERIAL: Schedule = partial(serial, groups_per_round=P0, groups_per_step=P0)
-TAIL: Schedule = partial(tailbatch, groups_per_round=P0)
-STREAM: Schedule = partial(rollpacker, groups_per_round=P0)
+ScheduleOf = Callable[[int], Schedule]
+"""A schedule of so many prompts a round."""
+
+
+def serial_of(groups: int) -> Schedule:
+    return partial(serial, groups_per_round=groups, groups_per_step=groups)
+
+
+def tailbatch_of(groups: int) -> Schedule:
+    return partial(tailbatch, groups_per_round=groups)
+
+
+def rollpacker_of(groups: int) -> Schedule:
+    return partial(rollpacker, groups_per_round=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +74,25 @@ class Model:
     Args:
         width: tensor-parallel size of the engines.
         max_tokens: length limit.
+        groups: prompts of a round (P0).
     """
 
     name: str
     devices: int
     width: int
     max_tokens: int
+    groups: int = P0
 
     def __str__(self) -> str:
         return f"{self.name}/{self.max_tokens // 1024}k"
 
-    def sim(self) -> SimSettings:
-        """Devices and lengths."""
-        return SimSettings(
+    def sim(self, sharing: Sharing | None = None) -> SimSettings:
+        """Devices and lengths.
+
+        Args:
+            sharing: how a judge shares the devices of the engines.
+        """
+        sim = SimSettings(
             cluster=SimClusterSettings(
                 device="H800",
                 devices=self.devices,
@@ -84,9 +107,16 @@ class Model:
                 median_tokens=MEDIAN_OF_LIMIT * self.max_tokens,
                 sigma=SIGMA,
                 max_tokens=self.max_tokens,
-                prompt_tokens=200,
+                prompt_tokens=PROMPT_TOKENS,
             ),
         )
+        if sharing is None:
+            return sim
+        num_requests = ceil(ETA * self.groups) * ceil(ETA * R0) * self.width // self.devices
+        tokens = PROMPT_TOKENS + MEDIAN_OF_LIMIT * self.max_tokens * exp(SIGMA**2 / 2)
+        judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens))
+        host = interference(sharing, rates(sim).engines, num_requests, tokens)
+        return sim.model_copy(update={"rewards": judge, "host": host})
 
 
 SMALL = Model("Qwen2.5-7B", 16, 1, 8_192)
@@ -104,20 +134,23 @@ class Variant:
         adaptive: the time limit of test cases is adaptive.
         planner: the tensor-parallel size follows the preemptions.
         placement: "elastic": the stream trainer.
+        sharing: how a judge shares the devices of the engines. None: its times are those fitted to Table 1,
+            and it takes no time of the engines.
     """
 
-    schedule: Schedule = SERIAL
+    schedule: ScheduleOf = serial_of
     asynchronous: bool = False
     adaptive: bool = False
     planner: bool = False
     placement: PlacementKind = "colocated"
+    sharing: Sharing | None = None
 
 
 VERL = Variant()
-TAIL_BATCHING = Variant(TAIL)
-REWARDS = Variant(TAIL, asynchronous=True, adaptive=True)
+TAIL_BATCHING = Variant(tailbatch_of)
+REWARDS = Variant(tailbatch_of, asynchronous=True, adaptive=True, sharing="mps")
 PLANNER = replace(REWARDS, planner=True)
-TRAINER = replace(PLANNER, schedule=STREAM, placement="elastic")
+TRAINER = replace(PLANNER, schedule=rollpacker_of, placement="elastic")
 
 Task = str
 TASKS = ("Math", "Code", "LLM-as-a-Judge")
@@ -134,31 +167,36 @@ class MixedRewards:
         return await self._rewards[sample.prompt.index % len(self._rewards)].score(sample)
 
 
-def rewards_of(task: Task, adaptive: bool, anchors: Anchors) -> Rewards:
+def rewards_of(task: Task, adaptive: bool, anchors: Anchors, seed: int) -> Rewards:
     """The rewards of a task. Programs have a limit of 30 s and rules one of 2 s (section 5)."""
+    first = seed * len(TASKS)
     if task == "Math":
-        return SimRewards(SimRewardSettings(workers=32, median_s=0.3, timeout_s=2.0), seed=0)
+        return SimRewards(SimRewardSettings(workers=32, median_s=0.3, timeout_s=2.0), first)
     if task == "LLM-as-a-Judge":
-        return SimRewards(SimRewardSettings(workers=64, median_s=0.8, timeout_s=60.0), seed=1)
+        return SimRewards(SimRewardSettings(workers=64, median_s=0.8, timeout_s=60.0), first + 1)
     # Of 8 responses one or more never ends for 5% of the prompts (section 4.3): 1 - (1 - 0.0064)^8.
     code = SimCodeSettings(cases=4, median_s=0.2, endless=0.0064, timeout=TimeoutSettings(adaptive=adaptive))
-    return SimCodeRewards(SimRewardSettings(workers=256), code, 2, anchors)
+    return SimCodeRewards(SimRewardSettings(workers=256), code, first + 2, anchors)
 
 
 @cache
-def run(model: Model, variant: Variant, tasks: tuple[Task, ...] = TASKS, rounds: int = ROUNDS) -> Simulated:
+def run(
+    model: Model, variant: Variant, tasks: tuple[Task, ...] = TASKS, rounds: int = ROUNDS, seed: int = 0
+) -> Simulated:
     """Simulate a variant on a model's devices."""
     elastic = variant.placement == "elastic"
     shared = Shared(variant.placement, max_width=NODE // model.width if variant.planner else 1)
     replicas = 2 if elastic else 1
-    settings = RunSettings(rounds=rounds, group_size=R0)
+    settings = RunSettings(rounds=rounds, group_size=R0, seed=seed)
+    sim = model.sim(variant.sharing)
 
     def parts() -> Parts:
-        parts = simulated_parts(model.sim(), settings.seed, replicas=replicas, shared=shared)
-        rewards = MixedRewards([rewards_of(task, variant.adaptive, parts.anchors) for task in tasks])
-        return replace(parts, rewards=rewards, synchronous_rewards=not variant.asynchronous)
+        parts = simulated_parts(sim, seed, replicas=replicas, shared=shared)
+        given = {"LLM-as-a-Judge": parts.rewards} if variant.sharing else {}
+        each = [given.get(task) or rewards_of(task, variant.adaptive, parts.anchors, seed) for task in tasks]
+        return replace(parts, rewards=MixedRewards(each), synchronous_rewards=not variant.asynchronous)
 
-    return simulate(variant.schedule, model.sim(), settings, parts=parts)
+    return simulate(variant.schedule(model.groups), sim, settings, parts=parts)
 
 
 def speed(simulated: Simulated) -> float:
@@ -208,4 +246,14 @@ def growing_rollouts(limits: Sequence[int], max_width: int) -> Simulated:
         ]
         return replace(simulated_parts(sim, settings.seed, shared=shared), engines=engines)
 
-    return simulate(SERIAL, sim, settings, parts=parts)
+    return simulate(serial_of(P0), sim, settings, parts=parts)
+
+
+def long_rounds(simulated: Simulated) -> list[RoundRow]:
+    """Every fifth round: each short round defers a quarter of P0."""
+    return [row for row in simulated.rounds if row.round % PERIOD == PERIOD - 1]
+
+
+def short_rounds(simulated: Simulated) -> list[RoundRow]:
+    """The other rounds."""
+    return [row for row in simulated.rounds if row.round % PERIOD != PERIOD - 1]

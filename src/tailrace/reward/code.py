@@ -23,7 +23,7 @@ from tailrace.reward.cases import (
     same_value,
 )
 from tailrace.reward.sandbox import Execution, Sandbox
-from tailrace.reward.timeout import Anchors
+from tailrace.reward.timeout import Anchors, TimeLimit
 from tailrace.types import Sample
 
 ATTEMPTS = 3
@@ -118,20 +118,20 @@ class CodeRewards:
         secret = os.urandom(16).hex()
         stdin = case.text if isinstance(case, StdinCase) else ""
         async with self._workers:
-            limit_s = self._anchors.limit_s(sample, self._settings.timeout)
-            execution = await self._execute(_job(program, case, secret), stdin, limit_s)
+            with self._anchors.limit(sample, self._settings.timeout) as limit:
+                execution = await self._execute(_job(program, case, secret), stdin, limit)
         if execution.end == "timeout":
             return "timeout", execution.seconds
         return ("passed" if _passes(execution, case, secret) else "failed"), execution.seconds
 
-    async def _execute(self, job: Mapping[str, object], stdin: str, limit_s: float) -> Execution:
+    async def _execute(self, job: Mapping[str, object], stdin: str, limit: TimeLimit) -> Execution:
         for attempt in range(ATTEMPTS - 1):
             try:
-                return await self._sandbox.run(job, stdin, limit_s)
+                return await self._sandbox.run(job, stdin, limit)
             except SandboxFailed:
                 await asyncio.sleep(RETRY_S * 2**attempt)
         try:
-            return await self._sandbox.run(job, stdin, limit_s)
+            return await self._sandbox.run(job, stdin, limit)
         except SandboxFailed as why:
             raise RewardFailed("sandbox", str(why)) from why
 

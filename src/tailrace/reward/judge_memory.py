@@ -6,7 +6,7 @@ same time, what is in no layer, the activations of a batch, the resident layers 
 that computes and one that arrives.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,28 @@ class LayerBudget:
         """Return the memory that is used at most."""
         whole = self.outside_bytes + num_tokens * self.token_bytes + self.num_layers * self.layer_bytes
         return whole if self.total_bytes is None else min(whole, self.total_bytes)
+
+
+def kept_layers(num: int, num_layers: int) -> set[int]:
+    """Return which layers are resident. They are spread evenly, so that the copy of each other layer has
+    time."""
+    return {i for i in range(num_layers) if (i + 1) * num // num_layers > i * num // num_layers}
+
+
+def batches(numbers: Iterable[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Divide texts into batches of similar lengths.
+
+    Args:
+        lengths: of all texts, by number.
+        max_tokens: of a batch, with padding to its longest text.
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers, key=lambda number: -lengths[number]):
+        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= max_tokens:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 def judge_memory(settings: LocalJudgeSettings) -> ProcessMemory:

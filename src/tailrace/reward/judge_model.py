@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
-from tailrace.reward.judge_memory import LayerBudget, is_reward_model
+from tailrace.reward.judge_memory import LayerBudget, batches, is_reward_model
 from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.reward.streamed_layers import StreamedLayers
 
@@ -155,19 +155,3 @@ class ModelJudge:
         if not torch.allclose(head(hidden).flatten(), whole.flatten(), rtol=1e-2, atol=1e-3):
             problem = f"a {type(self._model).__name__} changes the output of its head"
             raise ConfigError(f"{KEY}.path", str(self._settings.path), problem, "serve it behind an endpoint")
-
-
-def batches(numbers: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Divide texts into batches of similar lengths.
-
-    Args:
-        lengths: of all texts, by number.
-        max_tokens: of a batch, with padding to its longest text.
-    """
-    found: list[list[int]] = []
-    for number in sorted(numbers, key=lambda number: -lengths[number]):
-        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= max_tokens:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found

@@ -28,6 +28,7 @@ from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.reward.base import CodeSettings, SandboxKind
 from tailrace.reward.sandboxed import STARTED
 from tailrace.reward.seccomp import seccomp_filter
+from tailrace.reward.timeout import TimeLimit
 
 START_S = 30.0
 """Seconds within which the sandbox itself must be ready."""
@@ -73,18 +74,18 @@ class Sandbox:
         self._is_isolated = kind == "bubblewrap"
         self._files = _files() if self._is_isolated else []
 
-    async def run(self, job: Mapping[str, Any], stdin: str, limit_s: float) -> Execution:
+    async def run(self, job: Mapping[str, Any], stdin: str, limit: TimeLimit) -> Execution:
         """Run a program.
 
         Args:
             job: `program` (its text); to call a function also `function` and `arguments`; to check an
                 assertion `assertion` and `secret`, which is the answer if the assertion holds.
-            limit_s: seconds, counted from the program's start.
+            limit: counted from the program's start.
 
         Raises:
             SandboxFailed: the program was not started.
         """
-        job = {**job, "limits": self._limits(limit_s)}
+        job = {**job, "limits": self._limits(limit.seconds)}
         with ExitStack() as files:
             given = files.enter_context(_memory_file(json.dumps(job).encode()))
             read = files.enter_context(_memory_file(stdin.encode(errors="replace")))
@@ -107,7 +108,7 @@ class Sandbox:
             finally:
                 os.close(write_end)
                 os.close(info_end)
-        return await _Supervision(process, self._settings.output_kib * 1024).run(answer_end, limit_s)
+        return await _Supervision(process, self._settings.output_kib * 1024).run(answer_end, limit)
 
     async def check(self) -> None:
         """Run an empty program.
@@ -117,7 +118,7 @@ class Sandbox:
         """
         remedy = "allow user namespaces, or set it to 'none', which runs the programs without isolation"
         try:
-            await self.run({"program": ""}, "", START_S)
+            await self.run({"program": ""}, "", TimeLimit(START_S))
         except SandboxFailed as why:
             kind = "bubblewrap" if self._is_isolated else "none"
             raise ConfigError("reward.sandbox", kind, f"no program can be run: {why}", remedy) from why
@@ -166,7 +167,7 @@ class _Supervision:
         self._first_process: int | None = None
         """The first process of the PID namespace, as seen from here."""
 
-    async def run(self, answer_end: int, limit_s: float) -> Execution:
+    async def run(self, answer_end: int, limit: TimeLimit) -> Execution:
         answers = asyncio.StreamReader(limit=2**16)
         pipe = os.fdopen(answer_end, "rb", buffering=0)
         reading, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -179,7 +180,7 @@ class _Supervision:
             end: Literal["exited", "timeout", "flood"] = "exited"
             output = answer = b""
             try:
-                async with asyncio.timeout(limit_s):
+                async with limit.enforced():
                     # A program that prints nothing and reports at length must not block, so both are read.
                     output, answer = await asyncio.gather(
                         self._read(self._process.stdout), self._read(answers)

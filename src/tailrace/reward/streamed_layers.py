@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tailrace.reward.judge_memory import IN_TRANSIT
+from tailrace.reward.judge_memory import IN_TRANSIT, kept_layers
 
 ALIGNMENT = 256
 """Bytes to which tensors are aligned in a buffer."""
@@ -65,10 +65,9 @@ class StreamedLayers:
             layer.register_forward_hook(partial(self._after, i))
 
     def keep(self, num: int) -> None:
-        """Let so many layers be resident from now on. They are spread evenly, so that the copy of each other
-        layer has time."""
+        """Let so many layers be resident from now on."""
         n = len(self._layers)
-        kept = {i for i in range(n) if (i + 1) * num // n > i * num // n}
+        kept = kept_layers(num, n)
         for i in self._kept.keys() - kept:
             self._detach(i)
             del self._kept[i]

@@ -40,7 +40,7 @@ def rates(settings: SimSettings) -> SimSettings:
     cluster = settings.cluster
     if cluster is None:
         return settings
-    device, model = _device(cluster), _model(cluster)
+    device, model = device_of(cluster), model_of("sim.cluster.model", cluster.model)
     _check_devices(cluster, model)
     _check_memory(cluster, device, model)
     engines = _filled(settings.engines, _engine_rates(cluster, device, model))
@@ -60,22 +60,31 @@ def _filled(section: S, found: Mapping[str, Any]) -> S:
     )
 
 
-def _device(cluster: SimClusterSettings) -> Device:
+def device_of(cluster: SimClusterSettings) -> Device:
+    """
+    Raises:
+        ConfigError: there is no such profile.
+    """
     if cluster.device not in PROFILES:
         problem = "there is no profile of this name"
         raise ConfigError("sim.cluster.device", cluster.device, problem, f"choose from {', '.join(PROFILES)}")
     return PROFILES[cluster.device]
 
 
-def _model(cluster: SimClusterSettings) -> Model:
-    name = cluster.model
+def model_of(key: str, name: str | None) -> Model:
+    """Return a known model, or the one of a folder.
+
+    Args:
+        key: that names it in the config.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
     if name is not None and name in MODELS:
         return MODELS[name]
     if name is None or not Path(name).is_dir():
         problem = "it is neither the name of a known model nor a folder"
-        raise ConfigError(
-            "sim.cluster.model", name, problem, f"choose from {', '.join(MODELS)}, or name a model folder"
-        )
+        raise ConfigError(key, name, problem, f"choose from {', '.join(MODELS)}, or name a model folder")
     return Model.read(Path(name))
 
 

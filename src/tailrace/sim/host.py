@@ -18,7 +18,7 @@ class Host:
     def __init__(self, settings: SimHostSettings) -> None:
         self._settings = settings
         self._working: Counter[Part] = Counter()
-        self._waiting: set[asyncio.Future[None]] = set()  # of trainers: done when something changes
+        self._waiting: set[asyncio.Future[None]] = set()  # of trainer and judges: done when something changes
         self.listeners: list[Callable[[], None]] = []
         """Called when one of the three begins to work or ends."""
 
@@ -47,16 +47,17 @@ class Host:
         by_trainer = settings.engine_slowdown if self._working["trainer"] else 1.0
         return by_trainer * (settings.judge_slowdown if self._working["judge"] else 1.0)
 
-    async def train(self, seconds: float) -> float:
+    async def work(self, part: Literal["trainer", "judge"], seconds: float) -> float:
         """Work for as long as it takes; return the time.
 
         Args:
             seconds: that the work takes while no engine decodes.
         """
-        begin_s = now()
-        with self.working("trainer"):
+        begin_s, settings = now(), self._settings
+        beside_engine = settings.trainer_slowdown if part == "trainer" else settings.judged_slowdown
+        with self.working(part):
             while seconds > 0:
-                slowdown = self._settings.trainer_slowdown if self._working["engine"] else 1.0
+                slowdown = beside_engine if self._working["engine"] else 1.0
                 start_s, change = now(), asyncio.get_running_loop().create_future()
                 self._waiting.add(change)
                 done, _ = await asyncio.wait({change}, timeout=seconds * slowdown)

@@ -128,11 +128,33 @@ class Model:
         return BYTES_PER_WEIGHT * 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     @property
+    def block_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.mlp_size
+
+    @property
     def multiplied_parameters(self) -> int:
         """Parameters that each token is multiplied with: all matrices but the embedding of its input."""
-        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
-        block = attention + 3 * self.hidden_size * self.mlp_size
-        return self.num_layers * block + self.hidden_size * self.vocabulary
+        return self.num_layers * self.block_parameters + self.hidden_size * self.vocabulary
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its shape, with a head of its own."""
+        outside = 2 * self.vocabulary * self.hidden_size
+        return ModelShape(
+            num_parameters=self.num_parameters,
+            block_parameters=self.block_parameters,
+            outside_parameters=outside,
+            tensor_parameters=outside // 2,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            query_size=self.num_heads * self.head_size,
+            kv_size=self.num_kv_heads * self.head_size,
+            mlp_size=self.mlp_size,
+            vocabulary=self.vocabulary,
+            stored_bytes=self.weight_bytes,
+        )
 
 
 MODELS: Mapping[str, Model] = {

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 
 from tailrace.errors import RewardFailed
@@ -11,6 +11,7 @@ from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.sim.chance import Chance
 from tailrace.sim.host import Host
+from tailrace.sim.judge import SimJudges
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
 from tailrace.sim.world import MANY_PROMPTS, row_of
 from tailrace.types import Sample
@@ -19,13 +20,22 @@ REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
 """What a stream of chance is for, besides those of world.py."""
 
 
-def rewards_of(cost: SimRewardSettings, seed: int, anchors: Anchors, host: Host | None = None) -> Rewards:
+def rewards_of(
+    cost: SimRewardSettings,
+    seed: int,
+    anchors: Anchors,
+    host: Host | None = None,
+    judges: SimJudges | None = None,
+) -> Rewards:
     """Return rewards that take virtual time.
 
     Args:
         anchors: what the rewards of programs learn of the time that correct ones take.
         host: which the rewards of a judge slow down.
+        judges: on the devices of the engines.
     """
+    if judges:
+        return SimJudgedRewards(cost, judges, seed)
     return SimCodeRewards(cost, cost.code, seed, anchors) if cost.code else SimRewards(cost, seed, host)
 
 
@@ -52,6 +62,19 @@ class SimRewards:
         if fault < cost.hanging + cost.failing:
             raise RewardFailed("raised")
         return float(chance.uniform() < _solve_rate(cost.solvable, self._seed, sample.prompt.index))
+
+
+class SimJudgedRewards:
+    """`Rewards` of judges on the devices of the engines."""
+
+    def __init__(self, cost: SimRewardSettings, judges: SimJudges, seed: int) -> None:
+        self._cost, self._judges, self._seed = cost, judges, seed
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score."""
+        await self._judges.score(sample.num_sequence_tokens)
+        chance = Chance(REWARD, self._seed, *sample.id)
+        return float(chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index))
 
 
 class SimCodeRewards:
@@ -89,9 +112,10 @@ class SimCodeRewards:
     async def _run(self, sample: Sample, seconds: float) -> bool:
         """Return whether a test case ends in time."""
         async with self._workers:
-            limit_s = self._anchors.limit_s(sample, self._code.timeout)
-            await asyncio.sleep(min(seconds, limit_s))
-        return seconds <= limit_s
+            with self._anchors.limit(sample, self._code.timeout) as limit, suppress(TimeoutError):
+                async with limit.enforced():
+                    await asyncio.sleep(min(seconds, limit.seconds))
+        return seconds <= limit.seconds
 
 
 @lru_cache(MANY_PROMPTS)

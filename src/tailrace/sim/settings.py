@@ -181,6 +181,19 @@ class SimCodeSettings(Settings):
     """The time limit."""
 
 
+class SimJudgeSettings(Settings):
+    """A model that scores a response in one forward pass, as a local judge does. One is on each device of the
+    engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
+
+    model: str = "Qwen2.5-7B"
+    """As sim.cluster.model. Its weights are bfloat16."""
+    memory_mib: int | None = Field(default=None, ge=1)
+    """Memory on a device for layers and activations together, in MiB, beside the share of the engine. Other
+    layers are copied from the host's memory. None: all layers stay on the device."""
+    max_tokens: int = Field(default=4096, ge=1)
+    """Tokens of a batch, padding included."""
+
+
 class SimRewardSettings(Settings):
     """Rewards of lognormal duration on a fixed number of workers."""
 
@@ -200,6 +213,9 @@ class SimRewardSettings(Settings):
     """As reward.synchronous, which holds, too."""
     code: SimCodeSettings | None = None
     """Set: responses are programs, and the fields median_s, sigma, timeout_s and hanging are not used."""
+    judge: SimJudgeSettings | None = None
+    """Set: a judge on the devices of the engines. The fields workers, median_s, sigma, timeout_s, failing and
+    hanging are not used. [sim.host] says how much judge and engine slow each other down."""
     solvable: tuple[float, float] = (0.6, 0.6)
     """Parameters of the beta distribution of the prompts' solve rates."""
 
@@ -262,6 +278,8 @@ class SimHostSettings(Settings):
     judge_slowdown: float = Field(default=1.0, ge=1)
     """Factor on the time of a decode step while a sample is scored: the rewards are a judge on the devices of
     the engines."""
+    judged_slowdown: float = Field(default=1.0, ge=1)
+    """Factor on the time of a judge of [sim.rewards.judge] while the engine on its device decodes."""
 
 
 class SimFaultSettings(Settings):
@@ -284,6 +302,19 @@ class SimSettings(Settings):
     reference: SimReferenceSettings = SimReferenceSettings()
     host: SimHostSettings | None = None
     faults: SimFaultSettings | None = None
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> "SimSettings":
+        if self.rewards.judge is None:
+            return self
+        if self.rewards.code:
+            raise ValueError("rewards.judge and rewards.code are both set; keep one of them")
+        if self.cluster is None:
+            raise ValueError("the times of rewards.judge follow from [sim.cluster]; set it")
+        if self.host and (self.host.engine_slowdown, self.host.trainer_slowdown) != (1.0, 1.0):
+            problem = "host.engine_slowdown and host.trainer_slowdown are those of one host that all share"
+            raise ValueError(f"{problem}, and rewards.judge is on each device; remove them")
+        return self
 
     @model_serializer(mode="wrap")
     def _keep_open_rates(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

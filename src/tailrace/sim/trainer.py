@@ -88,7 +88,7 @@ class SimTrainer:
     async def _work(self, seconds: float) -> None:
         async with self._one_after_another:
             if self._host:
-                seconds = await self._host.train(seconds)
+                seconds = await self._host.work("trainer", seconds)
             else:
                 await asyncio.sleep(seconds)
         self._busy_s += seconds
