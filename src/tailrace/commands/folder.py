@@ -12,7 +12,8 @@ ledger.sqlite    the fate of each token and prompt, and the state of the run at 
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
 tensorboard/     what trackers write here, as does wandb/
-lock             held by the process that trains here; the system releases it when that process ends
+lock             held by the process that trains here; the system releases it when that process ends. Its time
+                 is that at which workers began to start
 """
 
 import os
@@ -42,6 +43,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.timeline = path / "timeline.png"
         self.counts = path / COUNTS_FOLDER
+        self.lock = path / "lock"
 
     def require_run(self) -> None:
         """Raises ConfigError if no run has begun here."""
@@ -74,7 +76,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            held = FileLock(self.path / "lock").acquire(timeout=0)
+            held = FileLock(self.lock).acquire(timeout=0)
         except Timeout:
             problem = "another process is training in it"
             remedy = "let that one end, or choose another"

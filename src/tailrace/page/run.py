@@ -7,12 +7,16 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from tailrace import clock
+from tailrace.engine.counter import COUNTS_FOLDER
 from tailrace.errors import ConfigError
 from tailrace.page.advisories import advisories
-from tailrace.page.bubbles import bubbles, idle_times
-from tailrace.page.life import Life, Request, Work, stragglers
+from tailrace.page.bubbles import idle_times
+from tailrace.page.doing import Pace, doing
+from tailrace.page.grown import GrownBubbles
+from tailrace.page.life import Life, Request, Work
 from tailrace.page.samples import SampleBook, SampleView
-from tailrace.record.intervals import union
+from tailrace.page.state import state_of
 from tailrace.record.trace_file import first_files
 from tailrace.record.trace_reader import Defect, LineFile
 
@@ -31,11 +35,13 @@ class RunView:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._folder = name, folder
-        self._generation = 0
+        self._generation = self._revision = 0
         self._begin()
 
     def _begin(self) -> None:
         self._lives: list[Life] = []
+        self._bubbles: list[GrownBubbles] = []
+        self._pace = Pace(self._folder / COUNTS_FOLDER)
         self._metrics = LineFile(self._folder / "metrics.jsonl")
         self._rows: list[dict[str, float | None]] = []
         self._bad_row: Defect | None = None
@@ -53,9 +59,16 @@ class RunView:
         for number, path in enumerate(first_files(self._folder)):
             if number == len(self._lives):
                 self._lives.append(Life(path, self._lives[-1].end_s if self._lives else 0.0))
-            has_new |= self._lives[number].update()
+                self._pace = Pace(self._folder / COUNTS_FOLDER)
+                self._bubbles.append(GrownBubbles(self._lives[-1]))
+            if self._lives[number].update():
+                self._bubbles[number].update()
+                has_new = True
         has_new |= self._samples.update()
+        if self._lives:
+            self._pace.update(self._lives[-1])
         if has_new or not self._derived:
+            self._revision += 1
             self._derived = self._derive()
 
     def payload(self, have: Have) -> dict[str, Any]:
@@ -63,6 +76,9 @@ class RunView:
         requests, rows = have.requests, have.rows
         if have.generation != self._generation:
             requests = rows = 0
+        state, newest = state_of(self._folder, clock.wall_time()), self._lives[-1] if self._lives else None
+        does = doing(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
+        found = advisories([row for row in self._rows if "loss" in row], newest, state, does)
         finished = [request for life in self._lives for request in life.requests]
         return self._derived | {
             "name": self.name,
@@ -71,8 +87,10 @@ class RunView:
             "requests": _columns(finished[requests:]),
             "rows_from": rows,
             "rows": self._rows[rows:],
-            "written": self._written(),
-            "finished": self._is_finished(),
+            "revision": self._revision,
+            "state": state._asdict(),
+            "doing": [each.what for each in does],
+            "advisories": [each._asdict() for each in found],
         }
 
     def sample(self, id: str) -> dict[str, Any]:
@@ -106,29 +124,24 @@ class RunView:
         return len(self._rows) > num
 
     def _derive(self) -> dict[str, Any]:
-        activities = [life.activity() for life in self._lives]
-        idle = [bubble for activity in activities for bubble in bubbles(activity)]
-        engines = sorted({name for activity in activities for name in activity.requests}, key=_natural)
-        slots: dict[str, int] = dict.fromkeys(engines, 0)
+        slots: dict[str, int] = {}
         for life in self._lives:
-            for request in [*life.requests, *life.unfinished]:
-                slots[request.engine] = max(slots[request.engine], request.slot)
-        newest = self._lives[-1] if self._lives else None
-        steps = [row for row in self._rows if "loss" in row]
+            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
+        idle = [bubble for life in self._bubbles for bubble in life]
+        recorded_s = sum(life.recorded_s for life in self._bubbles)
         return {
-            "engines": [{"name": name, "slots": slots[name]} for name in engines],
+            "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
             "lives": [life.offset_s for life in self._lives],
             "unfinished": _columns([request for life in self._lives for request in life.unfinished]),
             "bubbles": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
-            "idle": [row._asdict() for row in idle_times(activities, idle)],
-            "stragglers": [each._asdict() for life in self._lives for each in stragglers(life)],
+            "idle": [row._asdict() for row in idle_times(recorded_s, idle)],
+            "stragglers": [each._asdict() for life in self._lives for each in life.stragglers],
             "rounds": self._works("rounds") + self._works("open_rounds"),
             "trainer": self._works("trainer"),
             "publications": self._works("publications"),
-            "rewards": [["scoring", *pair] for one in activities for pair in union(one.scoring).tolist()],
+            "rewards": [each[:3] for life in self._bubbles for each in life.scoring],
             "states": [state._asdict() for life in self._lives for state in life.states],
             "samples": self._samples.listed,
-            "advisories": [each._asdict() for each in advisories(steps, newest)],
             "defects": [msgspec.structs.asdict(each) for each in self._defects()],
         }
 
@@ -139,19 +152,6 @@ class RunView:
         found = [defect for life in self._lives for defect in life.defects]
         bad_rows = [each for each in (self._bad_row, self._torn_row) if each]
         return [*found, *bad_rows, *self._samples.defects.values()]
-
-    def _files(self) -> list[Path]:
-        found = [self._folder / "metrics.jsonl", *self._folder.glob("trace*.json")]
-        return [path for path in found if path.exists()]
-
-    def _written(self) -> float:
-        """When the run last wrote, in Unix seconds."""
-        return max((path.stat().st_mtime for path in self._files()), default=0.0)
-
-    def _is_finished(self) -> bool:
-        """summary.json is the last file that a run writes."""
-        summary = self._folder / "summary.json"
-        return summary.exists() and summary.stat().st_mtime >= self._written()
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunView]:

@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isServed = !data.runs;
-  const POLL_MS = 2000, SILENT_S = 60, NUM_DRAWN_AT_FIRST = 3, MAX_POINTS = 4000, MAX_TABLE_ROWS = 100;
+  const POLL_MS = 2000, NUM_DRAWN_AT_FIRST = 3, MAX_POINTS = 4000, MAX_TABLE_ROWS = 100;
   // Okabe and Ito's colours, which people with any colour vision can tell apart.
   const RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555"];
   const CAUSES = {
@@ -44,7 +44,7 @@
       run.rows = run.rows.concat(payload.rows);
     }
     run.payload = payload;
-    const key = JSON.stringify([payload.generation, payload.written, payload.finished, run.requests.sample.length]);
+    const key = JSON.stringify([payload.generation, payload.revision, payload.state.kind, payload.advisories]);
     const isNew = key !== run.key;
     run.key = key;
     return isNew;
@@ -274,18 +274,15 @@
     return rows;
   }
 
-  function stateOf(payload) {
-    if (payload.finished) return "finished";
-    if (!isServed) return "not finished when this page was written";
-    const silent = Date.now() / 1000 - payload.written;
-    if (silent < SILENT_S) return "is being written";
-    return `not finished; nothing was written for ${format(Math.round(silent))} s: it was killed, or it waits`;
+  function drawState(run) {
+    const { state, doing } = run.payload, now = isServed ? "Now" : "When this page was written";
+    run.parts.state.textContent = isServed || state.kind === "finished" ? state.text : `${state.text} (when this page was written)`;
+    run.parts.doing.textContent = state.kind === "written" && doing.length ? `${now}: ${doing.join(" · ")}` : "";
   }
 
   function drawTexts(run) {
     const { payload, parts } = run;
     parts.title.textContent = payload.name;
-    parts.state.textContent = stateOf(payload);
     parts.advisories.replaceChildren(
       ...payload.advisories.map((each) => element("div", `${each.kind}: ${each.text}`, { className: "advisory" })),
       ...payload.defects.map((each) => element("div",
@@ -401,7 +398,7 @@
 
   function makeParts(run) {
     const details = element("details", null, { open: run.number < NUM_DRAWN_AT_FIRST, className: "run" }), summary = element("summary");
-    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }),
+    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }), doing: element("p", "", { className: "doing" }),
       engines: element("select", null, { multiple: true, size: 4, ariaLabel: "engines" }), pointer: element("p", "Click on a request to open its sample."),
       plot: element("div", null, { className: "timeline" }), idle: element("table", null, { className: "idle" }),
       stragglers: element("table", null, { className: "stragglers" }), samples: element("table", null, { className: "samples" }) };
@@ -415,7 +412,7 @@
       box.append(table);
       tables.append(box);
     }
-    details.append(summary, parts.advisories, controls, parts.plot, tables);
+    details.append(summary, parts.advisories, parts.doing, controls, parts.plot, tables);
     const choose = () => { run.engines = [...parts.engines.selectedOptions].map((option) => option.value); drawTexts(run); return drawTimeline(run); };
     parts.engines.addEventListener("change", choose);
     all.addEventListener("click", () => { parts.engines.selectedIndex = -1; choose(); });
@@ -431,7 +428,7 @@
   async function draw(changed) {
     for (const run of changed) { drawTexts(run); await drawTimeline(run); }
     if (changed.length) { await drawFigures(); window.tailrace.draws += 1; }
-    for (const run of runs) if (run.payload) run.parts.state.textContent = stateOf(run.payload);
+    for (const run of runs) if (run.payload) drawState(run);
   }
 
   async function poll() {
