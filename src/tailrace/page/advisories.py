@@ -74,7 +74,7 @@ def _silent(life: Life, state: State, doing: Sequence[Doing]) -> Advisory | None
 def _said(life: Life) -> Advisory | None:
     """The run's own alarm."""
     step = next((work for work in reversed(life.trainer) if work.name.startswith("step")), None)
-    if not life.waits or step and life.waits[-1].time_s < step.end_s:
+    if not life.waits or (step and life.waits[-1].time_s < step.end_s):
         return None
     wait = life.waits[-1]
     text = f"At {wait.time_s:.0f} s: {wait.name}. What waits for what:\n{wait.what}"

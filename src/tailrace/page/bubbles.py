@@ -27,7 +27,6 @@ from tailrace.record.intervals import (
     intersect,
     most_at_once,
     subtract,
-    total,
     union,
     union_of,
 )

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -43,7 +43,7 @@ class Work(NamedTuple):
     end_s: float
 
 
-Span = TypeVar("Span", Request, Work)
+Span = TypeVar("Span", bound=Request | Work)
 
 
 class State(NamedTuple):
