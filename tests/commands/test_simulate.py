@@ -61,3 +61,25 @@ def test_the_cluster_runs_every_schedule(
         assert figure in out
     for figure in ("carried samples", "length, mean", "length, max", "truncated samples", "samples/s"):
         assert figure in out
+
+
+def test_a_simulation_has_the_trackers_of_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'tailrace[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
+    assert main([*words, "--record.trackers", '["tensorboard"]']) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {key for row in rows for key in row} - {"step", "wall_time"}
+    steps = [(row["step"], row["wall_time"]) for row in rows if "reward" in row]
+    # The wall time of a simulation is its virtual time.
+    assert [(each.step, each.wall_time) for each in found.Scalars("reward")] == steps
+
+
+def test_a_simulation_does_not_replace_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lock").touch()
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
+    assert main(words) == 2
+    assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from page_story import until, write_killed_run, write_run
 from record_story import make_group, pipelined_round
 
 from tailrace.page.bubbles import Bubble, bubbles
-from tailrace.page.life import Life, Request, Straggler, stragglers
+from tailrace.page.life import Life, Request, Straggler
 from tailrace.record.events import EngineStateChanged, RequestStarted, RoundStarted, Waiting
 from tailrace.record.trace import TraceWriter
 
@@ -39,7 +39,7 @@ def test_the_bubbles_of_a_round(tmp_path: Path) -> None:
 
 def test_the_sample_that_ends_last_is_the_straggler_of_its_round(tmp_path: Path) -> None:
     story = pipelined_round(round=1, start_s=40.0, story=pipelined_round())
-    assert stragglers(life_of(write_run(tmp_path, story))) == [
+    assert life_of(write_run(tmp_path, story)).stragglers == [
         Straggler("round 0", "1.0/1", "engine0", 2, 10.0, 20, 3.0),
         Straggler("round 1", "3.0/1", "engine0", 2, 40.0, 20, 3.0),
     ]

@@ -67,6 +67,7 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (1, 2): "trainer",
         (1, 3): "weights",
         (1, 4): "controller",
+        (1, 5): "waits",
         (2, 1): "slot 1",
         (2, 2): "slot 2",
         (10_000, 1): "sample 1",

@@ -67,6 +67,22 @@ class RunFolder:
         for path in (self.config, self.metrics, self.summary, self.timeline, *self.path.glob("trace*.json")):
             path.unlink(missing_ok=True)
 
+    def begin_anew(self, config: str) -> None:
+        """Replace the files of an earlier simulation, or of an earlier lap of a race.
+
+        Args:
+            config: the text of config.toml.
+
+        Raises:
+            ConfigError: a live run has begun here.
+        """
+        if self.lock.exists():
+            problem = "it holds a run of tailrace train"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        self.config.write_text(config)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training in the folder, which is made if it does not exist.

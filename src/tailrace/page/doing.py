@@ -16,7 +16,7 @@ LATE_S = 20.0
 TIMES_MEDIAN = 4.0
 """Work of the trainer is late after so many times its median."""
 TIMES_LONGEST = 2.0
-"""Requests, rewards and steps are late after so many times the longest before: long responses are no fault."""
+"""Requests, rewards and steps are late after so many times the longest before: long responses are healthy."""
 NUM_RECENT = 1000
 """Durations that say what is usual."""
 MIN_SAMPLES, MIN_ROUNDS = 20, 2
@@ -138,7 +138,8 @@ def _rewards(life: Life) -> Iterator[Doing]:
     if life.open_scoring:
         oldest = min(life.open_scoring, key=lambda each: each.start_s)
         for_s = life.end_s - oldest.start_s
-        what = f"{len(life.open_scoring)} samples wait for their rewards, the oldest {oldest.name}, for {_seconds(for_s)}"
+        what = f"{len(life.open_scoring)} samples wait for their rewards, the oldest {oldest.name}"
+        what += f", for {_seconds(for_s)}"
         usual = _durations(life.scoring)
         if not len(usual):
             yield Doing(f"{what}; none has got one before")

@@ -211,9 +211,10 @@ class Life:
         elif record.pid == SCORING_PID:
             self.scoring.append(work)
         elif record.pid != RUN_PID:
-            self._take_request(self._request(record, end_s))
+            self.take_request(self._request(record, end_s))
 
-    def _take_request(self, request: Request) -> None:
+    def take_request(self, request: Request) -> None:
+        """Add a request that has ended."""
         self.requests.append(request)
         if request.outcome == EVALUATION:
             self.evaluated_s = max(self.evaluated_s, request.end_s)

@@ -157,18 +157,28 @@ class RunView:
 def open_runs(folders: Sequence[Path]) -> list[RunView]:
     """The runs in some folders, with short names that differ.
 
+    Args:
+        folders: each the folder of a run, or one that has such folders in it, as that of a race.
+
     Raises:
         ConfigError: a folder holds no files of a run.
     """
+    found: list[Path] = []
     for folder in folders:
-        if not any((folder / name).exists() for name in ("trace.json", "metrics.jsonl", "config.toml")):
+        inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
+        if not inner and not _is_run(folder):
             problem = "it has neither trace.json nor metrics.jsonl"
-            remedy = "name the output directory of a run or of a simulation"
+            remedy = "name the output directory of a run, of a simulation or of a race"
             raise ConfigError("RUN", str(folder), problem, remedy)
-    names = [folder.resolve().name for folder in folders]
+        found += inner or [folder]
+    names = [folder.resolve().name for folder in found]
     if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    return [RunView(folder, name) for folder, name in zip(folders, names, strict=True)]
+        names = [str(folder) for folder in found]
+    return [RunView(folder, name) for folder, name in zip(found, names, strict=True)]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("trace.json", "metrics.jsonl", "config.toml"))
 
 
 def _columns(requests: Sequence[Request]) -> Mapping[str, Sequence[object]]:

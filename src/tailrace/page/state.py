@@ -1,4 +1,4 @@
-"""Whether a run goes on, by its files and by the lock that its process holds. Nothing is locked to find out."""
+"""Whether a run goes on, by its files and by the lock that its process holds. It takes no lock itself."""
 
 from pathlib import Path
 from typing import NamedTuple

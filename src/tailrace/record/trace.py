@@ -1,10 +1,9 @@
 """trace.json: the run as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
-One process is the run, with lanes for rounds, trainer, weights, the controller's lag and what a live run waits
-for now. One is the scoring
-stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
-a lane for each request that it has at the same time; a mark across it tells that it died, fell asleep or
-opened. An arrow goes from the last request of a group to each
+One process is the run, with lanes for rounds, trainer, weights, the controller's lag and what a live run
+waits for now. One is the scoring stage: a sample has a lane there from the end of its generation to its
+reward. Each engine is a process with a lane for each request that it has at the same time; a mark across it
+tells that it died, fell asleep or opened. An arrow goes from the last request of a group to each
 step that trains it. What has begun and not ended stands at the end of the array, as records of phase "B",
 until the next flush. Times are microseconds since the first event. Equal events make equal bytes.
 """
