@@ -116,12 +116,21 @@ class RunView:
                 continue
             self._metrics.accept(line)
             try:
-                self._rows.append(msgspec.json.decode(line.content, type=dict[str, float | None]))
+                row = msgspec.json.decode(line.content, type=dict[str, float | None])
             except (msgspec.DecodeError, UnicodeDecodeError):
-                bad = Defect("metrics.jsonl", line.number, "it is no row of figures", num_lines=0)
-                self._bad_row = self._bad_row or bad
-                self._bad_row = replace(self._bad_row, num_lines=self._bad_row.num_lines + 1)
+                row = {}
+            step = row.get("step")
+            if step is None or row.get("wall_time") is None:
+                self._add_bad_row(line.number, "it is no row of figures")
+            elif self._rows and step < (self._rows[-1]["step"] or 0.0):
+                self._add_bad_row(line.number, "its step is before that of the line above")
+            else:
+                self._rows.append(row)
         return len(self._rows) > num
+
+    def _add_bad_row(self, line: int, problem: str) -> None:
+        bad = self._bad_row or Defect("metrics.jsonl", line, problem, num_lines=0)
+        self._bad_row = replace(bad, num_lines=bad.num_lines + 1)
 
     def _derive(self) -> dict[str, Any]:
         slots: dict[str, int] = {}
