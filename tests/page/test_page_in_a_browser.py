@@ -101,7 +101,7 @@ def test_two_runs_stand_side_by_side(stories: Tab) -> None:
     page = stories.page
     assert page.locator("details h2").all_text_contents() == ["one", "other"]
     spans = {
-        **{"round": 1, "accumulate": 2, "step": 2, "publication": 1, "ended": 3, "length limit": 1},
+        **{"round": 1, "gradients": 2, "optimizer step": 2, "publication": 1, "ended": 3, "length limit": 1},
         **{"waits for generation": 2, "waits for the rollout's tail": 1, "waits for weights": 1},
     }
     assert (stories.spans(0), stories.spans(1)) == (spans, spans)

@@ -72,7 +72,8 @@ def doing(life: Life, pauses: Iterable[tuple[str, float, float]] = ()) -> list[D
         pauses: of `Pace.pauses`.
     """
     waits = [_wait(life, wait) for wait in life.open_waits[:MAX_WAITS]]
-    found = [*waits, *_steps(life), *_engines_without_tokens(life, pauses), *_requests(life), *_rewards(life)]
+    requests = [*_engines_without_tokens(life, pauses)] or [*_requests(life)]
+    found = [*waits, *_steps(life), *requests, *_rewards(life)]
     if not waits:
         return [each._replace(is_late=False) for each in found]
     return sorted(found, key=lambda each: not each.is_late)

@@ -140,6 +140,7 @@ class RunView:
         recorded_s = sum(life.recorded_s for life in self._bubbles)
         return {
             "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
+            "end_s": self._lives[-1].end_s if self._lives else 0.0,
             "lives": [life.offset_s for life in self._lives],
             "unfinished": _columns([request for life in self._lives for request in life.unfinished]),
             "bubbles": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],

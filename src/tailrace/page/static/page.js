@@ -124,10 +124,10 @@
     const draw = (row, works, parts) => parts.forEach(([name, colour, wanted]) => {
       const segments = new Segments(works.length);
       works.forEach((work, i) => { if (wanted(work[0], i)) segments.add(work[1], work[2], FIXED_ROWS.indexOf(row)); });
-      if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: false }));
+      if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: row === "trainer" }));
     });
     draw("rounds", run.payload.rounds, [["round", "#444444", (_, i) => i % 2 === 0], ["round", "#aaaaaa", (_, i) => i % 2 === 1]]);
-    draw("trainer", run.payload.trainer, [["accumulate", "#66c2a5", (name) => !name.startsWith("step")], ["step", "#1b7f5a", (name) => name.startsWith("step")]]);
+    draw("trainer", run.payload.trainer, [["gradients", "#66c2a5", (name) => !name.startsWith("step")], ["optimizer step", "#1b7f5a", (name) => name.startsWith("step")]]);
     draw("publications", run.payload.publications, [["publication", "#7b5ea7", () => true]]);
     draw("rewards", run.payload.rewards, [["rewards", "#b8a800", () => true]]);
     return found;
@@ -164,15 +164,16 @@
   function timelineLayout(run, rows) {
     const names = [...rows.first.keys()], every = Math.max(1, Math.ceil(names.length / 30));
     const shown = names.filter((_, i) => i % every === 0);
+    const ends = byId("same-scale").checked ? runs.map((each) => (each.payload ? each.payload.end_s : 0)) : [];
     return {
       font: FONT, height: Math.min(950, 480 + 6 * rows.count), margin: { l: 110, r: 10, t: 10, b: 40 }, dragmode: "zoom",
-      hovermode: "closest", uirevision: run.engines.join() || "all", legend: { orientation: "h", y: -0.12 },
-      xaxis: { title: { text: "seconds" }, anchor: "y2" },
+      hovermode: "closest", uirevision: `${run.engines.join() || "all"} ${ends.length}`, legend: { orientation: "h", y: -0.12 },
+      xaxis: { title: { text: "seconds" }, anchor: "y2", ...(ends.length ? { range: [0, Math.max(1e-3, ...ends)] } : {}) },
       yaxis: { domain: [0.28, 0.82], range: [rows.count - 0.5, -0.5], showgrid: false, zeroline: false,
         tickvals: shown.map((name) => rows.first.get(name)), ticktext: shown },
       yaxis3: { domain: [0.85, 1], range: [FIXED_ROWS.length - 0.5, -0.5], fixedrange: true, showgrid: false, zeroline: false,
         tickvals: [...FIXED_ROWS.keys()], ticktext: FIXED_ROWS },
-      yaxis2: { domain: [0, 0.23], rangemode: "tozero", title: { text: "tokens" } },
+      yaxis2: { domain: [0, 0.23], rangemode: "tozero", title: { text: "response, tokens" } },
       shapes: run.payload.lives.slice(1).map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", color: "#c00000" } })),
     };
   }
@@ -244,6 +245,7 @@
   // ---- tables ----
 
   function fill(table, heads, rows, onOpen) {
+    table.hidden = !rows.length;
     const head = element("tr");
     heads.forEach((text) => head.append(element("th", text)));
     table.replaceChildren(head, ...rows.map((cells) => {
@@ -291,6 +293,7 @@
     );
     const names = payload.engines.map((engine) => engine.name);
     if (parts.engines.options.length !== names.length) {
+      parts.chooser.hidden = names.length < 2;
       parts.engines.replaceChildren(...names.map((name) => element("option", name, { value: name })));
     }
     fill(parts.idle, ["idle", "cause", "seconds", "share"], idleRows(run));
@@ -298,7 +301,7 @@
     fill(parts.stragglers, ["straggler of", "sample", "engine", "tokens", "seconds alone"],
       payload.stragglers.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.round, each.sample, each.engine, each.tokens, each.alone_s]), open);
     fill(parts.samples, ["step", "sample", "reward", "tokens", "ended", "tokens recorded"],
-      payload.samples.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.step, each.id, each.reward, each.num_tokens, each.finish_reason, each.has_tokens ? "yes" : ""]), open);
+      payload.samples.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.step, each.id, each.reward, each.num_tokens, each.finish_reason, each.has_tokens ? "yes" : "no"]), open);
   }
 
   // ---- one sample ----
@@ -359,7 +362,7 @@
   const CHARTS = [
     ["reward", [["reward", steady("reward"), "solid"], ["held-out accuracy", steady("eval/accuracy"), "markers"]]],
     ["length, tokens", [["mean", steady("completions/mean_length"), "solid"], ["p90", steady("completions/p90_length"), "dash"], ["longest", steady("completions/max_length"), "dot"]]],
-    ["age of tokens", [["lag, mean", steady("lag/mean"), "solid"], ["lag, max", steady("lag/max"), "dash"], ["staleness, max", steady("staleness/max"), "dot"]]],
+    ["age of tokens: lag in optimizer steps, staleness in publications", [["lag, mean", steady("lag/mean"), "solid"], ["lag, max", steady("lag/max"), "dash"], ["staleness, max", steady("staleness/max"), "dot"]]],
     ["effective sample size", [["ESS", steady("ess"), "solid"]]],
     ["wasted tokens, share of all so far", [["wasted", wasted, "solid"]]],
     ["the trainer's waiting ratio, by round", [["waiting ratio", steady("round/waiting_ratio"), "solid"]]],
@@ -389,8 +392,8 @@
     const axis = byId("x-axis").value, title = byId("x-axis").selectedOptions[0].text, known = runs.filter((run) => run.payload);
     for (const [number, [name, lines]] of CHARTS.entries()) {
       const traces = known.flatMap((run) => lines.map((line) => chartTrace(run, line, axis))).filter((trace) => trace.x.length);
-      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 10, t: 30, b: 40 },
-        uirevision: axis, hovermode: "x unified", showlegend: true, legend: { orientation: "h", y: -0.25, font: { size: 10 } }, xaxis: { title: { text: title } }, yaxis: { rangemode: "tozero" } }, PLOT);
+      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 10, t: 30, b: 70 },
+        uirevision: axis, hovermode: "x unified", showlegend: true, legend: { orientation: "h", y: -0.3, font: { size: 10 } }, xaxis: { title: { text: title, standoff: 5 } }, yaxis: { rangemode: "tozero" } }, PLOT);
     }
   }
 
@@ -405,7 +408,9 @@
     summary.append(parts.title, parts.state);
     const label = element("label", "only these engines "), all = element("button", "all engines", { type: "button" }), controls = element("div", null, { className: "controls" });
     label.append(parts.engines);
-    controls.append(label, all, parts.pointer);
+    parts.chooser = element("div", null, { hidden: true });
+    parts.chooser.append(label, all);
+    controls.append(parts.chooser, parts.pointer);
     const tables = element("div", null, { className: "tables" });
     for (const table of [parts.idle, parts.stragglers, parts.samples]) {
       const box = element("div");
@@ -451,6 +456,9 @@
   const charts = CHARTS.map(() => byId("figures").appendChild(element("div", null, { className: "chart" })));
   byId("figures").className = "charts";
   byId("x-axis").addEventListener("change", drawFigures);
+  byId("same-scale").parentElement.hidden = runs.length < 2;
+  byId("same-scale").checked = runs.length > 1;
+  byId("same-scale").addEventListener("change", () => runs.forEach((run) => run.payload && drawTimeline(run)));
   byId("colour").addEventListener("change", drawTokens);
   if (isServed) poll();
   else draw(runs.filter((run) => take(run, data.runs[run.number])));
