@@ -193,12 +193,13 @@ import sys, time
 sys.path += sys.argv[2:]
 from pathlib import Path
 from page_story import sinks_of
-from record_story import pipelined_round
+from record_story import Story, pipelined_round
 from tailrace.record.steps import StepMeter
 meter = StepMeter(*sinks_of(Path(sys.argv[1])), wall_clock=time.time)
 round = 0
 while True:
-    for event in pipelined_round(round=round, start_s=10.0 + 15 * round).events:
+    story = Story(num_steps=2 * round)
+    for event in pipelined_round(story, round=round, start_s=10.0 + 15 * round).events:
         meter.on(event)
         time.sleep(0.0005)
     round += 1

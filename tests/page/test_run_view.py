@@ -109,6 +109,24 @@ def test_runs_have_short_names_that_differ(tmp_path: Path) -> None:
     assert [run.name for run in open_runs(folders[:2])] == [str(folder) for folder in folders[:2]]
 
 
+def test_the_folder_of_a_race_is_its_runs(tmp_path: Path) -> None:
+    race = [write_run(tmp_path / "race" / name) for name in ("serial", "april")]
+    other = write_run(tmp_path / "other")
+    assert [run.name for run in open_runs([tmp_path / "race", other])] == ["april", "serial", "other"]
+    assert [run.name for run in open_runs([race[0], tmp_path / "race"])] == [
+        str(tmp_path / "race" / name) for name in ("serial", "april", "serial")
+    ]
+
+
+def test_rows_out_of_order_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(second + first + b'{"loss": 0.5}\n')
+    (defect,) = payload_of(tmp_path)["defects"]
+    assert defect["problem"] == "its step is before that of the line above"
+    assert (defect["line"], defect["num_lines"]) == (2, 2)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it has neither trace.json nor metrics.jsonl"):
         open_runs([tmp_path])

@@ -139,7 +139,7 @@ def _rewards(life: Life) -> Iterator[Doing]:
     if life.open_scoring:
         oldest = min(life.open_scoring, key=lambda each: each.start_s)
         for_s = life.end_s - oldest.start_s
-        what = f"{len(life.open_scoring)} samples wait for their rewards, the oldest {oldest.name}"
+        what = f"samples that wait for their rewards: {len(life.open_scoring)}, the oldest {oldest.name}"
         what += f", for {_seconds(for_s)}"
         usual = _durations(life.scoring)
         if not len(usual):
@@ -152,7 +152,7 @@ def _rewards(life: Life) -> Iterator[Doing]:
 
 def _oldest(requests: Sequence[Request]) -> str:
     oldest = min(requests, key=lambda each: each.start_s)
-    return f"{len(requests)} open requests, the oldest of sample {oldest.sample} on {oldest.engine}"
+    return f"open requests: {len(requests)}, the oldest of sample {oldest.sample} on {oldest.engine}"
 
 
 def _engines(requests: Sequence[Request]) -> set[str]:

@@ -145,6 +145,10 @@ class Life:
         self.changed_s = min((self.changed_s, *starts))
         return bool(records) or before != self._open()
 
+    @property
+    def is_closed(self) -> bool:
+        return not any(self._open())
+
     def _open(self) -> tuple[object, ...]:
         return self.unfinished, self.open_rounds, self.open_scoring, self.open_waits
 

@@ -76,7 +76,9 @@ class RunView:
         requests, rows = have.requests, have.rows
         if have.generation != self._generation:
             requests = rows = 0
-        state, newest = state_of(self._folder, clock.wall_time()), self._lives[-1] if self._lives else None
+        newest = self._lives[-1] if self._lives else None
+        is_closed = newest is not None and newest.is_closed
+        state = state_of(self._folder, clock.wall_time(), is_closed=is_closed)
         does = doing(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
         found = advisories([row for row in self._rows if "loss" in row], newest, state, does)
         finished = [request for life in self._lives for request in life.requests]

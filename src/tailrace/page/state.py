@@ -14,20 +14,22 @@ class State(NamedTuple):
     text: str
 
 
-def state_of(folder: Path, now_s: float) -> State:
+def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> State:
     """The state of a run.
 
     Args:
         folder: its output directory.
         now_s: the time, in Unix seconds.
+        is_closed: nothing is open in its trace.
     """
     records = [folder / "metrics.jsonl", *folder.glob("trace*.json")]
     written_s = max((path.stat().st_mtime for path in records if path.exists()), default=0.0)
-    # summary.json is the last file that a run writes.
-    if _modified(folder / "summary.json") >= max(written_s, 1.0):
-        return State("finished", "finished")
     lock, silent_s = folder / "lock", now_s - written_s
-    process = _holder(lock)
+    process, summarized_s = _holder(lock), _modified(folder / "summary.json")
+    # summary.json is the last file that a run writes. A copy of the folder may have other times.
+    is_copy = is_closed and not process and silent_s >= SILENT_S
+    if summarized_s and (summarized_s >= written_s or is_copy):
+        return State("finished", "finished")
     if process and _modified(lock) > written_s:
         return State("starting", f"process {process} is starting its workers; see logs/")
     if silent_s < SILENT_S:
