@@ -56,7 +56,9 @@ def _silent(life: Life, state: State, doing: Sequence[Doing]) -> Advisory | None
     late = [each.what for each in doing if each.is_late]
     others = [each.what for each in doing if not each.is_late]
     if state.kind == "written" and late:
-        return Advisory("stalled", "\n".join([*late, *(["What else is open:"] if others else []), *others]))
+        return Advisory(
+            "longer than usual", "\n".join([*late, *(["What else is open:"] if others else []), *others])
+        )
     if state.kind not in ("ended", "blocked"):
         return None
     last = [work for work in life.trainer if work.name.startswith("step")][-1:]

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.page.life import EVALUATION, Life, Request, Work
+from tailrace.page.life import Life, Request, Work
 
 LATE_S = 20.0
 """Nothing is late before."""
 TIMES_MEDIAN = 4.0
 """Work of the trainer is late after so many times its median."""
 TIMES_LONGEST = 2.0
-"""Requests, rewards and steps are late after so many times the longest before: long responses are healthy."""
+"""Requests and rewards are late after so many times the longest before: long responses are healthy."""
 NUM_RECENT = 1000
 """Durations that say what is usual."""
 MIN_SAMPLES, MIN_ROUNDS = 20, 2
@@ -73,7 +73,7 @@ def doing(life: Life, pauses: Iterable[tuple[str, float, float]] = ()) -> list[D
     """
     waits = [_wait(life, wait) for wait in life.open_waits[:MAX_WAITS]]
     requests = [*_engines_without_tokens(life, pauses)] or [*_requests(life)]
-    found = [*waits, *_steps(life), *requests, *_rewards(life)]
+    found = [*waits, *_nothing(life), *requests, *_rewards(life)]
     if not waits:
         return [each._replace(is_late=False) for each in found]
     return sorted(found, key=lambda each: not each.is_late)
@@ -102,20 +102,14 @@ WORK: Mapping[str, tuple[str, Callable[[Life], Sequence[Work]]]] = {
 """What the trainer's process is asked for: its name, and where the trace records it."""
 
 
-def _steps(life: Life) -> Iterator[Doing]:
-    """No optimizer step for long, outside of evaluations and checkpoints."""
-    steps = [each.end_s for each in life.trainer[-NUM_RECENT:] if each.name.startswith("step")]
-    quiet_s = life.end_s - max([life.start_s, life.evaluated_s, *steps[-1:]])
-    if quiet_s <= LATE_S or len(life.rounds) < MIN_ROUNDS or not steps:
+def _nothing(life: Life) -> Iterator[Doing]:
+    """Every device is idle, and no checkpoint is written."""
+    verbs = [wait.name.partition(": ")[2] for wait in life.open_waits]
+    if life.unfinished or life.open_scoring or any(verb in WORK or verb == "Save" for verb in verbs):
         return
-    evaluates = any(each.outcome == EVALUATION for each in life.unfinished)
-    saves = any("checkpoint" in each.name or each.name.endswith(": Save") for each in life.open_waits)
-    longest_s = max(np.diff([life.start_s, *steps]))
-    if not evaluates and not saves and quiet_s > TIMES_LONGEST * longest_s:
-        yield Doing(
-            f"no optimizer step for {_seconds(quiet_s)}; the longest pause before was {_seconds(longest_s)}",
-            True,
-        )
+    for_s = life.end_s - max(life.worked_s, life.start_s)
+    if for_s > LATE_S:
+        yield Doing(f"nothing is generated, rewarded or trained, for {_seconds(for_s)}", True)
 
 
 def _engines_without_tokens(life: Life, pauses: Iterable[tuple[str, float, float]]) -> Iterator[Doing]:

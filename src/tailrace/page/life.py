@@ -109,8 +109,8 @@ class Life:
     """Requests that ended with their response, and the tokens of these responses."""
     num_response_tokens: int = 0
     longest_request_s: float = 0.0
-    evaluated_s: float = 0.0
-    """When a held-out prompt was last generated."""
+    worked_s: float = 0.0
+    """When work of a device, or a reward, last ended."""
     changed_s: float = 0.0
     """What was before is the same as before the last `update`."""
 
@@ -208,6 +208,8 @@ class Life:
             self._find_straggler(work)
             return
         self.changed_s = min(self.changed_s, start_s)
+        if record.name != "late":  # of the controller's lane
+            self.worked_s = max(self.worked_s, end_s)
         if lane == TRAINER:
             self.trainer.append(work)
         elif lane == WEIGHTS:
@@ -221,7 +223,6 @@ class Life:
         """Add a request that has ended."""
         self.requests.append(request)
         if request.outcome == EVALUATION:
-            self.evaluated_s = max(self.evaluated_s, request.end_s)
             return
         self.longest_request_s = max(self.longest_request_s, request.end_s - request.start_s)
         if request.outcome in RESPONSES:
