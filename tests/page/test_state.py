@@ -49,6 +49,6 @@ def test_a_run_whose_lock_is_held_starts_writes_or_is_blocked(folder: Path) -> N
         said = f"process {os.getpid()} lives, but nothing was written for 20 s"
         assert state_of(folder, 1020.0) == ("blocked", said)
         touch(folder / "lock", 1010.0)
-        said = f"process {os.getpid()} is starting its workers; see logs/"
+        said = f"process {os.getpid()} has been starting its workers for 10 s; see logs/"
         assert state_of(folder, 1020.0) == ("starting", said)
     assert state_of(folder, 1020.0).kind == "ended"

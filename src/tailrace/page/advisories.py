@@ -56,9 +56,8 @@ def _silent(life: Life, state: State, doing: Sequence[Doing]) -> Advisory | None
     late = [each.what for each in doing if each.is_late]
     others = [each.what for each in doing if not each.is_late]
     if state.kind == "written" and late:
-        return Advisory(
-            "longer than usual", "\n".join([*late, *(["What else is open:"] if others else []), *others])
-        )
+        beside = ["What else is open:", *others] if others else []
+        return Advisory("longer than usual", "\n".join([*late, *beside]))
     if state.kind not in ("ended", "blocked"):
         return None
     last = [work for work in life.trainer if work.name.startswith("step")][-1:]

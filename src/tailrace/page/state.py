@@ -30,8 +30,9 @@ def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> State:
     is_copy = is_closed and not process and silent_s >= SILENT_S
     if summarized_s and (summarized_s >= written_s or is_copy):
         return State("finished", "finished")
-    if process and _modified(lock) > written_s:
-        return State("starting", f"process {process} is starting its workers; see logs/")
+    if process and (begun_s := _modified(lock)) > written_s:
+        said = f"process {process} has been starting its workers for {now_s - begun_s:,.0f} s; see logs/"
+        return State("starting", said)
     if silent_s < SILENT_S:
         return State("written", "is being written")
     said = f"nothing was written for {silent_s:,.0f} s" if written_s else "nothing was written"
