@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.page.life import Life, Request, Work
+from tailrace.page.life import Life, Request, Work, verb_of
 
 LATE_S = 20.0
 """Nothing is late before."""
@@ -80,7 +80,7 @@ def doing(life: Life, pauses: Iterable[tuple[str, float, float]] = ()) -> list[D
 
 
 def _wait(life: Life, wait: Work) -> Doing:
-    who, _, verb = wait.name.partition(": ")
+    who, verb = wait.name.partition(": ")[0], verb_of(wait)
     for_s = wait.end_s - wait.start_s
     if verb not in WORK:
         return Doing(f"{wait.name}, for {_seconds(for_s)}")
@@ -104,7 +104,7 @@ WORK: Mapping[str, tuple[str, Callable[[Life], Sequence[Work]]]] = {
 
 def _nothing(life: Life) -> Iterator[Doing]:
     """Every device is idle, and no checkpoint is written."""
-    verbs = [wait.name.partition(": ")[2] for wait in life.open_waits]
+    verbs = [verb_of(wait) for wait in life.open_waits]
     if life.unfinished or life.open_scoring or any(verb in WORK or verb == "Save" for verb in verbs):
         return
     for_s = life.end_s - max(life.worked_s, life.start_s)

@@ -15,6 +15,8 @@ from tailrace.record.trace import ROUNDS, RUN_PID, SCORING_PID, TRAINER, WAITS, 
 from tailrace.record.trace_reader import Defect, Record, TraceReader
 
 EVALUATION, UNFINISHED = "evaluation", "unfinished"
+TRAINING, PUBLISHING = ("Accumulate", "Step"), "Publish"
+"""What the trainer's process is asked for, at the end of the name of a wait."""
 RESPONSES = ("stop", "length")
 """Outcomes of requests that ended with their response."""
 
@@ -153,7 +155,15 @@ class Life:
         return self.unfinished, self.open_rounds, self.open_scoring, self.open_waits
 
     def _at_work(self) -> Sequence[Request | Work]:
-        return [*self.unfinished, *self.open_scoring]
+        return [*self.unfinished, *self.open_scoring, *self.open_trainer, *self.open_publications]
+
+    @property
+    def open_trainer(self) -> Sequence[Work]:
+        return [wait for wait in self.open_waits if verb_of(wait) in TRAINING]
+
+    @property
+    def open_publications(self) -> Sequence[Work]:
+        return [wait for wait in self.open_waits if verb_of(wait) == PUBLISHING]
 
     @property
     def start_s(self) -> float:
@@ -171,8 +181,8 @@ class Life:
             evaluations=_times(each for each in everything if each.outcome == EVALUATION),
             rollouts=_times(each for each in everything if each.outcome != EVALUATION),
             scoring=union(_times([*_after(self.scoring, since_s), *self.open_scoring])),
-            trainer=_times(_after(self.trainer, since_s)),
-            publications=_times(_after(self.publications, since_s)),
+            trainer=_times([*_after(self.trainer, since_s), *self.open_trainer]),
+            publications=_times([*_after(self.publications, since_s), *self.open_publications]),
             dead=self._in_state("dead"),
             asleep=self._in_state("asleep"),
             unrecorded=union([(self._seconds(end), self._seconds(start)) for end, start in gaps]),
@@ -277,6 +287,11 @@ class Life:
             tokens=int(args.get("tokens", had)),
             had=had,
         )
+
+
+def verb_of(wait: Work) -> str:
+    """What a process is asked for: 'Step' of 'trainer: Step'."""
+    return wait.name.partition(": ")[2]
 
 
 def _after(ended: Sequence[Span], since_s: float) -> Sequence[Span]:

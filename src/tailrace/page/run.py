@@ -91,7 +91,7 @@ class RunView:
             "rows": self._rows[rows:],
             "revision": self._revision,
             "state": state._asdict(),
-            "doing": [each.what for each in does],
+            "doing": [] if any(each.is_late for each in does) else [each.what for each in does],
             "advisories": [each._asdict() for each in found],
         }
 
@@ -149,8 +149,8 @@ class RunView:
             "idle": [row._asdict() for row in idle_times(recorded_s, idle)],
             "stragglers": [each._asdict() for life in self._lives for each in life.stragglers],
             "rounds": self._works("rounds") + self._works("open_rounds"),
-            "trainer": self._works("trainer"),
-            "publications": self._works("publications"),
+            "trainer": self._works("trainer") + self._works("open_trainer"),
+            "publications": self._works("publications") + self._works("open_publications"),
             "rewards": [each[:3] for life in self._bubbles for each in life.scoring],
             "states": [state._asdict() for life in self._lives for state in life.states],
             "samples": self._samples.listed,

@@ -119,6 +119,8 @@
     return found;
   }
 
+  const isStep = (name) => name.startsWith("step") || name.endsWith(": Step");
+
   function runTraces(run) {
     const found = [];
     const draw = (row, works, parts) => parts.forEach(([name, colour, wanted]) => {
@@ -127,7 +129,7 @@
       if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: row === "trainer" }));
     });
     draw("rounds", run.payload.rounds, [["round", "#444444", (_, i) => i % 2 === 0], ["round", "#aaaaaa", (_, i) => i % 2 === 1]]);
-    draw("trainer", run.payload.trainer, [["gradients", "#66c2a5", (name) => !name.startsWith("step")], ["optimizer step", "#1b7f5a", (name) => name.startsWith("step")]]);
+    draw("trainer", run.payload.trainer, [["gradients", "#66c2a5", (name) => !isStep(name)], ["optimizer step", "#1b7f5a", isStep]]);
     draw("publications", run.payload.publications, [["publication", "#7b5ea7", () => true]]);
     draw("rewards", run.payload.rewards, [["rewards", "#b8a800", () => true]]);
     return found;
