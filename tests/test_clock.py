@@ -90,6 +90,7 @@ def test_a_wait_is_forgotten_when_it_ends_or_is_cancelled() -> None:
             cancelled.cancel()
             await asyncio.sleep(1)
             assert clock.who_waits() == "dawn"
+            assert clock.open_waits() == {"dawn": 0.0}
         signal.fire()
         return clock.who_waits()
 

@@ -36,7 +36,7 @@ def now() -> float:
 
 def wall_time() -> float:
     """Unix seconds; in virtual time, virtual seconds."""
-    loop = asyncio.get_running_loop()
+    loop = asyncio._get_running_loop()
     return loop.time() if isinstance(loop, VirtualTimeLoop) else time.time()  # noqa: TID251
 
 
@@ -140,21 +140,29 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now = max(self._now, self._timers[0][0])
 
 
-waits: dict[int, str] = {}
-"""What each waiting task waits for, in the order in which the waits began."""
+waits: dict[int, tuple[str, float]] = {}
+"""What each waiting task waits for, and since when, in the order in which the waits began."""
 _wait_ids = itertools.count()
 
 
 def who_waits() -> str:
     """The open waits in one line, for the watchdog, the display or an error."""
-    return "; ".join(dict.fromkeys(waits.values())) or "no wait is named"
+    return "; ".join(open_waits()) or "no wait is named"
+
+
+def open_waits() -> dict[str, float]:
+    """What tasks wait for, each with the time at which the first of them began to wait."""
+    found: dict[str, float] = {}
+    for what, since_s in list(waits.values()):  # the display calls this from a thread of its own
+        found.setdefault(what, since_s)
+    return found
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """The block inside waits for `what`."""
     key = next(_wait_ids)
-    waits[key] = what
+    waits[key] = what, now()
     try:
         yield
     finally:

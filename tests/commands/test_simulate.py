@@ -8,6 +8,7 @@ import pytest
 from tailrace.cli import main
 from tailrace.commands.virtual import sim_settings
 from tailrace.config import RunConfig
+from tailrace.record.trace_reader import TraceReader
 from tailrace.schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,11 +54,34 @@ def test_the_cluster_runs_every_schedule(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
     assert steps == list(range(1, len(steps) + 1)) and steps
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace
+    assert json.loads((tmp_path / "trace.json").read_text())
+    reader = TraceReader(tmp_path / "trace.json")
+    assert reader.read() and reader.defects == []
     assert json.loads((tmp_path / "summary.json").read_text())["groups"]["trained"] >= 32
     out = capsys.readouterr().out
     for figure in ("staleness, max (publications)", "lag, mean (optimizer steps)", "carried tokens"):
         assert figure in out
     for figure in ("carried samples", "length, mean", "length, max", "truncated samples", "samples/s"):
         assert figure in out
+
+
+def test_a_simulation_has_the_trackers_of_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'tailrace[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
+    assert main([*words, "--record.trackers", '["tensorboard"]']) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {key for row in rows for key in row} - {"step", "wall_time"}
+    steps = [(row["step"], row["wall_time"]) for row in rows if "reward" in row]
+    # The wall time of a simulation is its virtual time.
+    assert [(each.step, each.wall_time) for each in found.Scalars("reward")] == steps
+
+
+def test_a_simulation_does_not_replace_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lock").touch()
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
+    assert main(words) == 2
+    assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err

@@ -28,7 +28,8 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.toml").touch()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "wall_time": 1.0}\n')
     name = {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "engine0"}}
-    lines = [name, SPAN | {"name": "group 0", "args": ARGS}]
+    kind = {"name": "tailrace_trace", "ph": "M", "pid": 1, "tid": 0, "args": {"format": 1}}
+    lines = [kind, name, SPAN | {"name": "group 0", "args": ARGS}]
     (folder / "trace.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + ',\n{"na')
     sample = {
         "id": "0.0/0",
@@ -52,7 +53,7 @@ def test_a_page_as_one_file_has_everything_in_it(run: Path, capsys: pytest.Captu
     assert "plotly.js v" in text and re.findall(r'(?:src|href)="(?!data:)[^"]*"', text[-200_000:]) == []
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
     (found,) = json.loads(data)["runs"]
-    assert found["requests"]["sample"] == ["0.0/0"] and found["defects"][0]["line"] == 4
+    assert found["requests"]["sample"] == ["0.0/0"] and found["defects"][0]["line"] == 5
     assert json.loads(data)["samples"][0]["0.0/0"]["record"]["text"].startswith("</script>")
     assert sorted(run.rglob("*")) == before  # a run is only read
 

@@ -1,6 +1,7 @@
 """Advisories on small records; each names its cause."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ GOOD = {
 }
 
 
-def life_with(**parts: object) -> Life:
+def life_with(**parts: Any) -> Life:
     life = Life(Path("trace.json"), 0.0)
+    for each in parts.pop("requests", ()):
+        life.take_request(each)
     for name, value in parts.items():
         setattr(life, name, value)
     return life

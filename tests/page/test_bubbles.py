@@ -89,17 +89,16 @@ def test_what_is_not_recorded_is_not_called_idle() -> None:
     )
     found = bubbles(activity)
     assert found == [Bubble("engine0", 2, 3, "weights")]
-    assert idle_times([activity], found) == [Idle("engine0", "weights", 1.0, 0.2)]
+    assert idle_times(5.0, found) == [Idle("engine0", "weights", 1.0, 0.2)]
 
 
 def test_idle_times_are_summed_by_lane_and_cause() -> None:
-    activity = Activity(end_s=5.0)
     found = [
         Bubble("engine0", 0, 1, "tail"),
         Bubble("engine0", 2, 4, "tail"),
         Bubble("trainer", 0, 1, "rewards"),
     ]
-    assert idle_times([activity, activity], found) == [
+    assert idle_times(10.0, found) == [
         Idle("trainer", "rewards", 1.0, 0.1),
         Idle("engine0", "tail", 3.0, 0.3),
     ]

@@ -4,8 +4,8 @@ from page_story import until, write_killed_run, write_run
 from record_story import make_group, pipelined_round
 
 from tailrace.page.bubbles import Bubble, bubbles
-from tailrace.page.life import Life, Request, Straggler, stragglers
-from tailrace.record.events import EngineStateChanged, RequestStarted, RoundStarted, Waiting
+from tailrace.page.life import Life, Request, Straggler, Work
+from tailrace.record.events import ControllerLag, EngineStateChanged, RequestStarted, RoundStarted, Waiting
 from tailrace.record.trace import TraceWriter
 
 
@@ -39,7 +39,7 @@ def test_the_bubbles_of_a_round(tmp_path: Path) -> None:
 
 def test_the_sample_that_ends_last_is_the_straggler_of_its_round(tmp_path: Path) -> None:
     story = pipelined_round(round=1, start_s=40.0, story=pipelined_round())
-    assert stragglers(life_of(write_run(tmp_path, story))) == [
+    assert life_of(write_run(tmp_path, story)).stragglers == [
         Straggler("round 0", "1.0/1", "engine0", 2, 10.0, 20, 3.0),
         Straggler("round 1", "3.0/1", "engine0", 2, 40.0, 20, 3.0),
     ]
@@ -68,6 +68,16 @@ def test_a_life_grows_with_its_file(tmp_path: Path) -> None:
     assert [request.sample for request in life.requests] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
     assert (life.requests[0].start_s, life.end_s, life.unfinished) == (100.0, 115.0, [])
     assert life.update() is False
+
+
+def test_what_the_trainer_computes_now_is_no_idle_time(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "trace.json", waits=lambda: {"trainer: Step": 12.0, "the pool": 11.0})
+    for event in (RoundStarted(10.0, 0, 0), ControllerLag(15.0, 0.0)):
+        writer.on(event)
+    life = life_of(tmp_path)
+    assert life.open_waits == [Work("trainer: Step", 2.0, 5.0), Work("the pool", 1.0, 5.0)]
+    assert bubbles(life.activity()) == [Bubble("trainer", 0.0, 2.0, "unknown")]
+    writer.close()
 
 
 def test_engines_that_sleep_or_die_and_long_waits_are_found(tmp_path: Path) -> None:

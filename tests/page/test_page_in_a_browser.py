@@ -101,7 +101,7 @@ def test_two_runs_stand_side_by_side(stories: Tab) -> None:
     page = stories.page
     assert page.locator("details h2").all_text_contents() == ["one", "other"]
     spans = {
-        **{"round": 1, "accumulate": 2, "step": 2, "publication": 1, "ended": 3, "length limit": 1},
+        **{"round": 1, "gradients": 2, "optimizer step": 2, "publication": 1, "ended": 3, "length limit": 1},
         **{"waits for generation": 2, "waits for the rollout's tail": 1, "waits for weights": 1},
     }
     assert (stories.spans(0), stories.spans(1)) == (spans, spans)
@@ -193,12 +193,13 @@ import sys, time
 sys.path += sys.argv[2:]
 from pathlib import Path
 from page_story import sinks_of
-from record_story import pipelined_round
+from record_story import Story, pipelined_round
 from tailrace.record.steps import StepMeter
 meter = StepMeter(*sinks_of(Path(sys.argv[1])), wall_clock=time.time)
 round = 0
 while True:
-    for event in pipelined_round(round=round, start_s=10.0 + 15 * round).events:
+    story = Story(num_steps=2 * round)
+    for event in pipelined_round(story, round=round, start_s=10.0 + 15 * round).events:
         meter.on(event)
         time.sleep(0.0005)
     round += 1

@@ -22,7 +22,7 @@ def payload_of(folder: Path) -> dict[str, Any]:
 
 def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path) -> None:
     payload = payload_of(write_run(tmp_path / "first"))
-    assert payload["name"] == "first" and payload["defects"] == [] and payload["finished"] is False
+    assert payload["name"] == "first" and payload["defects"] == [] and payload["state"]["kind"] == "written"
     assert payload["engines"] == [{"name": "engine0", "slots": 2}]
     assert payload["requests"]["sample"] == ("0.0/0", "0.0/1", "1.0/0", "1.0/1")
     assert [row["reward"] for row in payload["rows"]] == [0.5, 1.0]
@@ -73,9 +73,9 @@ def test_the_lives_of_a_run_stand_one_after_another(tmp_path: Path) -> None:
 def test_a_run_is_finished_when_its_summary_is_the_newest_file(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "summary.json").write_text("{}")
-    assert payload_of(tmp_path)["finished"] is True
+    assert payload_of(tmp_path)["state"]["kind"] == "finished"
     os.utime(tmp_path / "summary.json", (1.0, 1.0))  # of an earlier life
-    assert payload_of(tmp_path)["finished"] is False
+    assert payload_of(tmp_path)["state"]["kind"] == "written"
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -107,6 +107,24 @@ def test_runs_have_short_names_that_differ(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("a/x", "b/x", "b/y")]
     assert [run.name for run in open_runs(folders[1:])] == ["x", "y"]
     assert [run.name for run in open_runs(folders[:2])] == [str(folder) for folder in folders[:2]]
+
+
+def test_the_folder_of_a_race_is_its_runs(tmp_path: Path) -> None:
+    race = [write_run(tmp_path / "race" / name) for name in ("serial", "april")]
+    other = write_run(tmp_path / "other")
+    assert [run.name for run in open_runs([tmp_path / "race", other])] == ["april", "serial", "other"]
+    assert [run.name for run in open_runs([race[0], tmp_path / "race"])] == [
+        str(tmp_path / "race" / name) for name in ("serial", "april", "serial")
+    ]
+
+
+def test_rows_out_of_order_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(second + first + b'{"loss": 0.5}\n')
+    (defect,) = payload_of(tmp_path)["defects"]
+    assert defect["problem"] == "its step is before that of the line above"
+    assert (defect["line"], defect["num_lines"]) == (2, 2)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

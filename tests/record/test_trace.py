@@ -67,6 +67,7 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (1, 2): "trainer",
         (1, 3): "weights",
         (1, 4): "controller",
+        (1, 5): "waits",
         (2, 1): "slot 1",
         (2, 2): "slot 2",
         (10_000, 1): "sample 1",
@@ -230,3 +231,19 @@ def test_between_two_turns_a_sample_stands_among_those_that_are_scored(tmp_path:
         ("1.0/0", "stop", 1, 7_000_000, 1_000_000),
         ("1.0/0", "reward 0.0", 1, 8_000_000, 1_000_000),
     ]
+
+
+def test_what_a_live_run_waits_for_stands_at_the_end_until_it_is_closed(tmp_path: Path) -> None:
+    waits = {"trainer: Step": 11.0, "the pool": 10.5}
+    writer = TraceWriter(tmp_path / "trace.json", waits=lambda: waits)
+    writer.on(RoundStarted(10.0, 0, 0))
+    writer.on(ControllerLag(13.0, 0.0))
+    found = [each for each in json.loads((tmp_path / "trace.json").read_text()) if each["ph"] == "B"]
+    lane = {"ph": "B", "pid": 1}
+    assert found == [
+        {"name": "round 0", **lane, "tid": 1, "ts": 0, "args": {"version": 0}},
+        {"name": "trainer: Step", **lane, "tid": 5, "ts": 1_000_000},
+        {"name": "the pool", **lane, "tid": 5, "ts": 500_000},
+    ]
+    writer.close()
+    assert not any(each["ph"] == "B" for each in json.loads((tmp_path / "trace.json").read_text()))

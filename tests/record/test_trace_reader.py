@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 from record_story import pipelined_round, play
 
-from tailrace.record.trace import TraceWriter
+from tailrace.record.trace import FORMAT, FORMAT_RECORD, RUN_PID, TraceWriter
 from tailrace.record.trace_file import TraceFile
 from tailrace.record.trace_reader import Defect, TraceReader
+
+HEADER = {"name": FORMAT_RECORD, "ph": "M", "pid": 1, "tid": 0, "args": {"format": FORMAT}}
 
 
 def slice_at(ts: int, dur: int = 1) -> dict[str, object]:
@@ -14,25 +16,31 @@ def slice_at(ts: int, dur: int = 1) -> dict[str, object]:
 
 
 def write(path: Path, *lines: object) -> TraceReader:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    text = [line if isinstance(line, str) else json.dumps(line) for line in (HEADER, *lines)]
     path.write_text("[\n" + ",\n".join(text) + "\n]\n")
     return TraceReader(path)
+
+
+def starts(reader: TraceReader) -> list[int]:
+    """Of the slices that are new."""
+    return [record.ts for record in reader.read() if record.ph == "X"]
 
 
 def test_every_record_is_read_once_while_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     file, reader = TraceFile(path, max_bytes=2**20), TraceReader(path)
     read = []
+    file.put_header(HEADER)
     for ts in range(5):
         file.put(slice_at(ts))
         file.flush([slice_at(100 + ts) | {"ph": "B"}] * (5 - ts))
-        read.append([record.ts for record in reader.read()])
+        read.append(starts(reader))
         assert [record.ts for record in reader.unfinished] == [100 + ts] * (5 - ts)
-        assert len(json.loads(path.read_text())) == ts + 1 + 5 - ts
+        assert len(json.loads(path.read_text())) == ts + 2 + 5 - ts
     file.close()
     assert read == [[0], [1], [2], [3], [4]]
     assert reader.read() == [] and reader.unfinished == [] and reader.defects == []
-    assert len(json.loads(path.read_text())) == 5
+    assert len(json.loads(path.read_text())) == 6
 
 
 def test_what_has_begun_is_in_one_file_only(tmp_path: Path) -> None:
@@ -55,12 +63,12 @@ def test_a_trace_of_several_files_is_one(tmp_path: Path) -> None:
         file.put(slice_at(ts))
         file.flush()
         if ts % 5 == 0:
-            read += [record.ts for record in reader.read()]
+            read += starts(reader)
     file.close()
-    read += [record.ts for record in reader.read()]
+    read += starts(reader)
     assert read == list(range(60)) and reader.gaps == []
     late = TraceReader(path)
-    kept = [record.ts for record in late.read()]
+    kept = starts(late)
     ((end, start),) = late.gaps
     assert kept == [*range(end), *range(start, 60)]
 
@@ -71,13 +79,14 @@ def test_a_trace_of_several_files_is_one(tmp_path: Path) -> None:
         ('{"name": "s2", "ph', "it is no trace event"),
         ('{"name": 3}', "it is no trace event"),
         ('"\\ud800"', "it is no trace event"),
+        (slice_at(1) | {"args": {"tokens": "5"}}, "it is no trace event"),
         (slice_at(1, dur=-5), "its time is negative"),
     ],
 )
 def test_a_bad_line_is_named_and_left_out(tmp_path: Path, bad: object, problem: str) -> None:
     reader = write(tmp_path / "trace.json", slice_at(0), bad, bad, slice_at(9))
-    assert [record.ts for record in reader.read()] == [0, 9]
-    assert reader.defects == [Defect("trace.json", 3, problem, num_lines=2)]
+    assert starts(reader) == [0, 9]
+    assert reader.defects == [Defect("trace.json", 4, problem, num_lines=2)]
     assert reader.read() == []
 
 
@@ -86,19 +95,37 @@ def test_a_torn_file_is_read_up_to_the_torn_line_and_beyond_it_later(tmp_path: P
     reader = write(path, slice_at(0), slice_at(2))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert [record.ts for record in reader.read()] == [0]
-    assert reader.defects == [Defect("trace.json", 3, "the file ends within this line")]
+    assert starts(reader) == [0]
+    assert reader.defects == [Defect("trace.json", 4, "the file ends within this line")]
     with path.open("ab") as file:
         file.write(whole[-20:])
-    assert [record.ts for record in reader.read()] == [2]
+    assert starts(reader) == [2]
     assert reader.defects == []
 
 
 def test_slices_out_of_order_are_named_and_kept(tmp_path: Path) -> None:
     reader = write(tmp_path / "trace.json", slice_at(5), slice_at(7), slice_at(3))
-    assert [record.ts for record in reader.read()] == [5, 7, 3]
+    assert starts(reader) == [5, 7, 3]
     problem = "it begins before the slice above it in its lane ends"
-    assert reader.defects == [Defect("trace.json", 4, problem)]
+    assert reader.defects == [Defect("trace.json", 5, problem)]
+
+
+def test_work_of_the_run_may_overlap_but_is_written_when_it_ends(tmp_path: Path) -> None:
+    work = [slice_at(*times) | {"pid": RUN_PID} for times in ((0, 9), (3, 7), (2, 5))]
+    reader = write(tmp_path / "trace.json", *work)
+    assert starts(reader) == [0, 3, 2]
+    assert reader.defects == [Defect("trace.json", 5, "it ends before the slice above it in its lane ends")]
+
+
+def test_a_trace_without_a_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(f"[\n{json.dumps(slice_at(0))}\n]\n")
+    reader = TraceReader(tmp_path / "trace.json")
+    assert starts(reader) == [0]
+    problem = "the trace has format none, and this version of tailrace reads format 1"
+    assert reader.defects == [Defect("trace.json", 2, problem)]
+    (tmp_path / "trace-2.json").touch()
+    reader = TraceReader(tmp_path / "trace-2.json")
+    assert reader.read() == [] and reader.defects == [Defect("trace-2.json", 1, "the file is empty")]
 
 
 def test_another_format_is_named_and_read_as_far_as_it_can_be(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def compare(
 
     Args:
         virtual: whether to race in virtual time. A config without [model] is always raced so.
-        folder: where the picture, the traces and compare.json go; None: none are written.
+        folder: where the picture, the files of each schedule and compare.json go; None: none are written.
         json_path: another file for the numbers.
 
     Raises:
@@ -55,7 +55,7 @@ def compare(
         picture = draw(typical, folder / "timeline.png")
     console.print(comparison.table(VIRTUAL if virtual else LIVE))
     if folder:
-        console.print(picture, f"traces    {folder}/trace-*.json", sep="\n", markup=False)
+        console.print(picture, f"files     {folder}/*/  (tailrace view {folder})", sep="\n", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(comparison.numbers(), indent=2) + "\n")

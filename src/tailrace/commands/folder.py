@@ -12,7 +12,8 @@ ledger.sqlite    the fate of each token and prompt, and the state of the run at 
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
 tensorboard/     what trackers write here, as does wandb/
-lock             held by the process that trains here; the system releases it when that process ends
+lock             held by the process that trains here; the system releases it when that process ends. Its time
+                 is that at which workers began to start
 """
 
 import os
@@ -42,6 +43,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.timeline = path / "timeline.png"
         self.counts = path / COUNTS_FOLDER
+        self.lock = path / "lock"
 
     def require_run(self) -> None:
         """Raises ConfigError if no run has begun here."""
@@ -65,6 +67,22 @@ class RunFolder:
         for path in (self.config, self.metrics, self.summary, self.timeline, *self.path.glob("trace*.json")):
             path.unlink(missing_ok=True)
 
+    def begin_anew(self, config: str) -> None:
+        """Replace the files of an earlier simulation, or of an earlier lap of a race.
+
+        Args:
+            config: the text of config.toml.
+
+        Raises:
+            ConfigError: a live run has begun here.
+        """
+        if self.lock.exists():
+            problem = "it holds a run of tailrace train"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        self.config.write_text(config)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training in the folder, which is made if it does not exist.
@@ -74,7 +92,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            held = FileLock(self.path / "lock").acquire(timeout=0)
+            held = FileLock(self.lock).acquire(timeout=0)
         except Timeout:
             problem = "another process is training in it"
             remedy = "let that one end, or choose another"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace import clock
+from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, open_parts, rewind
 from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig
@@ -18,7 +19,9 @@ from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.laps import Lap, LapMeter
+from tailrace.record.metrics import MetricsWriter
 from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import BoundSchedule
@@ -94,7 +97,7 @@ async def race_live(
     """Race on real workers, whose logs and first weights go to the folder.
 
     Args:
-        pictured: whether to write a trace of each racer's last lap.
+        pictured: whether to write the files of each racer's last lap.
     """
     measured = Measured()
     async with aclosing(Arena(folder)) as arena:
@@ -110,7 +113,7 @@ async def race_live(
                     racer.schedule,
                     await arena.parts(racer),
                     settings,
-                    _recorder(name, meter, timeline, folder if pictured else None),
+                    _recorder(name, racer, meter, timeline, folder if pictured else None),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
@@ -119,14 +122,14 @@ async def race_live(
 
 
 def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> Measured:
-    """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Traces go to `folder`."""
+    """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Files go to `folder`."""
     measured = Measured()
     for repeat in range(repeats):
         for name, racer in racers.items():
             meter, timeline = LapMeter(), Timeline()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(name, meter, timeline, folder))
+            run_virtual(config, racer.schedule, _recorder(name, racer, meter, timeline, folder))
             measured.add(name, meter, timeline)
     return measured
 
@@ -140,8 +143,11 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, meter: LapMeter, timeline: Timeline, folder: Path | None) -> Recorder:
+def _recorder(name: str, racer: Racer, meter: LapMeter, timeline: Timeline, folder: Path | None) -> Recorder:
+    """The files of a lap are those of a run, in a folder of the racer's name."""
     sinks: list[Sink] = [meter]
     if folder:
-        sinks += [timeline, TraceWriter(folder / f"trace-{name.replace('/', '_')}.json")]
+        own = RunFolder(folder / name.replace("/", "_"))
+        own.begin_anew(racer.config.toml())
+        sinks += [timeline, MetricsWriter(own.metrics), TraceWriter(own.trace(1)), Summary(own.summary)]
     return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))

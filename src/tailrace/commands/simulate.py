@@ -1,6 +1,7 @@
 """`tailrace simulate`: the schedule of a config in virtual time. It needs no model.
 
-It writes metrics.jsonl, summary.json, trace.json and timeline.png, as a live run does (folder.py).
+It writes config.toml, metrics.jsonl, summary.json, trace.json and timeline.png, as a live run does
+(folder.py), and has the same sinks and trackers.
 """
 
 from dataclasses import fields
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
+from tailrace.commands.folder import RunFolder
 from tailrace.commands.virtual import run_virtual, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
@@ -20,6 +22,8 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
+from tailrace.record.trackers import TrackedRun, check_trackers, open_trackers
+from tailrace.record.user_sinks import open_sinks
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
@@ -29,28 +33,23 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     """Run the schedule on simulated parts and print its figures.
 
     Args:
-        folder: where the files go; None: none are written.
+        folder: where the files go; None: none are written, and no sinks and trackers of the config are used.
         json_path: another file for the summary.
 
     Raises:
-        ConfigError: the schedule, its parameters or [sim] cannot work.
+        ConfigError: the schedule, its parameters or [sim] cannot work; a tracker cannot begin; or the folder
+            holds a live run.
     """
     schedule, name = resolve(config), str(config.schedule["name"])
     config = with_published_defaults(config)
     sim = sim_settings(config)
-    timeline, meter = Timeline(), LapMeter()
+    check_trackers(config.record.trackers)
+    console, timeline, meter = Console(), Timeline(), LapMeter()
     summary = Summary(folder / "summary.json" if folder else None)
     sinks: list[Sink] = [meter, summary, Summary(json_path)]
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        sinks += [
-            MetricsWriter(folder / "metrics.jsonl"),
-            TraceWriter(folder / "trace.json", max_bytes=config.record.trace_max_bytes),
-            timeline,
-        ]
+        sinks += [timeline, *_files(config, RunFolder(folder), console)]
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
-    console = Console()
     totals = summary.summary()
     console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
     if totals.bound:
@@ -58,6 +57,18 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
+
+
+def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]:
+    """Begin the files of a simulation in place of those of an earlier one."""
+    folder.begin_anew(config.toml())
+    run = TrackedRun(config.record.project, folder.path, config.model_dump(mode="json"))
+    return [
+        MetricsWriter(folder.metrics),
+        TraceWriter(folder.trace(1), max_bytes=config.record.trace_max_bytes),
+        *open_sinks(config.record.sinks, folder.path, console.print),
+        *open_trackers(config.record.trackers, run, console.print),
+    ]
 
 
 def _set_up(sim: SimSettings) -> str:

@@ -87,6 +87,7 @@ def _one_life(
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
     timeline = Timeline()
+    folder.lock.touch()  # for `tailrace view`: the trace that is there is of an earlier life
     with opened(config, folder, resume) as (store, start):
         try:
             run = _train(config, schedule, folder, store, start, timeline, interruption)
@@ -187,7 +188,9 @@ def _recorder(
     meter = StepMeter(
         MetricsWriter(folder.metrics),
         SamplesWriter(folder.samples, token_samples=config.record.token_samples),
-        TraceWriter(folder.trace(start.life), max_bytes=config.record.trace_max_bytes),
+        TraceWriter(
+            folder.trace(start.life), max_bytes=config.record.trace_max_bytes, waits=clock.open_waits
+        ),
         timeline,
         summary,
         display,

@@ -128,6 +128,8 @@ def observe(traces: Sequence[Path], metrics: Path) -> Observed:
                 "(record.trace_max_bytes)"
             )
         lives.append(_life(path, records))
+    if not any(life.requests for life in lives):
+        raise _refused(metrics.parent, "its trace has no request", "name a run that has begun")
     return Observed(lives, _prompt_tokens(metrics), notes)
 
 
@@ -194,13 +196,21 @@ def _step_rows(metrics: Path) -> Iterator[tuple[int, StepRow]]:
     except OSError as why:
         problem = f"{metrics.name} cannot be read ({why.strerror})"
         raise _refused(metrics.parent, problem, "name the output directory of a run") from None
+    last_step = 0
     for number, line in enumerate(lines, 1):
         try:
             rows = from_json(msgspec.json.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError) as why:
             problem = f"line {number} of {metrics.name} is torn or of another version ({why})"
             raise _refused(metrics.parent, problem, "remove that line, or name another run") from None
-        yield from ((number, row) for row in rows if isinstance(row, StepRow))
+        for row in rows:
+            if isinstance(row, StepRow):
+                if row.step < last_step:
+                    problem = f"line {number} of {metrics.name} is out of order: "
+                    problem += f"step {row.step} is after {last_step}"
+                    raise _refused(metrics.parent, problem, "remove that line, or name another run")
+                last_step = row.step
+                yield number, row
 
 
 def _refused(path: Path, problem: str, remedy: str) -> ConfigError:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from tailrace.page.doing import Doing
 from tailrace.page.life import EVALUATION, Life, Request
+from tailrace.page.state import State
 
 NUM_STEPS = 5
 """The steps that are looked at."""
@@ -32,22 +34,48 @@ class Advisory(NamedTuple):
     text: str
 
 
-def advisories(steps: Sequence[StepRow], life: Life | None) -> list[Advisory]:
+def advisories(
+    steps: Sequence[StepRow], life: Life | None, state: State | None = None, doing: Sequence[Doing] = ()
+) -> list[Advisory]:
     """What the last optimizer steps and the newest life show.
 
     Args:
-        steps: all steps, in order.
+        steps: the steps in order; the newest are enough.
+        doing: what the life does, or did last.
     """
     recent = steps[-NUM_STEPS:]
     found = [_zero_variance(recent), _truncation(recent), _failures(recent)]
     if life:
-        found = [_stalled(life), *_dead_engines(life), _abort_storm(life, recent), *found]
+        found = [_said(life), *_dead_engines(life), _abort_storm(life, recent), *found]
+        found.insert(0, _silent(life, state, doing) if state else None)
     return [each for each in found if each]
 
 
-def _stalled(life: Life) -> Advisory | None:
-    last_step_s = max((work.end_s for work in life.trainer if work.name.startswith("step")), default=0.0)
-    if not life.waits or life.waits[-1].time_s < last_step_s:
+def _silent(life: Life, state: State, doing: Sequence[Doing]) -> Advisory | None:
+    """A run that ended or hangs, or something in it that takes longer than usual."""
+    late = [each.what for each in doing if each.is_late]
+    others = [each.what for each in doing if not each.is_late]
+    if state.kind == "written" and late:
+        beside = ["What else is open:", *others] if others else []
+        return Advisory("longer than usual", "\n".join([*late, *beside]))
+    if state.kind not in ("ended", "blocked"):
+        return None
+    last = [work for work in life.trainer if work.name.startswith("step")][-1:]
+    text = f"The last record is of {life.end_s:.0f} s"
+    text += "".join(f", in {work.name}" for work in life.open_rounds)
+    text += "".join(f"; {work.name} had ended at {work.end_s:.0f} s" for work in last)
+    then = "\n".join([text + ". What was open then:", *late, *others] if doing else [text + "."])
+    if state.kind == "blocked":
+        why = "The process lives and writes nothing: it is stopped, or code in it blocks its event loop. "
+        return Advisory("stalled", why + then)
+    why = "No process holds the run's lock, and the run was not closed: it was killed. "
+    return Advisory("ended without closing", why + then)
+
+
+def _said(life: Life) -> Advisory | None:
+    """The run's own alarm."""
+    step = next((work for work in reversed(life.trainer) if work.name.startswith("step")), None)
+    if not life.waits or (step and life.waits[-1].time_s < step.end_s):
         return None
     wait = life.waits[-1]
     text = f"At {wait.time_s:.0f} s: {wait.name}. What waits for what:\n{wait.what}"
@@ -75,16 +103,14 @@ def _abort_storm(life: Life, steps: Sequence[StepRow]) -> Advisory | None:
     aborted = [request for request in recent if request.outcome in ("cancelled", "evicted")]
     if len(recent) < MIN_REQUESTS or len(aborted) < ABORTED_SHARE * len(recent):
         return None
-    lengths = [each.tokens for each in life.requests if each.outcome in ("stop", "length")]
+    length = life.num_response_tokens / life.num_responses if life.num_responses else None
     gained = fmean(request.tokens - request.had for request in aborted)
-    if lengths and gained >= GAINED_SHARE * fmean(lengths):
+    if length and gained >= GAINED_SHARE * length:
         return None
     text = (
         f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
     )
-    text += (
-        f"mean{f' of {fmean(lengths):.0f} in a response' if lengths else ''}: {_why_aborted(life, aborted)}"
-    )
+    text += f"mean{f' of {length:.0f} in a response' if length else ''}: {_why_aborted(life, aborted)}"
     for engine, num in _sums(steps, "engines/preempted/").items():
         text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
     return Advisory("abort storm", text)

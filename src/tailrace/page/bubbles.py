@@ -27,7 +27,6 @@ from tailrace.record.intervals import (
     intersect,
     most_at_once,
     subtract,
-    total,
     union,
     union_of,
 )
@@ -78,10 +77,14 @@ class Idle(NamedTuple):
     """Of the recorded time."""
 
 
-def bubbles(activity: Activity) -> list[Bubble]:
-    """The idle times of every engine and of the trainer, with their causes."""
+def bubbles(activity: Activity, peak: int | None = None) -> list[Bubble]:
+    """The idle times of every engine and of the trainer, with their causes.
+
+    Args:
+        peak: the most rollouts that ran at once at any time; None: those of the activity.
+    """
     busy = {engine: union(requests) for engine, requests in activity.requests.items()}
-    shared = _Shared(activity, busy)
+    shared = _Shared(activity, busy, most_at_once(activity.rollouts) if peak is None else peak)
     found = list(_attributed(TRAINER, _idle(activity, shared.trainer), shared.causes_of_trainer()))
     for engine in sorted(busy):
         idle = _idle(activity, busy[engine])
@@ -92,8 +95,8 @@ def bubbles(activity: Activity) -> list[Bubble]:
 class _Shared:
     """The sets that several lanes are compared with."""
 
-    def __init__(self, activity: Activity, busy: dict[str, Intervals]) -> None:
-        self.trainer = union(activity.trainer)
+    def __init__(self, activity: Activity, busy: dict[str, Intervals], peak: int) -> None:
+        self.trainer, self._peak = union(activity.trainer), peak
         self._activity, self._busy = activity, busy
         self._publishing, self._scoring = union(activity.publications), union(activity.scoring)
         self._generating = union_of(busy.values())
@@ -111,8 +114,7 @@ class _Shared:
         )
 
     def causes_of_trainer(self) -> Sequence[tuple[str, Intervals]]:
-        rollouts = self._activity.rollouts
-        few = at_most(rollouts, TAIL_SHARE * most_at_once(rollouts))
+        few = at_most(self._activity.rollouts, TAIL_SHARE * self._peak)
         all_dead = union([(self._activity.start_s, self._activity.end_s)]) if self._busy else EMPTY
         for engine in self._busy:
             all_dead = intersect(all_dead, self._activity.dead.get(engine, EMPTY))
@@ -139,11 +141,14 @@ def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Interval
     return sorted(found, key=lambda bubble: bubble.start_s)
 
 
-def idle_times(activities: Sequence[Activity], found: Sequence[Bubble]) -> list[Idle]:
-    """Seconds and share of idle time by lane and cause, the trainer first and the largest cause first."""
-    recorded = sum(life.end_s - life.start_s - total(life.unrecorded) for life in activities)
+def idle_times(recorded_s: float, found: Iterable[Bubble]) -> list[Idle]:
+    """Seconds and share of idle time by lane and cause, the trainer first and the largest cause first.
+
+    Args:
+        recorded_s: the recorded time of the run.
+    """
     sums: dict[tuple[str, str], float] = defaultdict(float)
-    for bubble in found:
-        sums[bubble.lane, bubble.cause] += bubble.end_s - bubble.start_s
-    rows = [Idle(lane, cause, s, s / recorded if recorded else 0.0) for (lane, cause), s in sums.items()]
+    for lane, start_s, end_s, cause in found:
+        sums[lane, cause] += end_s - start_s
+    rows = [Idle(lane, cause, s, s / recorded_s if recorded_s else 0.0) for (lane, cause), s in sums.items()]
     return sorted(rows, key=lambda row: (row.lane != TRAINER, row.lane, -row.seconds, row.cause))

@@ -1,18 +1,24 @@
 """One life of a run, as its trace tells it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tailrace.page.bubbles import Activity
 from tailrace.record.intervals import Intervals, union
-from tailrace.record.trace import ROUNDS, RUN_PID, SCORING_PID, TRAINER, WEIGHTS
+from tailrace.record.trace import ROUNDS, RUN_PID, SCORING_PID, TRAINER, WAITS, WEIGHTS
 from tailrace.record.trace_reader import Defect, Record, TraceReader
 
 EVALUATION, UNFINISHED = "evaluation", "unfinished"
+TRAINING, PUBLISHING = ("Accumulate", "Step"), "Publish"
+"""What the trainer's process is asked for, at the end of the name of a wait."""
+RESPONSES = ("stop", "length")
+"""Outcomes of requests that ended with their response."""
 
 
 class Request(NamedTuple):
@@ -32,11 +38,14 @@ class Request(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A slice of the run's own lanes: a round, work of the trainer, a publication."""
+    """A round, work of the trainer, a publication, a wait; or a sample that waits for its reward."""
 
     name: str
     start_s: float
     end_s: float
+
+
+Span = TypeVar("Span", bound=Request | Work)
 
 
 class State(NamedTuple):
@@ -86,17 +95,31 @@ class Life:
     unfinished: list[Request] = field(default_factory=list)
     rounds: list[Work] = field(default_factory=list)
     open_rounds: list[Work] = field(default_factory=list)
+    open_waits: list[Work] = field(default_factory=list)
+    """What tasks of a live run waited for when it last wrote."""
     trainer: list[Work] = field(default_factory=list)
     publications: list[Work] = field(default_factory=list)
-    scoring: list[tuple[float, float]] = field(default_factory=list)
-    open_scoring: list[tuple[float, float]] = field(default_factory=list)
+    scoring: list[Work] = field(default_factory=list)
+    open_scoring: list[Work] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
+    """The highest slot of each engine."""
     states: list[State] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     end_s: float = 0.0
+    num_responses: int = 0
+    """Requests that ended with their response, and the tokens of these responses."""
+    num_response_tokens: int = 0
+    longest_request_s: float = 0.0
+    worked_s: float = 0.0
+    """When work of a device, or a reward, last ended."""
+    changed_s: float = 0.0
+    """What was before is the same as before the last `update`."""
 
     def __post_init__(self) -> None:
         self._reader = TraceReader(self.path)
         self._processes: dict[int, str] = {}
+        self._num_gaps = 0
         self.end_s = self.offset_s
 
     @property
@@ -107,38 +130,59 @@ class Life:
             found.append(Defect(self.path.name, 0, problem))
         return found
 
-    @property
-    def num_records(self) -> int:
-        return len(self.requests) + len(self.trainer) + len(self.rounds) + len(self.scoring)
-
     def was_replaced(self) -> bool:
         return self._reader.was_replaced()
 
     def update(self) -> bool:
         """Read what is new; return whether there was something."""
+        before = self._open()
+        self.changed_s = min((self.end_s, *(each.start_s for each in self._at_work())))
         records = self._reader.read()
         for record in records:
             self._take(record)
-        unfinished = self._reader.unfinished
-        self.end_s = max([self.end_s, *(self._seconds(each.ts) for each in unfinished)])
-        before = self.unfinished, self.open_rounds, self.open_scoring
-        self._take_unfinished(unfinished)
-        return bool(records) or before != (self.unfinished, self.open_rounds, self.open_scoring)
+        self._take_unfinished(self._reader.unfinished)
+        gaps = self._reader.gaps[self._num_gaps :]
+        self._num_gaps += len(gaps)
+        starts = [*(self._seconds(end) for end, _ in gaps), *(each.start_s for each in self._at_work())]
+        self.changed_s = min((self.changed_s, *starts))
+        return bool(records) or before != self._open()
 
-    def activity(self) -> Activity:
-        """What it did, for the causes of its bubbles."""
-        everything = [*self.requests, *self.unfinished]
+    @property
+    def is_closed(self) -> bool:
+        return not any(self._open())
+
+    def _open(self) -> tuple[object, ...]:
+        return self.unfinished, self.open_rounds, self.open_scoring, self.open_waits
+
+    def _at_work(self) -> Sequence[Request | Work]:
+        return [*self.unfinished, *self.open_scoring, *self.open_trainer, *self.open_publications]
+
+    @property
+    def open_trainer(self) -> Sequence[Work]:
+        return [wait for wait in self.open_waits if verb_of(wait) in TRAINING]
+
+    @property
+    def open_publications(self) -> Sequence[Work]:
+        return [wait for wait in self.open_waits if verb_of(wait) == PUBLISHING]
+
+    @property
+    def start_s(self) -> float:
+        return min((work.start_s for work in [*self.rounds[:1], *self.open_rounds]), default=self.offset_s)
+
+    def activity(self, since_s: float = -math.inf) -> Activity:
+        """What it did after a time, for the causes of its bubbles. What began before it is whole."""
+        everything = [*_after(self.requests, since_s), *self.unfinished]
         gaps = self._reader.gaps
-        names = sorted({request.engine for request in everything} | {state.engine for state in self.states})
+        names = sorted(self.slots)
         return Activity(
-            start_s=min((work.start_s for work in [*self.rounds, *self.open_rounds]), default=self.offset_s),
+            start_s=max(self.start_s, since_s),
             end_s=self.end_s,
             requests=_by_engine(everything, names),
             evaluations=_times(each for each in everything if each.outcome == EVALUATION),
             rollouts=_times(each for each in everything if each.outcome != EVALUATION),
-            scoring=np.array([*self.scoring, *self.open_scoring]).reshape(-1, 2),
-            trainer=_times(self.trainer),
-            publications=_times(self.publications),
+            scoring=union(_times([*_after(self.scoring, since_s), *self.open_scoring])),
+            trainer=_times([*_after(self.trainer, since_s), *self.open_trainer]),
+            publications=_times([*_after(self.publications, since_s), *self.open_publications]),
             dead=self._in_state("dead"),
             asleep=self._in_state("asleep"),
             unrecorded=union([(self._seconds(end), self._seconds(start)) for end, start in gaps]),
@@ -168,41 +212,73 @@ class Life:
     def _take_slice(self, record: Record) -> None:
         start_s, end_s = self._seconds(record.ts), self._seconds(record.end)
         self.end_s = max(self.end_s, end_s)
-        if record.pid == RUN_PID:
-            lanes = ((ROUNDS, self.rounds), (TRAINER, self.trainer), (WEIGHTS, self.publications))
-            for lane, works in lanes:
-                if lane == (record.pid, record.tid):
-                    works.append(Work(record.name, start_s, end_s))
+        work, lane = Work(record.name, start_s, end_s), (record.pid, record.tid)
+        if lane == ROUNDS:
+            self.rounds.append(work)
+            self._find_straggler(work)
+            return
+        self.changed_s = min(self.changed_s, start_s)
+        if record.name != "late":  # of the controller's lane
+            self.worked_s = max(self.worked_s, end_s)
+        if lane == TRAINER:
+            self.trainer.append(work)
+        elif lane == WEIGHTS:
+            self.publications.append(work)
         elif record.pid == SCORING_PID:
-            self.scoring.append((start_s, end_s))
-        else:
-            self.requests.append(self._request(record, end_s))
+            self.scoring.append(work)
+        elif record.pid != RUN_PID:
+            self.take_request(self._request(record, end_s))
+
+    def take_request(self, request: Request) -> None:
+        """Add a request that has ended."""
+        self.requests.append(request)
+        if request.outcome == EVALUATION:
+            return
+        self.longest_request_s = max(self.longest_request_s, request.end_s - request.start_s)
+        if request.outcome in RESPONSES:
+            self.num_responses += 1
+            self.num_response_tokens += request.tokens
+
+    def _find_straggler(self, work: Work) -> None:
+        """Of a round that has just ended; there is one where at least two samples ended in it."""
+        ended = (each for each in _after(self.requests, work.start_s) if each.outcome in RESPONSES)
+        mine = [each for each in ended if each.start_s >= work.start_s and each.end_s <= work.end_s]
+        if len(mine) > 1:
+            before, last = mine[-2:]
+            alone_s = last.end_s - before.end_s
+            self.stragglers.append(
+                Straggler(work.name, last.sample, last.engine, last.slot, last.end_s, last.tokens, alone_s)
+            )
 
     def _take_instant(self, record: Record) -> None:
         time_s = self._seconds(record.ts)
-        self.end_s = max(self.end_s, time_s)
+        self.end_s, self.changed_s = max(self.end_s, time_s), min(self.changed_s, time_s)
         if record.pid != RUN_PID:
             engine, state = self._processes.get(record.pid, "?"), record.name.rpartition(" ")[2]
+            self.slots.setdefault(engine, 0)
             self.states.append(State(engine, time_s, state, str(record.args.get("why", ""))))
         elif "waiting" in record.args:
             self.waits.append(Wait(time_s, record.name, str(record.args["waiting"])))
 
     def _take_unfinished(self, records: Iterable[Record]) -> None:
-        self.unfinished, self.open_rounds, self.open_scoring = [], [], []
+        self.unfinished, self.open_rounds, self.open_scoring, self.open_waits = [], [], [], []
+        self.end_s = max((self.end_s, *(self._seconds(record.ts) for record in records)))
+        works = {ROUNDS: self.open_rounds, WAITS: self.open_waits}
         for record in records:
-            start_s = self._seconds(record.ts)
-            if (record.pid, record.tid) == ROUNDS:
-                self.open_rounds.append(Work(record.name, start_s, self.end_s))
+            work, lane = Work(record.name, self._seconds(record.ts), self.end_s), (record.pid, record.tid)
+            if lane in works:
+                works[lane].append(work)
             elif record.pid == SCORING_PID:
-                self.open_scoring.append((start_s, self.end_s))
+                self.open_scoring.append(work._replace(name=str(record.args.get("sample", "?"))))
             elif record.pid != RUN_PID:
                 self.unfinished.append(self._request(record, self.end_s))
 
     def _request(self, record: Record, end_s: float) -> Request:
-        args = record.args
+        args, engine = record.args, self._processes.get(record.pid, "?")
         had = int(args.get("had", 0))
+        self.slots[engine] = max(record.tid, self.slots.get(engine, 0))
         return Request(
-            engine=self._processes.get(record.pid, "?"),
+            engine=engine,
             slot=record.tid,
             start_s=self._seconds(record.ts),
             end_s=end_s,
@@ -213,21 +289,14 @@ class Life:
         )
 
 
-def stragglers(life: Life) -> list[Straggler]:
-    """The straggler of each round in which at least two samples ended."""
-    ended = [request for request in life.requests if request.outcome in ("stop", "length")]
-    ends = np.array([request.end_s for request in ended])
-    found = []
-    for work in life.rounds:
-        first, behind = np.searchsorted(ends, [work.start_s, work.end_s], side="right")
-        mine = [each for each in ended[first:behind] if each.start_s >= work.start_s]
-        if len(mine) > 1:
-            before, last = mine[-2:]
-            alone_s = last.end_s - before.end_s
-            found.append(
-                Straggler(work.name, last.sample, last.engine, last.slot, last.end_s, last.tokens, alone_s)
-            )
-    return found
+def verb_of(wait: Work) -> str:
+    """What a process is asked for: 'Step' of 'trainer: Step'."""
+    return wait.name.partition(": ")[2]
+
+
+def _after(ended: Sequence[Span], since_s: float) -> Sequence[Span]:
+    """What ended after a time, of what is sorted by its end."""
+    return [*takewhile(lambda each: each.end_s > since_s, reversed(ended))][::-1]
 
 
 def _times(of: Iterable[Request | Work]) -> Intervals:

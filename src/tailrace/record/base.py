@@ -17,8 +17,8 @@ class RecordSettings(Settings):
     directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
     the events."""
     trackers: tuple[TrackerName, ...] = ()
-    """Experiment trackers that get the rows of metrics.jsonl: `trackio`, `wandb`, `tensorboard`. Each is an
-    extra of its name."""
+    """Experiment trackers that get the rows of metrics.jsonl, of runs and of simulations: `trackio`, `wandb`,
+    `tensorboard`. Each is an extra of its name."""
     project: str = Field(default="tailrace", min_length=1)
     """The project in trackio and wandb. The run has the name of the output directory."""
     trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)

@@ -1,14 +1,14 @@
 """trace.json: the run as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
-One process is the run, with lanes for rounds, trainer, weights and the controller's lag. One is the scoring
-stage: a sample has a lane there from the end of its generation to its reward. Each engine is a process with
-a lane for each request that it has at the same time; a mark across it tells that it died, fell asleep or
-opened. An arrow goes from the last request of a group to each
+One process is the run, with lanes for rounds, trainer, weights, the controller's lag and what a live run
+waits for now. One is the scoring stage: a sample has a lane there from the end of its generation to its
+reward. Each engine is a process with a lane for each request that it has at the same time; a mark across it
+tells that it died, fell asleep or opened. An arrow goes from the last request of a group to each
 step that trains it. What has begun and not ended stands at the end of the array, as records of phase "B",
 until the next flush. Times are microseconds since the first event. Equal events make equal bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class _Lane(NamedTuple):
 
 
 RUN_PID = 1
-ROUNDS, TRAINER, WEIGHTS, CONTROLLER = (_Lane(RUN_PID, tid) for tid in range(1, 5))
+ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS = (_Lane(RUN_PID, tid) for tid in range(1, 6))
 SCORING, SCORING_PID = "scoring", 10_000
 FORMAT, FORMAT_RECORD = 1, "tailrace_trace"
 """The version of what the records mean, and the name of the record that has it."""
@@ -63,13 +63,16 @@ class _Open:
 class TraceWriter:
     """Sink: writes the trace, which is complete after every optimizer step, round and evaluation."""
 
-    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self, path: Path, *, max_bytes: int = 64 * 2**20, waits: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         """
         Args:
             path: the first file; a longer trace goes on in files beside it (`trace_file.TraceFile`).
             max_bytes: the largest size of one file.
+            waits: says what tasks wait for now, and since when. They stand at the end of the array.
         """
-        self._file = TraceFile(path, max_bytes)
+        self._file, self._waits = TraceFile(path, max_bytes), waits
         self._origin_s: float | None = None
         self._now_s = 0.0
         self._round: RoundStarted | None = None
@@ -86,8 +89,8 @@ class TraceWriter:
         self._flushed_s = 0.0
         self._label(FORMAT_RECORD, _Lane(RUN_PID, 0), format=FORMAT)
         self._name_process(RUN_PID, "run")
-        names = ((ROUNDS, "rounds"), (TRAINER, "trainer"), (WEIGHTS, "weights"), (CONTROLLER, "controller"))
-        for lane, name in names:
+        names = ("rounds", "trainer", "weights", "controller", "waits")
+        for lane, name in zip((ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS), names, strict=True):
             self._label("thread_name", lane, name=name)
         self._file.flush()
 
@@ -157,6 +160,8 @@ class TraceWriter:
             args: dict[str, object] = {"version": self._round.version}
             start = self._at(ROUNDS, self._round.time_s)
             yield {"name": f"round {self._round.round}", "ph": "B", **start, "args": args}
+        for what, since_s in self._waits().items():
+            yield {"name": what, "ph": "B", **self._at(WAITS, since_s)}
         for sample, opened in [*self._requests.items(), *self._unscored.items()]:
             args = {"sample": str(sample), "had": opened.num_tokens}
             yield {"name": _name_of(sample), "ph": "B", **self._at(opened.lane, opened.start_s), "args": args}

@@ -73,6 +73,9 @@ class LineFile:
                 yield Line(number, content, end - len(content), end, is_whole)
             start, number = start + len(raw) + 1, number + 1
 
+    def is_empty(self) -> bool:
+        return self._version[1:2] == (0,)
+
     def accept(self, line: Line) -> None:
         """Do not yield this line and those before it again."""
         self._offset, self._number, self._accepted = line.end, line.number, line.content
@@ -127,7 +130,9 @@ class TraceReader:
         """Ends and starts, in microseconds, between which files are no longer kept."""
         self._path = path
         self._parts: dict[int, LineFile] = {}
-        self._slots: dict[tuple[int, int], int] = {}
+        self._begun: set[LineFile] = set()
+        """Those of which a record was read."""
+        self._ends: dict[tuple[int, int], int] = {}
         """When the last slice of a lane ended."""
         self._last_end = 0
         self._defects: dict[tuple[str, str], Defect] = {}
@@ -179,11 +184,16 @@ class TraceReader:
                 part.accept(line)
                 if record and self._is_readable(part, line, record):
                     records.append(record)
+        if part.is_empty():
+            self._torn = Defect(part.path.name, 1, "the file is empty")
         return records
 
     def _record(self, part: LineFile, line: Line) -> Record | None:
         try:
-            return msgspec.json.decode(line.content, type=Record)
+            record = msgspec.json.decode(line.content, type=Record)
+            if not all(isinstance(record.args.get(name, 0), int) for name in ("tokens", "had")):
+                raise msgspec.DecodeError
+            return record
         except (msgspec.DecodeError, UnicodeDecodeError):
             if line.is_whole and not self.unfinished:
                 self._defect(part, line, "it is no trace event")
@@ -193,15 +203,19 @@ class TraceReader:
 
     def _is_readable(self, part: LineFile, line: Line, record: Record) -> bool:
         """Whether the record means what it says, as far as can be told."""
-        if record.name == FORMAT_RECORD and record.args.get("format") != FORMAT:
-            found = record.args.get("format")
-            problem = f"the trace has format {found}, and this version of tailrace reads format {FORMAT}"
-            self._defect(part, line, problem)
-        if record.ph == "X" and record.pid != RUN_PID:
-            lane = record.pid, record.tid
-            if record.ts < self._slots.get(lane, 0):
-                self._defect(part, line, "it begins before the slice above it in its lane ends")
-            self._slots[lane] = max(record.end, self._slots.get(lane, 0))
+        if part not in self._begun:
+            self._begun.add(part)
+            found = record.args.get("format") if record.name == FORMAT_RECORD else "none"
+            if found != FORMAT:
+                problem = f"the trace has format {found}, and this version of tailrace reads format {FORMAT}"
+                self._defect(part, line, problem)
+        if record.ph == "X":
+            lane, is_run = (record.pid, record.tid), record.pid == RUN_PID
+            # Work of the run may overlap. It is written when it ends.
+            if (record.end if is_run else record.ts) < self._ends.get(lane, 0):
+                problem = f"it {'ends' if is_run else 'begins'} before the slice above it in its lane ends"
+                self._defect(part, line, problem)
+            self._ends[lane] = max(record.end, self._ends.get(lane, 0))
         if record.dur < 0 or record.ts < 0:
             self._defect(part, line, "its time is negative")
             return False

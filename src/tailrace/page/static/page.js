@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isServed = !data.runs;
-  const POLL_MS = 2000, SILENT_S = 60, NUM_DRAWN_AT_FIRST = 3, MAX_POINTS = 4000, MAX_TABLE_ROWS = 100;
+  const POLL_MS = 2000, NUM_DRAWN_AT_FIRST = 3, MAX_POINTS = 4000, MAX_TABLE_ROWS = 100;
   // Okabe and Ito's colours, which people with any colour vision can tell apart.
   const RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555"];
   const CAUSES = {
@@ -44,7 +44,7 @@
       run.rows = run.rows.concat(payload.rows);
     }
     run.payload = payload;
-    const key = JSON.stringify([payload.generation, payload.written, payload.finished, run.requests.sample.length]);
+    const key = JSON.stringify([payload.generation, payload.revision, payload.state.kind, payload.advisories]);
     const isNew = key !== run.key;
     run.key = key;
     return isNew;
@@ -119,15 +119,17 @@
     return found;
   }
 
+  const isStep = (name) => name.startsWith("step") || name.endsWith(": Step");
+
   function runTraces(run) {
     const found = [];
     const draw = (row, works, parts) => parts.forEach(([name, colour, wanted]) => {
       const segments = new Segments(works.length);
       works.forEach((work, i) => { if (wanted(work[0], i)) segments.add(work[1], work[2], FIXED_ROWS.indexOf(row)); });
-      if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: false }));
+      if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: row === "trainer" }));
     });
     draw("rounds", run.payload.rounds, [["round", "#444444", (_, i) => i % 2 === 0], ["round", "#aaaaaa", (_, i) => i % 2 === 1]]);
-    draw("trainer", run.payload.trainer, [["accumulate", "#66c2a5", (name) => !name.startsWith("step")], ["step", "#1b7f5a", (name) => name.startsWith("step")]]);
+    draw("trainer", run.payload.trainer, [["gradients", "#66c2a5", (name) => !isStep(name)], ["optimizer step", "#1b7f5a", isStep]]);
     draw("publications", run.payload.publications, [["publication", "#7b5ea7", () => true]]);
     draw("rewards", run.payload.rewards, [["rewards", "#b8a800", () => true]]);
     return found;
@@ -164,15 +166,16 @@
   function timelineLayout(run, rows) {
     const names = [...rows.first.keys()], every = Math.max(1, Math.ceil(names.length / 30));
     const shown = names.filter((_, i) => i % every === 0);
+    const ends = byId("same-scale").checked ? runs.map((each) => (each.payload ? each.payload.end_s : 0)) : [];
     return {
       font: FONT, height: Math.min(950, 480 + 6 * rows.count), margin: { l: 110, r: 10, t: 10, b: 40 }, dragmode: "zoom",
-      hovermode: "closest", uirevision: run.engines.join() || "all", legend: { orientation: "h", y: -0.12 },
-      xaxis: { title: { text: "seconds" }, anchor: "y2" },
+      hovermode: "closest", uirevision: `${run.engines.join() || "all"} ${ends.length}`, legend: { orientation: "h", y: -0.12 },
+      xaxis: { title: { text: "seconds" }, anchor: "y2", ...(ends.length ? { range: [0, Math.max(1e-3, ...ends)] } : {}) },
       yaxis: { domain: [0.28, 0.82], range: [rows.count - 0.5, -0.5], showgrid: false, zeroline: false,
         tickvals: shown.map((name) => rows.first.get(name)), ticktext: shown },
       yaxis3: { domain: [0.85, 1], range: [FIXED_ROWS.length - 0.5, -0.5], fixedrange: true, showgrid: false, zeroline: false,
         tickvals: [...FIXED_ROWS.keys()], ticktext: FIXED_ROWS },
-      yaxis2: { domain: [0, 0.23], rangemode: "tozero", title: { text: "tokens" } },
+      yaxis2: { domain: [0, 0.23], rangemode: "tozero", title: { text: "response, tokens" } },
       shapes: run.payload.lives.slice(1).map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", color: "#c00000" } })),
     };
   }
@@ -244,6 +247,7 @@
   // ---- tables ----
 
   function fill(table, heads, rows, onOpen) {
+    table.hidden = !rows.length;
     const head = element("tr");
     heads.forEach((text) => head.append(element("th", text)));
     table.replaceChildren(head, ...rows.map((cells) => {
@@ -274,18 +278,15 @@
     return rows;
   }
 
-  function stateOf(payload) {
-    if (payload.finished) return "finished";
-    if (!isServed) return "not finished when this page was written";
-    const silent = Date.now() / 1000 - payload.written;
-    if (silent < SILENT_S) return "is being written";
-    return `not finished; nothing was written for ${format(Math.round(silent))} s: it was killed, or it waits`;
+  function drawState(run) {
+    const { state, doing } = run.payload, now = isServed ? "Now" : "When this page was written";
+    run.parts.state.textContent = isServed || state.kind === "finished" ? state.text : `${state.text} (when this page was written)`;
+    run.parts.doing.textContent = state.kind === "written" && doing.length ? `${now}: ${doing.join(" · ")}` : "";
   }
 
   function drawTexts(run) {
     const { payload, parts } = run;
     parts.title.textContent = payload.name;
-    parts.state.textContent = stateOf(payload);
     parts.advisories.replaceChildren(
       ...payload.advisories.map((each) => element("div", `${each.kind}: ${each.text}`, { className: "advisory" })),
       ...payload.defects.map((each) => element("div",
@@ -294,6 +295,7 @@
     );
     const names = payload.engines.map((engine) => engine.name);
     if (parts.engines.options.length !== names.length) {
+      parts.chooser.hidden = names.length < 2;
       parts.engines.replaceChildren(...names.map((name) => element("option", name, { value: name })));
     }
     fill(parts.idle, ["idle", "cause", "seconds", "share"], idleRows(run));
@@ -301,7 +303,7 @@
     fill(parts.stragglers, ["straggler of", "sample", "engine", "tokens", "seconds alone"],
       payload.stragglers.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.round, each.sample, each.engine, each.tokens, each.alone_s]), open);
     fill(parts.samples, ["step", "sample", "reward", "tokens", "ended", "tokens recorded"],
-      payload.samples.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.step, each.id, each.reward, each.num_tokens, each.finish_reason, each.has_tokens ? "yes" : ""]), open);
+      payload.samples.slice(-MAX_TABLE_ROWS).reverse().map((each) => [each.step, each.id, each.reward, each.num_tokens, each.finish_reason, each.has_tokens ? "yes" : "no"]), open);
   }
 
   // ---- one sample ----
@@ -362,7 +364,7 @@
   const CHARTS = [
     ["reward", [["reward", steady("reward"), "solid"], ["held-out accuracy", steady("eval/accuracy"), "markers"]]],
     ["length, tokens", [["mean", steady("completions/mean_length"), "solid"], ["p90", steady("completions/p90_length"), "dash"], ["longest", steady("completions/max_length"), "dot"]]],
-    ["age of tokens", [["lag, mean", steady("lag/mean"), "solid"], ["lag, max", steady("lag/max"), "dash"], ["staleness, max", steady("staleness/max"), "dot"]]],
+    ["age of tokens: lag in optimizer steps, staleness in publications", [["lag, mean", steady("lag/mean"), "solid"], ["lag, max", steady("lag/max"), "dash"], ["staleness, max", steady("staleness/max"), "dot"]]],
     ["effective sample size", [["ESS", steady("ess"), "solid"]]],
     ["wasted tokens, share of all so far", [["wasted", wasted, "solid"]]],
     ["the trainer's waiting ratio, by round", [["waiting ratio", steady("round/waiting_ratio"), "solid"]]],
@@ -392,8 +394,8 @@
     const axis = byId("x-axis").value, title = byId("x-axis").selectedOptions[0].text, known = runs.filter((run) => run.payload);
     for (const [number, [name, lines]] of CHARTS.entries()) {
       const traces = known.flatMap((run) => lines.map((line) => chartTrace(run, line, axis))).filter((trace) => trace.x.length);
-      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 10, t: 30, b: 40 },
-        uirevision: axis, hovermode: "x unified", showlegend: true, legend: { orientation: "h", y: -0.25, font: { size: 10 } }, xaxis: { title: { text: title } }, yaxis: { rangemode: "tozero" } }, PLOT);
+      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 10, t: 30, b: 70 },
+        uirevision: axis, hovermode: "x unified", showlegend: true, legend: { orientation: "h", y: -0.3, font: { size: 10 } }, xaxis: { title: { text: title, standoff: 5 } }, yaxis: { rangemode: "tozero" } }, PLOT);
     }
   }
 
@@ -401,21 +403,23 @@
 
   function makeParts(run) {
     const details = element("details", null, { open: run.number < NUM_DRAWN_AT_FIRST, className: "run" }), summary = element("summary");
-    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }),
+    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }), doing: element("p", "", { className: "doing" }),
       engines: element("select", null, { multiple: true, size: 4, ariaLabel: "engines" }), pointer: element("p", "Click on a request to open its sample."),
       plot: element("div", null, { className: "timeline" }), idle: element("table", null, { className: "idle" }),
       stragglers: element("table", null, { className: "stragglers" }), samples: element("table", null, { className: "samples" }) };
     summary.append(parts.title, parts.state);
     const label = element("label", "only these engines "), all = element("button", "all engines", { type: "button" }), controls = element("div", null, { className: "controls" });
     label.append(parts.engines);
-    controls.append(label, all, parts.pointer);
+    parts.chooser = element("div", null, { hidden: true });
+    parts.chooser.append(label, all);
+    controls.append(parts.chooser, parts.pointer);
     const tables = element("div", null, { className: "tables" });
     for (const table of [parts.idle, parts.stragglers, parts.samples]) {
       const box = element("div");
       box.append(table);
       tables.append(box);
     }
-    details.append(summary, parts.advisories, controls, parts.plot, tables);
+    details.append(summary, parts.advisories, parts.doing, controls, parts.plot, tables);
     const choose = () => { run.engines = [...parts.engines.selectedOptions].map((option) => option.value); drawTexts(run); return drawTimeline(run); };
     parts.engines.addEventListener("change", choose);
     all.addEventListener("click", () => { parts.engines.selectedIndex = -1; choose(); });
@@ -431,7 +435,7 @@
   async function draw(changed) {
     for (const run of changed) { drawTexts(run); await drawTimeline(run); }
     if (changed.length) { await drawFigures(); window.tailrace.draws += 1; }
-    for (const run of runs) if (run.payload) run.parts.state.textContent = stateOf(run.payload);
+    for (const run of runs) if (run.payload) drawState(run);
   }
 
   async function poll() {
@@ -454,6 +458,9 @@
   const charts = CHARTS.map(() => byId("figures").appendChild(element("div", null, { className: "chart" })));
   byId("figures").className = "charts";
   byId("x-axis").addEventListener("change", drawFigures);
+  byId("same-scale").parentElement.hidden = runs.length < 2;
+  byId("same-scale").checked = runs.length > 1;
+  byId("same-scale").addEventListener("change", () => runs.forEach((run) => run.payload && drawTimeline(run)));
   byId("colour").addEventListener("change", drawTokens);
   if (isServed) poll();
   else draw(runs.filter((run) => take(run, data.runs[run.number])));
