@@ -190,7 +190,7 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
         apart("one_step_off", groups_per_round=U, groups_per_step=U),
         apart("streamrl_async", groups_per_round=U),
     ]
-    # PipelineRL's requests of 3 U groups keep 4 to 8 U groups alive: one that has only some responses is, too.
+    # PipelineRL's requests of 3 U groups keep 4 to 8 U groups alive, with those that have some responses.
     in_flight = math.ceil(3 * U * K / engines)
     unbounded = [
         racer("april", groups_per_round=U, groups_launched=3 * U),
@@ -203,7 +203,7 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
             ring_full="block",
         ),
         apart("tailrace, staleness 8", groups_per_step=U, groups_in_flight=3 * U, staleness=8),
-        apart("tailrace, staleness 32", groups_per_step=U, groups_in_flight=9 * U // 2, staleness=32),
+        apart("tailrace, staleness 32", groups_per_step=U, groups_in_flight=6 * U, staleness=32),
     ]
     return {
         "on-policy": on_policy,

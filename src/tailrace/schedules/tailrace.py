@@ -23,25 +23,18 @@ async def tailrace(
 
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step. Groups that only wait
-            for rewards are not counted while the pool is below that limit.
+        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
         kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
     """
     run.promise(staleness=staleness)
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
-        run.pool.launch(run.prompts(room(run, groups_in_flight, (staleness + 1) * groups_per_step)))
+        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
         async for groups in run.pool.stream(groups_per_step, select):
             await run.accumulate(groups)
         await run.step()
         await run.publish(kv=kv)
-
-
-def room(run: Run, groups_in_flight: int, most: int) -> int:
-    """How many groups may be launched: those that only wait for rewards leave their place to others."""
-    num_scoring = sum(group.serving_complete for group in run.pool.groups) - len(run.pool.ready)
-    return max(0, min(groups_in_flight + num_scoring, most) - len(run.pool))
 
 
 async def tailrace_on_policy(
@@ -49,10 +42,10 @@ async def tailrace_on_policy(
 ) -> None:
     """Races of the prompts that are probably the shortest; the losers race again.
 
-    The prompts of several rounds are drawn at once and trained from short to long. What is known of a prompt is
-    the longest response to its row when it was last trained, and how many tokens it had when it lost a race.
-    All K responses of a prompt are trained, and a restarted prompt has the same noise as before, so the lengths
-    of a run are not biased. Those of a single step are.
+    The prompts of several rounds are drawn at once and trained from short to long. What is known of a prompt
+    is the longest response to its row when it was last trained, and how many tokens it had when it lost a
+    race. All K responses of a prompt are trained, and a restarted prompt has the same noise as before, so the
+    lengths of a run are not biased. Those of a single step are.
 
     Args:
         groups_per_round: groups trained in a round (N).
