@@ -14,8 +14,8 @@ every schedule keeps the same bound, and those with a choice have about as many 
 The length bias is the mean length of the trained responses over the mean length of all responses to the same
 prompts, minus 1. Prompts that are in flight at the end of a run are left out: they would be trained later. A
 racer with a larger bias than 2% is printed and cannot win. Schedules that race or sort prompts train short
-ones in some steps and long ones in others. The spread shows this: the standard deviation of the mean lengths of
-a run's steps, as a share of their mean.
+ones in some steps and long ones in others. The spread shows this: the standard deviation of the mean lengths
+of a run's steps, as a share of their mean.
 """
 
 import argparse

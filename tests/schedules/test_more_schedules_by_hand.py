@@ -107,7 +107,7 @@ def test_tailrace_on_policy_races_the_losers_again_after_what_is_not_known_to_be
 
 
 def test_its_races_go_on_until_the_winners_are_scored() -> None:
-    """Rewards take 5 s. Group 0 is generated at 10 s and wins at 15 s; group 1 has 12 tokens and no reward."""
+    """Rewards take 5 s. Group 0 is generated at 10 s and wins at 15 s, when group 1 lacks only rewards."""
     sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
     parts = worlds(sim, lambda sample: 12 if sample.prompt.index == 1 else 10)
     schedule = partial(tailrace_on_policy, groups_per_round=1, prompt_speculation=2.0, rounds_sorted=2)
