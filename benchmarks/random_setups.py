@@ -159,7 +159,8 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
     on_policy = [
         racer("serial", groups_per_round=U, groups_per_step=U),
         racer("seer", groups_per_round=U, groups_per_step=U),
-        racer("sortedrl_on_policy", groups_per_round=4 * U, groups_per_step=U),
+        racer("sortedrl_on_policy, 4 U", groups_per_round=4 * U, groups_per_step=U),
+        racer("sortedrl_on_policy, 8 U", groups_per_round=8 * U, groups_per_step=U),
         racer("tailbatch_dapo", groups_per_round=U, requests_per_engine=requests, response_speculation=1.0),
         racer("tailbatch, prompts", groups_per_round=U, response_speculation=1.0),
         apart("rollpacker, prompts", groups_per_round=U, response_speculation=1.0),
@@ -189,6 +190,7 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
         apart("one_step_off", groups_per_round=U, groups_per_step=U),
         apart("streamrl_async", groups_per_round=U),
     ]
+    # PipelineRL's requests of 3 U groups keep 4 to 8 U groups alive, with those that have some responses.
     in_flight = math.ceil(3 * U * K / engines)
     unbounded = [
         racer("april", groups_per_round=U, groups_launched=3 * U),
@@ -200,7 +202,8 @@ def classes(setup: Setup) -> dict[str, list[Racer]]:
             ring_groups=2 * U,
             ring_full="block",
         ),
-        apart("tailrace", groups_per_step=U, groups_in_flight=3 * U, staleness=8),
+        apart("tailrace, staleness 8", groups_per_step=U, groups_in_flight=3 * U, staleness=8),
+        apart("tailrace, staleness 32", groups_per_step=U, groups_in_flight=6 * U, staleness=32),
     ]
     return {
         "on-policy": on_policy,

@@ -79,9 +79,8 @@ RACERS: dict[str, Schedule] = {
     "tailbatch_async, prompts 1.25": round_of("tailbatch_async", response_speculation=1.0),
     "rollpacker, prompts 1.25": round_of("rollpacker", response_speculation=1.0),
     "rollpacker, both 1.25": round_of("rollpacker"),
-    "tailrace_on_policy, race only": round_of("tailrace_on_policy", long_share=0.0),
-    "tailrace_on_policy, share 0.1": round_of("tailrace_on_policy", long_share=0.1),
-    "tailrace_on_policy, share 0.2": round_of("tailrace_on_policy", long_share=0.2),
+    "tailrace_on_policy, sorted only": round_of("tailrace_on_policy", prompt_speculation=1.0),
+    "tailrace_on_policy, race 2": round_of("tailrace_on_policy"),
     "conventional, 8 steps a round": bound("conventional", groups_per_step=GROUPS, steps_per_round=8),
     "pipelinerl, 1.25x in flight": pipelinerl(80),
     "pipelinerl, 2x in flight": pipelinerl(128),
@@ -96,7 +95,7 @@ RACERS: dict[str, Schedule] = {
 APRIL = ("april, 1.5x", "april, 2x")
 TAILRACE = ("tailrace, 1.5x, bound 2", "tailrace, 2x, bound 4")
 """With the same groups in flight as APRIL."""
-ON_POLICY = ("rollpacker, prompts 1.25", "tailrace_on_policy, share 0.2")
+ON_POLICY = ("rollpacker, prompts 1.25", "tailrace_on_policy, race 2")
 HEAD = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
 
 

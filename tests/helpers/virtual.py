@@ -113,7 +113,7 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "sortedrl_on_policy": partial(SCHEDULES["sortedrl_on_policy"], groups_per_round=16, groups_per_step=8),
     "windowed_fifo": partial(SCHEDULES["windowed_fifo"], groups_per_step=8, groups_in_flight=20, window=6),
     "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
-    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8),
+    "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8, rounds_sorted=3),
 }
 """Every schedule of the package, with parameters for the small world."""
 

@@ -109,7 +109,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {
                 "groups_per_round": U,
                 "prompt_speculation": draw(FACTORS),
-                "long_share": draw(st.sampled_from([0.0, 0.25, 1.0])),
+                "rounds_sorted": draw(st.integers(1, 3)),
             }
         case "pipelinerl":
             parameters = {

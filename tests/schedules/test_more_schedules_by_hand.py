@@ -95,12 +95,26 @@ def test_tailbatch_async_goes_on_from_the_tokens_of_the_race() -> None:
     assert spans(outcome, 1) == [Span(0, 10), Span(1, 30)]
 
 
-def test_tailrace_on_policy_starts_the_loser_of_a_race_again() -> None:
-    """Group 1 is stopped with 10 of 40 tokens at 10 s, starts again at 32 s, ends at 72 s and trains 82 s."""
-    outcome = run(partial(tailrace_on_policy, groups_per_round=1, prompt_speculation=2.0), {1: 40})
-    assert started(outcome) == [(0, 0, 0), (0, 1, 0), (32, 1, 0)]
-    assert published(outcome) == [32, 154]
-    assert outcome.totals.wasted_tokens == {"deferred": 20}
+def test_tailrace_on_policy_races_the_losers_again_after_what_is_not_known_to_be_long() -> None:
+    """Three prompts, races of two for one place. Group 1 wins at 10 s and trains 22 s. Group 0 has lost with
+    10 tokens, so group 2 comes before it. It wins at 52 s and trains 42 s; group 0 loses 20 tokens, ends at
+    134 s and trains 82 s."""
+    schedule = partial(tailrace_on_policy, groups_per_round=1, prompt_speculation=2.0, rounds_sorted=3)
+    outcome = run(schedule, {0: 40, 2: 20}, rounds=3)
+    assert started(outcome) == [(0, 0, 0), (0, 1, 0), (32, 2, 0), (32, 0, 0), (94, 0, 0)]
+    assert published(outcome) == [32, 94, 216]
+    assert outcome.totals.wasted_tokens == {"deferred": 2 * (10 + 20)}
+
+
+def test_its_races_go_on_until_the_winners_are_scored() -> None:
+    """Rewards take 5 s. Group 0 is generated at 10 s and wins at 15 s, when group 1 lacks only rewards."""
+    sim = change(EXACT, rewards=change(EXACT.rewards, median_s=5.0, sigma=0.0))
+    parts = worlds(sim, lambda sample: 12 if sample.prompt.index == 1 else 10)
+    schedule = partial(tailrace_on_policy, groups_per_round=1, prompt_speculation=2.0, rounds_sorted=2)
+    outcome = simulate(schedule, TWO_ROUNDS, sim, parts=parts)
+    assert started(outcome) == [(0, 0, 0), (0, 1, 0), (15 + 22, 1, 0)]
+    assert published(outcome) == [37, 37 + 12 + 5 + 26]
+    assert outcome.totals.wasted_tokens == {"deferred": 2 * 12}
 
 
 def test_one_step_off_publishes_when_the_batch_is_trained_and_the_next_is_generated() -> None:

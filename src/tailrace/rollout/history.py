@@ -6,7 +6,6 @@ epochs, have no history.
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from math import ceil
 
 from tailrace.types import Group, Prompt
 
@@ -33,11 +32,3 @@ class History:
         others, or 0."""
         middle = self._ordered[len(self._ordered) // 2] if self._ordered else 0
         return middle if prompt.row_number is None else self.longest.get(prompt.row_number, middle)
-
-    def predicts_long(self, prompt: Prompt, share: float) -> bool:
-        """Whether the row was among the longest `share` of the rows trained so far. Ties count as short."""
-        longest = None if prompt.row_number is None else self.longest.get(prompt.row_number)
-        if longest is None:
-            return False
-        place = ceil((1.0 - share) * len(self._ordered)) - 1
-        return longest > self._ordered[max(place, 0)]

@@ -68,7 +68,7 @@ class Pool:
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._source: Draw | None = None
-        self._places = inf  # how many more groups the present race lets out
+        self._places, self._to_score = inf, False  # of a race: how many more groups win it, and when
         self._parking: asyncio.Task[None] | None = None
         self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
         self._pumping = self._shut = False
@@ -108,16 +108,16 @@ class Pool:
         """n complete groups in all, in lists, as they become complete."""
         return self.ready.stream(n, select)
 
-    async def race(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
-        """The first n groups whose samples are generated, in lists, as they become complete.
+    async def race(self, n: int, *, scored: bool = False) -> AsyncIterator[list[Group]]:
+        """The first n groups whose samples are generated, or also `scored`, in lists, as they are complete.
 
         All other groups are parked in the instant in which the n-th group is generated (RollPacker 3: the
         rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
         """
-        self._places = n
+        self._places, self._to_score = n, scored
         self.progress.raced(n, next((group.num_required for group in self.groups), 0))
         self._end_race()
-        async for groups in self.stream(n, select):
+        async for groups in self.stream(n):
             n -= len(groups)
             self._places -= len(groups)
             if n == 0:
@@ -295,12 +295,11 @@ class Pool:
             self._ledger.waste(sample, reason)
 
     def _end_race(self) -> None:
-        """Park the groups that have lost, once as many groups are generated as the race lets out."""
+        """Park the groups that have lost, once as many groups are through as win the race."""
         if self._places == inf:
             return
-        losers = [group for group in self._in_flight if not group.serving_complete]
-        num_generated = len(self.ready) + len(self._in_flight) - len(losers)
-        if losers and num_generated >= self._places:
+        losers = [group for group in self._in_flight if self._to_score or not group.serving_complete]
+        if losers and len(self) - len(losers) >= self._places:
             self._park(losers)
 
     def _park(self, groups: list[Group]) -> None:

@@ -1,14 +1,14 @@
 """tailrace: our own schedules.
 
 `tailrace` takes up APRIL (Zhou et al. 2025, 2.2) and PipelineRL (Piche et al. 2025, 4) without their waits.
-`tailrace_on_policy` takes up RollPacker (Gao et al. 2025, 3) without racing prompts that are known to be
-long.
+`tailrace_on_policy` takes up SortedRL (Zhang et al. 2026, arXiv 2603.23414) and the race of RollPacker (Gao
+et al. 2025, 3): what is known of the lengths decides who races.
 """
 
 from math import ceil
 
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Bound, Count, Factor, Share
+from tailrace.schedules.parameters import Bound, Count, Factor
 from tailrace.schedules.window import window
 from tailrace.types import KV, Group
 
@@ -38,38 +38,40 @@ async def tailrace(
 
 
 async def tailrace_on_policy(
-    run: Run, groups_per_round: Count, prompt_speculation: Factor = 1.25, long_share: Share = 0.2
+    run: Run, groups_per_round: Count, prompt_speculation: Factor = 2.0, rounds_sorted: Count = 8
 ) -> None:
-    """Tail batching that wastes no token on prompts known to be long.
+    """Races of the prompts that are probably the shortest; the losers race again.
 
-    Rows of the data whose longest response was among the longest when they were last trained join the queue
-    before they start. The others race. All K responses of a prompt are trained, and a restarted prompt has
-    the same noise as before, so response lengths are not biased.
+    The prompts of several rounds are drawn at once and trained from short to long. What is known of a prompt
+    is the longest response to its row when it was last trained, and how many tokens it had when it lost a
+    race. All K responses of a prompt are trained, and a restarted prompt has the same noise as before, so the
+    lengths of a run are not biased. Those of a single step are.
 
     Args:
         groups_per_round: groups trained in a round (N).
         prompt_speculation: groups launched in a race, as a multiple of N (eta). 1: no race.
-        long_share: share of the rows that counts as long.
+        rounds_sorted: rounds whose prompts are drawn at once. After the last round of the run, there are
+            rounds until all are trained.
     """
     run.promise(staleness=0)
-    num_launched = ceil(prompt_speculation * groups_per_round)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(groups := next_round(run, groups_per_round, num_launched, long_share))
-        async for batch in run.pool.race(min(groups_per_round, len(groups))):
+        if not len(run.parked):
+            run.defer(run.prompts(rounds_sorted * groups_per_round))
+        groups = shortest(run, ceil(prompt_speculation * groups_per_round))
+        run.pool.launch(groups)
+        async for batch in run.pool.race(min(groups_per_round, len(groups)), scored=True):
             await run.accumulate(batch)
         await run.step()
         await run.publish()
 
 
-def next_round(run: Run, groups_per_round: int, num_launched: int, long_share: float) -> list[Group]:
-    """The deferred groups if there are enough for a round; else new groups without those known to be long."""
-    if len(run.parked) >= groups_per_round or run.overtime:
-        return run.restart(run.parked.pop(groups_per_round))
-    short: list[Group] = []
-    while len(short) < num_launched:
-        (group,) = run.prompts(1)
-        if run.history.predicts_long(group.prompt, long_share):
-            run.defer([group])
-        else:
-            short.append(group)
-    return short
+def shortest(run: Run, n: int) -> list[Group]:
+    """The first n parked groups in the order of what is known of their lengths, without their tokens."""
+
+    def known_tokens(group: Group) -> int:
+        return max([run.history.predicted(group.prompt), *(sample.num_tokens for sample in group.samples)])
+
+    run.parked.groups.sort(key=known_tokens)
+    groups = run.parked.pop(n)
+    run.restart([group for group in groups if group.oldest_version is not None])
+    return groups
