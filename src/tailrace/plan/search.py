@@ -1,0 +1,115 @@
+"""The search: bounds, then successive halving over optimizer steps in virtual time.
+
+A candidate whose bound (bounds.py) is worse than what another one reaches cannot win. A schedule is about as
+far above its bound on one division of the devices as on another. So those are measured first that are
+predicted to be the fastest, over few steps. The best of them are measured over more, and the best of these
+over all (successive halving; Jamieson and Talwalkar, Non-stochastic Best Arm Identification and
+Hyperparameter Optimization, 2016). All candidates train the same prompts, with the same lengths of their
+responses.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from tailrace.errors import ConfigError
+from tailrace.plan.base import Candidate, Measured, Plan
+from tailrace.plan.problem import Entry, Problem
+from tailrace.plan.words import reasons
+
+RUNGS = ((1 / 16, 8), (1 / 4, 3))
+"""Share of the steps over which candidates are measured, and how many of them are measured over more."""
+LEAST = 8
+"""Candidates that are measured at least."""
+MARGIN = 1.15
+"""How much slower than the best a candidate may be over few steps to be measured over more."""
+
+Pair = tuple[Entry, Measured]
+
+
+def search(problem: Problem) -> Plan:
+    """Find the fastest candidates of a problem.
+
+    Raises:
+        ConfigError: no candidate fits the devices, or none is within the limits.
+    """
+    entries, excluded = problem.entries()
+    (share, number), (more, finalists) = RUNGS
+    num_excluded = excluded.total()
+    first, others, biased = _promising(problem, entries, _share(problem, share))
+    if not first:
+        found = f"it excludes all {len(entries)} candidates that fit the devices"
+        raise ConfigError("plan.max_length_bias", problem.max_length_bias, found, "raise it")
+    second = _again(problem, first, number, _share(problem, more))
+    final = _again(problem, second, finalists, problem.steps)
+    if biased:
+        excluded[f"plan.max_length_bias = {problem.max_length_bias:g}"] = biased
+    ranking: dict[Candidate, Measured] = {}
+    for entry, measured in (*final, *second, *first):
+        ranking.setdefault(entry.candidate, measured)
+    ranked = list(ranking.values())
+    longest = [each for each in ranked if each.steps == ranked[0].steps]
+    why = reasons(problem, [*others, *(entry for entry, _ in first)], longest)
+    return Plan(ranked, why, len(entries) + num_excluded, excluded, len(others))
+
+
+def is_biased(problem: Problem, measured: Measured) -> bool:
+    return abs(measured.length_bias) > problem.max_length_bias
+
+
+def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[list[Pair], list[Entry], int]:
+    """Measure the candidates that are predicted to be within the margin of the best.
+
+    The length bias is the schedule's, and not that of a division. One that is above the limit is not measured
+    on the other divisions.
+
+    Returns:
+        Those that were measured, the best first; those that were not; how many are above the limit.
+    """
+    waiting, best_s = list(entries), inf
+    slack: dict[str, float] = {}
+    found: list[Pair] = []
+    num_biased = 0
+
+    def predicted(entry: Entry) -> float:
+        return entry.floor.step_s * slack.get(entry.candidate.work.name, 1.0)
+
+    while waiting:
+        entry = min(waiting, key=predicted)
+        if len(found) >= LEAST and predicted(entry) > MARGIN * best_s:
+            break
+        measured, name = problem.measure(entry, steps), entry.candidate.work.name
+        if is_biased(problem, measured):
+            others = [each for each in waiting if each.candidate.work.name != name]
+            num_biased += len(waiting) - len(others)
+            waiting = others
+            continue
+        waiting.remove(entry)
+        found.append((entry, measured))
+        best_s = min(best_s, estimate(measured))
+        slack[name] = min(slack.get(name, inf), estimate(measured) / entry.floor.step_s)
+    return sorted(found, key=lambda pair: estimate(pair[1])), waiting, num_biased
+
+
+def estimate(measured: Measured) -> float:
+    """Return the seconds of an optimizer step. Over few steps a candidate may be faster than its bound over
+    many, because it has begun with short responses."""
+    return max(measured.step_s, measured.floor.step_s)
+
+
+def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
+    """Measure the best ones over more steps. The best comes first."""
+    most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)
+    chosen = [entry for entry, measured in pairs[:number] if estimate(measured) <= most_s]
+    found = [(entry, problem.measure(entry, steps)) for entry in chosen]
+    within = [pair for pair in found if not is_biased(problem, pair[1])]
+    key = seconds if steps == problem.steps else estimate
+    return sorted(within, key=lambda pair: key(pair[1]))
+
+
+def seconds(measured: Measured) -> float:
+    """Return the seconds of an optimizer step."""
+    return measured.step_s
+
+
+def _share(problem: Problem, share: float) -> int:
+    return max(1, round(share * problem.steps))
