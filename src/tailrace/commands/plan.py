@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -163,17 +164,19 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     cluster = config.sim.cluster
     of = f"{devices} x {cluster.device}" if cluster else ""
     table = Table(
-        "", "schedule", "devices", title=f"fastest first: {of}, in virtual time", title_justify="left"
+        "", "schedule", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    heads = ("s a step", "samples/s", "over bound", "lag", "bias", "wasted", "KV", "trainer memory", "steps")
-    for head in heads:
-        table.add_column(head, justify="right")
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("devices", no_wrap=True)
+    for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
+        table.add_column(head, justify="right", no_wrap=True)
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         candidate = each.candidate
         table.add_row(str(number), candidate.work.name, candidate.division(devices), *_cells(each))
     table.caption = (
-        "bound: what the tokens need at least; lag: the largest, in optimizer steps; KV: share of the cache that"
-        " the requests in flight fill; steps: over which it was measured"
+        "bound: time over the least time of its tokens; lag: the largest, in steps; KV: share\n"
+        "of the cache that requests in flight fill; state: share of the memory of the trainer's\n"
+        "devices that its state fills; steps: optimizer steps over which it was measured"
     )
     return table
 
@@ -185,7 +188,6 @@ def _cells(each: Measured) -> tuple[str, ...]:
         f"{each.step_s / each.floor.step_s - 1:+.0%}",
         f"{each.lag_max:.0f}",
         f"{each.length_bias:+.1%}",
-        f"{each.wasted:.0%}",
         f"{each.kv_share:.0%}",
         f"{each.trainer_share:.0%}",
         str(each.steps),

@@ -62,6 +62,10 @@ class Candidate:
         """Replicas of the trainer."""
         return 2 if self.kind == "elastic" else 1
 
+    def name(self, devices: int) -> str:
+        """The schedule and the devices in words."""
+        return f"{self.work.name} ({self.division(devices)})"
+
     def division(self, devices: int) -> str:
         """The devices in words."""
         if self.rollout_devices is None:

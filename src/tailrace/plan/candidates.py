@@ -86,7 +86,8 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) 
             yield replace(_rollout("sortedrl", R, U), steps=1)
         for alive in _widths(U, lag):
             parameters = dict(groups_per_round=U, groups_launched=alive, staleness=int(lag))
-            yield Work("april", parameters, f"{alive} launched, staleness {lag:.0f}", lag, alive=alive)
+            label = f"{alive} launched, staleness {lag:.0f}"
+            yield Work("april", parameters, label, lag, alive=alive)
     yield _restarted(4 * U, U)
     for race in RACES:
         yield _race("tailbatch", U, race)

@@ -62,12 +62,11 @@ def measure(
     parts = partial(
         simulated_parts, sim, settings.seed, shared=shared, replicas=replicas, reference=reference
     )
-    warm_up_rounds = round(WARM_UP * settings.rounds)
     simulated = simulate(
         schedule,
         sim,
         settings,
-        warm_up_rounds=warm_up_rounds,
+        warm_up_rounds=round(WARM_UP * settings.rounds),
         sinks=(lengths,),
         parts=parts,
         compute_advantages=compute_advantages,

@@ -16,7 +16,7 @@ from tailrace.plan.base import Candidate, Measured, Plan
 from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
-RUNGS = ((1 / 16, 8), (1 / 4, 3))
+RUNGS = ((1 / 8, 8), (1 / 4, 3))
 """Share of the steps over which candidates are measured, and how many of them are measured over more."""
 LEAST = 8
 """Candidates that are measured at least."""
