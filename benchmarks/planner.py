@@ -76,7 +76,7 @@ def drawn_once(chance: random.Random) -> tuple[str, Problem]:
     def between(low: float, high: float) -> float:
         return math.exp(chance.uniform(math.log(low), math.log(high)))
 
-    device, model, devices = chance.choice(DEVICES), chance.choice(MODELS), chance.choice([2, 4, 8])
+    device, model, devices = chance.choice(DEVICES), chance.choice(MODELS), chance.choice([2, 3, 4, 6])
     groups, median_tokens = chance.choice([3, 4]), round(between(200, 2000))
     lag = chance.choice([0, 1, 3, math.inf])
     lengths = SimLengthSettings(

@@ -167,12 +167,10 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
         "", "schedule", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.title_justify = table.caption_justify = "left"
-    table.add_column("devices", no_wrap=True)
     for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
         table.add_column(head, justify="right", no_wrap=True)
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
-        candidate = each.candidate
-        table.add_row(str(number), candidate.work.name, candidate.division(devices), *_cells(each))
+        table.add_row(str(number), each.candidate.name(devices), *_cells(each))
     table.caption = (
         "bound: time over the least time of its tokens; lag: the largest, in steps; KV: share\n"
         "of the cache that requests in flight fill; state: share of the memory of the trainer's\n"

@@ -18,6 +18,8 @@ from tailrace.plan.words import reasons
 
 RUNGS = ((1 / 8, 8), (1 / 4, 3))
 """Share of the steps over which candidates are measured, and how many of them are measured over more."""
+FEWEST_STEPS = 8
+"""Two rollouts of the largest that LAGS allows (candidates.py)."""
 LEAST = 8
 """Candidates that are measured at least."""
 MARGIN = 1.15
@@ -112,4 +114,4 @@ def seconds(measured: Measured) -> float:
 
 
 def _share(problem: Problem, share: float) -> int:
-    return max(1, round(share * problem.steps))
+    return min(problem.steps, max(FEWEST_STEPS, round(share * problem.steps)))
