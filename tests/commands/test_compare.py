@@ -10,27 +10,23 @@ import pytest
 from rich.console import Console
 
 from tailrace.cli import main
-from tailrace.commands.comparison import FIRST_GROUPS, Comparison
+from tailrace.commands.comparison import Comparison
 from tailrace.record.laps import Lap
 
 
-def lap(main_s: float, *, first_s: float = 1.0, samples: int = 1000, **figures: float) -> Lap:
+def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Lap:
     given = {field.name: 0.5 for field in fields(Lap) if field.default is MISSING}
     given |= {
-        "trainer_compute_s": 3.0,
-        "rollout_time_s": 4.0,
         "main_time_s": main_s,
         "main_s_per_1000_samples": 1000 * main_s / samples,
-        "first_dispatch_s": first_s,
     }
     return Lap(**(given | figures))
 
 
 RESULTS = Comparison(
     {
-        "serial": [lap(9.0), lap(8.0), lap(7.0)],
+        "serial": [lap(9.0, bound_s=4.0), lap(8.0, bound_s=4.5), lap(7.0, bound_s=5.0)],
         "rolloutpipe": [lap(6.0), lap(4.9), lap(5.0)],
-        FIRST_GROUPS: [lap(1.0, first_s=0.5), lap(1.0, first_s=1.5), lap(1.0, first_s=2.0)],
     }
 )
 
@@ -41,8 +37,8 @@ def printed(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-def test_the_bound_is_the_rollout_alone_or_the_first_groups_and_all_the_training() -> None:
-    assert RESULTS.bound_s == max(4.0, 1.5 + 3.0)
+def test_the_bound_is_that_of_serial_s_rounds() -> None:
+    assert RESULTS.bound_s == 4.5
 
 
 def test_without_serial_there_is_no_bound() -> None:
@@ -112,7 +108,7 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
     assert "the config has no [model]: the race is in virtual time" in capsys.readouterr().out
     numbers = json.loads(result.read_text())
     serial, rolloutpipe = numbers["schedules"]["serial"], numbers["schedules"]["rolloutpipe"]
-    assert serial.keys() >= KEYS and numbers.keys() == {"schedules", "bound_s", "first_groups_alone_s"}
+    assert serial.keys() >= KEYS and numbers.keys() == {"schedules", "bound_s"}
     assert serial["reward"] == rolloutpipe["reward"]
     assert serial["trainer_compute_s"] == pytest.approx(rolloutpipe["trainer_compute_s"])
     assert numbers["bound_s"] <= rolloutpipe["main_time_s"] < serial["main_time_s"]
@@ -120,6 +116,11 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
     assert first["main_time_s"] != second["main_time_s"], "each repetition has a seed of its own"
     files = {path.name for path in (tmp_path / "race").iterdir()}
     assert files >= {"compare.json", "timeline.png", "trace-serial.json", "trace-rolloutpipe.json"}
+
+
+def test_a_serial_that_reaches_its_bound_leaves_no_gap() -> None:
+    table = printed(Comparison({"serial": [lap(8.0, bound_s=8.0)], "april": [lap(6.0, bound_s=6.0)]}))
+    assert table.count("gap closed") == 1, "only the caption has the words"
 
 
 def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(

@@ -1,8 +1,9 @@
+import pytest
 from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.moments import LengthStats
-from tailrace.record.rows import RoundRow
+from tailrace.record.rows import RoundBound, RoundRow
 from tailrace.record.steps import RoundMeter
 
 
@@ -15,6 +16,13 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             end_s=25.0,
             duration_s=15.0,
             main_time_s=14.0,
+            bound_s=pytest.approx(9.0),
+            bound=RoundBound(
+                "round 0: 14.0 s, bound 9.0 s (its longest response); "
+                "the trainer waited 4.0 s for sample 0.0/1 on engine0",
+                run_time_s=14.0,
+                run_bound_s=pytest.approx(8.5),
+            ),
             rollout_time_s=10.0,
             first_dispatch_s=4.0,
             trainer_compute_s=6.0,

@@ -1,17 +1,15 @@
 """`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
 
 import json
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.comparison import FIRST_GROUPS, Comparison
+from tailrace.commands.comparison import Comparison
 from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.config import RunConfig, require_sections
-from tailrace.controller.run import Run
 from tailrace.record.draw import draw
 from tailrace.schedules.resolve import (
     check_parameter_names,
@@ -21,15 +19,6 @@ from tailrace.schedules.resolve import (
 )
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
-
-
-async def first_groups(run: Run, groups_per_step: int) -> None:
-    """The groups of one optimizer step alone: the earliest time at which a trainer can have work."""
-    run.promise(staleness=0)
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_per_step))
-        await run.train(await run.pool.take(groups_per_step))
-        await run.publish()
 
 
 def compare(
@@ -62,7 +51,7 @@ def compare(
             measured = clock.run(race, virtual=False)
     comparison = Comparison(measured.laps)
     if folder:
-        typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.schedules}
+        typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.laps}
         picture = draw(typical, folder / "timeline.png")
     console.print(comparison.table(VIRTUAL if virtual else LIVE))
     if folder:
@@ -78,8 +67,4 @@ def _racers(config: RunConfig) -> dict[str, Racer]:
     for name in config.compare.schedules:
         named = config.model_copy(update={"schedule": shared_parameters(config, name)})
         racers[name] = Racer(with_published_defaults(named), resolve(named))
-    sizes = (racer.schedule.keywords.get("groups_per_step") for racer in racers.values())
-    if config.run.rounds == 1 and (groups_per_step := next(filter(None, sizes), None)):
-        first, *_ = racers.values()
-        racers[FIRST_GROUPS] = Racer(first.config, partial(first_groups, groups_per_step=groups_per_step))
     return racers

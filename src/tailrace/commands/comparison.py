@@ -1,9 +1,8 @@
 """What a race comes to: medians of the laps, as a table and as numbers for scripts.
 
-The bound is a lower bound on the main time of a round for all schedules that generate with the weights of the
-round: max(rollout alone, first groups alone + trainer compute). The rollout alone is serial's. The first
-groups alone is the time after which the groups of one optimizer step are complete if nothing else is
-generated."""
+The bound is that of serial's rounds (`record/bounds.py`): a lower bound on the main time of a round for all
+schedules that generate all of its samples in it, on the same devices. Schedules that carry samples may fall
+below it. A row of its own has the bound of each schedule's own rounds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,8 +14,6 @@ from rich.table import Column, Table
 from tailrace.record.laps import FIGURES, Lap
 
 BASELINE = "serial"
-FIRST_GROUPS = "first-groups"
-"""Name of the laps that generate and train the first groups alone."""
 NESTED = ("staleness", "ess")
 """Prefixes of figures that are grouped in the numbers: staleness_mean is staleness.mean."""
 
@@ -30,10 +27,6 @@ class Comparison:
 
     laps: Mapping[str, Sequence[Lap]]
 
-    @property
-    def schedules(self) -> list[str]:
-        return [name for name in self.laps if name != FIRST_GROUPS]
-
     def values(self, name: str, figure: str) -> list[float]:
         """A figure of all laps of a schedule that have it."""
         values = (getattr(lap, figure) for lap in self.laps[name])
@@ -46,33 +39,25 @@ class Comparison:
 
     @property
     def bound_s(self) -> float | None:
-        """The bound on the main time of a round; None if serial or the first groups alone did not run."""
-        if BASELINE not in self.laps or FIRST_GROUPS not in self.laps:
-            return None
-        first_s = self._median(FIRST_GROUPS, "first_dispatch_s")
-        compute_s = self._median(BASELINE, "trainer_compute_s")
-        return max(self._median(BASELINE, "rollout_time_s"), first_s + compute_s)
+        """The bound on the main time of a round; None if serial did not run."""
+        return self._median(BASELINE, "bound_s") if BASELINE in self.laps else None
 
     def numbers(self) -> dict[str, object]:
         """Medians of all figures, the range of the main time, and every lap."""
-        schedules = {name: self._numbers(name) for name in self.schedules}
-        numbers: dict[str, object] = {"schedules": schedules, "bound_s": self.bound_s}
-        if FIRST_GROUPS in self.laps:
-            numbers["first_groups_alone_s"] = self._median(FIRST_GROUPS, "first_dispatch_s")
-        return numbers
+        schedules = {name: self._numbers(name) for name in self.laps}
+        return {"schedules": schedules, "bound_s": self.bound_s}
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
         table = Table(Column("medians \\[lowest - highest]", width=26), title=title, title_justify="left")
-        for name in self.schedules:
+        for name in self.laps:
             table.add_column(name, justify="right")
         for label, cell in self._rows():
-            table.add_row(label, *(cell(name) for name in self.schedules))
-        if self.bound_s is not None:
-            first_s = self._median(FIRST_GROUPS, "first_dispatch_s")
+            table.add_row(label, *(cell(name) for name in self.laps))
+        if self.bound_s:
             table.caption = (
-                f"bound {self.bound_s:.2f} s = max(rollout alone, first groups alone {first_s:.2f} s\n"
-                "+ trainer compute); gap closed = (serial - x) / (serial - bound)"
+                f"bound {self.bound_s:.2f} s: the least main time for serial's samples;\n"
+                "gap closed = (serial - x) / (serial - bound)"
             )
         return table
 
@@ -97,6 +82,7 @@ class Comparison:
             ("main time a round", lambda name: self._spread(name, "main_time_s", "{:.2f}", " s")),
             self._row("per 1,000 samples", "main_s_per_1000_samples", "{:.2f} s"),
             *self._against_serial(),
+            self._row("bound of its own rounds", "bound_s", "{:.2f} s"),
             self._row("waiting ratio", "waiting_ratio", "{:.3f}"),
             self._row("first dispatch", "first_dispatch_s", "{:.2f} s"),
             self._row("trainer compute", "trainer_compute_s", "{:.2f} s"),
@@ -125,11 +111,11 @@ class Comparison:
             ("against serial", lambda name: f"{time_s(name) / serial_s - 1:+.1%}"),
             ("samples/s of serial's", lambda name: f"{self._median(name, 'samples_per_s') / rate:.2f}x"),
         ]
-        if self.bound_s is not None:
+        if self.bound_s:
             bound_s = self.bound_s * serial_s / self._median(BASELINE, "main_time_s")
-            closable_s = serial_s - bound_s
-            rows.append(("gap closed", lambda name: f"{(serial_s - time_s(name)) / closable_s:.0%}"))
             rows.append(("over the bound", lambda name: f"{time_s(name) / bound_s - 1:+.1%}"))
+            if closable_s := max(0.0, serial_s - bound_s):
+                rows.append(("gap closed", lambda name: f"{(serial_s - time_s(name)) / closable_s:.0%}"))
         return rows
 
     def _median(self, name: str, figure: str) -> float:

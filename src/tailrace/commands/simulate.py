@@ -51,7 +51,10 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
         ]
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     console = Console()
-    console.print(_table(name, _set_up(sim), seconds, summary.summary(), meter.lap()))
+    totals = summary.summary()
+    console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
+    if totals.bound:
+        console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
     if folder:
         console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")

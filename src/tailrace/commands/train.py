@@ -210,6 +210,8 @@ def _report(summary: RunSummary, folder: RunFolder, life: int, picture: str) -> 
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
+    if summary.bound:
+        console.print(f"bound     {summary.bound.line}", markup=False)
     console.print(picture, markup=False)
     console.print(f"trace     {folder.trace(life)}  (open it at ui.perfetto.dev)")
     if folder.model.exists():

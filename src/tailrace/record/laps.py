@@ -54,6 +54,8 @@ class Lap:
     length_mean: float = 0.0
     """Tokens of a trained sample."""
     length_max: float = 0.0
+    bound_s: float = 0.0
+    """The lower bound on the main time (`bounds.py`)."""
     truncated_share: float = 0.0
     """Share of the trained samples that have as many tokens as the length limit allows."""
 
@@ -139,5 +141,6 @@ class LapMeter:
             staleness_publications=max(row.staleness_max for row in steps),
             length_mean=num_tokens / num_samples,
             length_max=max(row.lengths.max for row in rounds),
+            bound_s=fmean(row.bound_s or 0.0 for row in rounds),
             truncated_share=self._num_truncated / num_samples,
         )

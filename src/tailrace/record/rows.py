@@ -161,6 +161,17 @@ class StepRow(_RowInTime, frozen=True, kw_only=True):
     """Counted since the last row."""
 
 
+class RoundBound(msgspec.Struct, frozen=True):
+    """Why a round takes longer than its lower bound, and the lower bound of the run so far (`bounds.py`)."""
+
+    gap: str
+    """Main time, bound, and what makes the difference, in words."""
+    run_time_s: float
+    """From the start of the first round of this process to the end of the round's last optimizer step."""
+    run_bound_s: float
+    """The lower bound of run_time_s."""
+
+
 class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """One round that trained: the measures of RolloutPipe 5.1. Its keys begin with "round/".
 
@@ -174,6 +185,10 @@ class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = field(name="time_s")
     """From its start to its end, publishing included."""
     main_time_s: float
+    bound_s: float | None = None
+    """The lower bound on main_time_s (`bounds.py`); None in a file that was written without it."""
+    bound: RoundBound | None = None
+    """What belongs to bound_s and is not in metrics.jsonl."""
     rollout_time_s: float | None = None
     """From the round's start to the end of the last request that started in it; None where requests outlive
     their round, as in schedules that never stop generating."""
@@ -235,7 +250,7 @@ def to_json(row: Row) -> dict[str, float | None]:
     tree = msgspec.to_builtins(row, str_keys=True)
     counts = tree.pop("counts", {})
     if isinstance(row, RoundRow):
-        del tree["round"]
+        del tree["round"], tree["bound"]
         tree = {"round": tree}
     return dict(_leaves(tree, "")) | dict(_leaves(counts, ""))
 

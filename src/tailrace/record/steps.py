@@ -9,6 +9,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from tailrace.record.bounds import BoundMeter
 from tailrace.record.episodes import episode_figures
 from tailrace.record.events import (
     Accumulated,
@@ -119,14 +120,18 @@ class RoundMeter:
     def __init__(self) -> None:
         self.reports: list[RoundRow] = []
         self._open: _OpenRound | None = None
+        self._bounds = BoundMeter()
 
     def on(self, event: Event) -> None:
+        self._bounds.on(event)
         match event:
             case RoundStarted():
                 self._open = _OpenRound(event)
             case RoundEnded():
                 if self._open and self._open.lengths_by_step:
-                    self.reports.append(self._open.report(event.time_s))
+                    row = self._open.report(event.time_s)
+                    bound_s, bound = self._bounds.end_round(row.main_time_s, row.trainer_compute_s)
+                    self.reports.append(replace(row, bound_s=bound_s, bound=bound))
                 self._open = None
             case _ if self._open:
                 self._open.measure(event)

@@ -75,6 +75,27 @@ class RoundMedians:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundSummary:
+    """The distance to the lower bounds of `bounds.py`."""
+
+    bound_s: float
+    """Median over the rounds."""
+    share: float
+    """Of the main time: median over the rounds. 1 is the best."""
+    run_share: float
+    """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
+    worst: str
+    """The round that is farthest from its bound in seconds, and why. Of a resumed run: in its last
+    process."""
+
+    @property
+    def line(self) -> str:
+        """All figures on one line."""
+        rounds = f"{self.bound_s:.1f} s, {self.share:.0%} of the main time in the median of rounds"
+        return f"{rounds}; of the whole run {self.run_share:.0%}; {self.worst}"
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     eval: FirstLast | None
     """Accuracy on held-out prompts, sampled; None if there was no evaluation."""
@@ -93,6 +114,8 @@ class RunSummary:
     mismatch_kl: float | None
     """KL of behaviour to current policy, in nats a token; None if there was no step."""
     round: RoundMedians
+    bound: BoundSummary | None
+    """None if no round trained."""
 
 
 class Summary:
@@ -157,7 +180,23 @@ class Summary:
             ),
             mismatch_kl=_mean(steps, "mismatch_kl") if steps else None,
             round=RoundMedians(**{each.name: _median(rounds, each.name) for each in fields(RoundMedians)}),
+            bound=_bound(rounds),
         )
+
+
+def _bound(rounds: Sequence[RoundRow]) -> BoundSummary | None:
+    bounds = [(row.bound_s, row.main_time_s) for row in rounds if row.bound_s is not None]
+    told = [(row.main_time_s - (row.bound_s or 0.0), row.bound) for row in rounds if row.bound]
+    if not told:
+        return None
+    _, last = told[-1]
+    _, worst = max(told, key=lambda pair: pair[0])
+    return BoundSummary(
+        bound_s=median(bound_s for bound_s, _ in bounds),
+        share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in bounds),
+        run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
+        worst=worst.gap,
+    )
 
 
 def _mean(steps: Sequence[StepRow], figure: str) -> float:

@@ -1,0 +1,296 @@
+"""Lower bounds on the time of a round and of a run, from the run's own events.
+
+The bound of a round holds for every schedule that trains the same samples in it, from what they had at its
+start, on the same devices, at the highest rates that the run has shown so far. What was generated before the
+round is given, so in-flight updates and carried samples do not beat the bound. It is the greatest of
+
+    longest response  over the groups: its longest response at the fastest decode step, a reward, the
+                      training of the group, an optimizer step
+    tokens            all tokens of the samples at the peak rate of all engines together, an optimizer step
+    training          the first group that can be trained, then everything that the trainer computes
+
+Where the trainer computes only while every engine is asleep, both sides have the same devices. Then the first
+two are followed by everything that the trainer computes.
+
+A schedule that generates for later rounds leaves little generation to each round. For it there is
+`RoundBound.run_bound_s`: the bound on the time from the start of the first round, for all samples trained so
+far, with no token given. It holds for every division of these samples into rounds. The computation of the
+trainer is taken as it was measured.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.record.events import (
+    Accumulated,
+    EngineStateChanged,
+    Event,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    SampleScored,
+    Stepped,
+    TokensWasted,
+)
+from tailrace.record.intervals import complement, total, union
+from tailrace.record.rows import RoundBound
+from tailrace.types import SampleId
+
+RESWEEP = 4
+"""The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
+
+
+class _Request(NamedTuple):
+    engine: str
+    start_s: float
+    end_s: float
+    num_tokens: int
+
+    def tokens_after(self, time_s: float) -> float:
+        """The tokens gained after a time, as if they were evenly spread over the request."""
+        open_s = self.end_s - max(self.start_s, time_s)
+        return self.num_tokens * open_s / (self.end_s - self.start_s) if open_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Peaks:
+    """The highest rate of each engine, in tokens a second: of the sum over the requests that it serves at
+    once, each at its own mean rate."""
+
+    rates: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _ended: list[_Request] = field(default_factory=list)
+    _num_swept: int = 0
+
+    def add(self, request: _Request) -> None:
+        self._ended.append(request)
+
+    def sweep(self, oldest_s: float) -> None:
+        """Compute the rates. Requests that no open one overlaps are forgotten.
+
+        Args:
+            oldest_s: start of the oldest request that is served now.
+        """
+        num_new = len(self._ended) - self._num_swept
+        if not num_new or num_new * RESWEEP < self._num_swept:
+            return
+        names = list(dict.fromkeys(request.engine for request in self._ended))
+        numbers = {name: number for number, name in enumerate(names)}
+        table = np.array([(numbers[name], *times) for name, *times in self._ended])
+        engines = np.tile(table[:, 0].astype(int), 2)
+        times = np.concatenate((table[:, 1], table[:, 2]))
+        rates = table[:, 3] / (table[:, 2] - table[:, 1])
+        changes = np.concatenate((rates, -rates))
+        # Ends come first: where one ends as another begins, they are not served at once.
+        order = np.lexsort((changes, times, engines))
+        peaks = np.zeros(len(names))
+        np.maximum.at(peaks, engines[order], np.cumsum(changes[order]))
+        for name, peak in zip(names, peaks.tolist(), strict=True):
+            self.rates[name] = max(self.rates[name], peak)
+        self._ended = [request for request in self._ended if request.end_s > oldest_s]
+        self._num_swept = len(self._ended)
+
+
+@dataclass(slots=True)
+class _Rates:
+    """The best that the run has shown so far, in seconds."""
+
+    token_s: float = inf
+    """A token of one request: the fastest decode step."""
+    reward_s: float = inf
+    """From the end of a response to its reward."""
+    train_s: float = inf
+    """A trained token in the accumulation of a batch."""
+    step_s: float = inf
+    """An optimizer step."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What was trained in a round, or in all rounds so far."""
+
+    start_s: float
+    num_tokens: float = 0.0
+    """Tokens of the trained samples that were generated after the start."""
+    compute_s: float = 0.0
+    first_s: float = 0.0
+    """From the start to the first group that can be trained."""
+    longest_tokens: float = 0.0
+    """The most of them in one response."""
+    longest_s: float = 0.0
+    """From the start to the end of the step of the group that takes longest, where it is known."""
+    in_turn: bool = True
+    """Every engine was asleep while the trainer computed."""
+
+    def generated(self, num_tokens: Collection[float]) -> None:
+        """Count what was generated after the start, for each sample."""
+        self.num_tokens += sum(num_tokens)
+        self.longest_tokens = max(self.longest_tokens, *num_tokens)
+
+    def bound_s(self, rates: _Rates, peak: float) -> tuple[float, str]:
+        """The bound, and what it consists of.
+
+        Args:
+            peak: tokens a second of all engines.
+        """
+        if not self.num_tokens:
+            return self.compute_s, "its training"
+        tokens_s, response_s = self.num_tokens / peak, self.longest_tokens * rates.token_s
+        bounds = {
+            "its longest response": max(self.longest_s, response_s + rates.step_s),
+            "its tokens at the peak rate": tokens_s + rates.step_s,
+            "its first group, then all training": self.first_s + self.compute_s,
+        }
+        if self.in_turn:
+            bounds["its longest response, then all training"] = response_s + self.compute_s
+            bounds["its tokens at the peak rate, then all training"] = tokens_s + self.compute_s
+        limit = max(bounds, key=lambda name: bounds[name])
+        return bounds[limit], limit
+
+
+class BoundMeter:
+    """Reads events; `end_round` gives the bounds of a round that has trained."""
+
+    def __init__(self) -> None:
+        self._rates, self._peaks = _Rates(), _Peaks()
+        self._started: dict[SampleId, float] = {}
+        self._requests: dict[SampleId, list[_Request]] = defaultdict(list)  # of samples without a fate
+        self._scored: dict[SampleId, float] = {}
+        self._are_open: dict[str, bool] = {}
+        self._closed_since = -inf  # when the last open engine closed; infinite while one is open
+        self._run: _Work | None = None
+        self._number = 0
+        self._round = _Work(0.0)
+        self._busy: list[Accumulated | Stepped] = []
+        self._trained: dict[SampleId, int] = {}  # their tokens
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RequestStarted():
+                self._started[event.sample] = event.time_s
+                if event.engine not in self._are_open:
+                    self._engine_changed(event.engine, True, event.time_s)
+            case RequestEnded():
+                self._request_ended(event)
+            case SampleScored() if event.sample in self._requests:
+                self._scored[event.sample] = event.time_s
+                reward_s = event.time_s - self._requests[event.sample][-1].end_s
+                self._rates.reward_s = min(self._rates.reward_s, reward_s)
+            case TokensWasted():
+                self._forget([event.sample])
+            case Accumulated() | Stepped():
+                self._trainer_computed(event)
+            case EngineStateChanged():
+                self._engine_changed(event.engine, event.state == "open", event.time_s)
+            case RoundStarted():
+                self._number, self._round = event.round, _Work(event.time_s)
+                self._run = self._run or _Work(event.time_s)
+                self._busy.clear()
+                self._trained.clear()
+
+    def end_round(self, main_time_s: float, compute_s: float) -> tuple[float, RoundBound]:
+        """The lower bound on the main time of the round that has just ended, and what belongs to it.
+
+        Args:
+            main_time_s: from its start to the end of its last optimizer step.
+            compute_s: what the trainer measured as computation.
+        """
+        work, rates = self._round, self._rates
+        run = self._run = self._run or _Work(work.start_s)
+        busy = union([(max(event.start_s, work.start_s), event.end_s) for event in self._busy])
+        work.compute_s = min(compute_s, total(busy))  # replicas may compute at the same time
+        work.generated([self._tokens_after(sample, work.start_s) for sample in self._trained])
+        run.generated([self._tokens_after(sample, run.start_s) for sample in self._trained])
+        work.first_s, work.longest_s = self._groups()
+        run.first_s = run.first_s if run.compute_s else work.first_s
+        run.compute_s += work.compute_s
+        run.in_turn &= work.in_turn
+        run_time_s = work.start_s + main_time_s - run.start_s
+
+        self._peaks.sweep(next(iter(self._started.values()), inf))
+        # Requests that are not in the peaks yet count with their mean rate.
+        shown = max(work.num_tokens / main_time_s, run.num_tokens / run_time_s) if main_time_s else 0.0
+        peak = max(shown, sum(self._peaks.rates.values()))
+        bound_s, limit = work.bound_s(rates, peak)
+        run_bound_s, _ = run.bound_s(rates, peak)
+        gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
+        self._forget(self._trained)
+        return bound_s, RoundBound(gap, run_time_s, run_bound_s)
+
+    # -- the round ---------------------------------------------------------------------------------
+
+    def _tokens_after(self, sample: SampleId, time_s: float) -> float:
+        return sum(request.tokens_after(time_s) for request in self._requests.get(sample, ()))
+
+    def _groups(self) -> tuple[float, float]:
+        """The least time from the round's start until the first group can be trained, and until the step of
+        the group that takes longest has ended."""
+        rates, start_s = self._rates, self._round.start_s
+        ready_s: dict[tuple[int, int], float] = defaultdict(float)
+        num_tokens: dict[tuple[int, int], int] = defaultdict(int)
+        for sample, length in self._trained.items():
+            group, num_new = sample[:2], self._tokens_after(sample, start_s)
+            reward_s = rates.reward_s if rates.reward_s < inf else 0.0
+            ready_s[group] = max(ready_s[group], num_new * rates.token_s + reward_s if num_new else 0.0)
+            num_tokens[group] += length
+        train_s = rates.train_s if rates.train_s < inf else 0.0
+        trained_s = max(ready_s[group] + count * train_s for group, count in num_tokens.items())
+        return min(ready_s.values()), trained_s + rates.step_s
+
+    def _wait(self) -> str:
+        """The longest time in which the trainer did not compute, and what it waited for."""
+        start_s, end_s = self._round.start_s, self._busy[-1].end_s
+        idle = complement(union([(event.start_s, event.end_s) for event in self._busy]), (start_s, end_s))
+        if not len(idle):
+            return "the trainer never waited"
+        from_s, to_s = idle[np.argmax(idle[:, 1] - idle[:, 0])].tolist()
+        scored = {id: self._scored[id] for id in self._trained if self._scored.get(id, inf) <= to_s}
+        if not scored or max(scored.values()) <= from_s:
+            return f"the trainer waited {to_s - from_s:.1f} s while its next samples were complete"
+        last = max(scored, key=lambda id: scored[id])
+        request = self._requests[last][-1]
+        waits = {
+            f"for sample {last} on {request.engine}": min(max(request.end_s, from_s), to_s) - from_s,
+            f"for the reward of sample {last}": scored[last] - max(request.end_s, from_s),
+            f"after sample {last} was complete": to_s - scored[last],
+        }
+        what = max(waits, key=lambda name: waits[name])
+        return f"the trainer waited {waits[what]:.1f} s {what}"
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _request_ended(self, event: RequestEnded) -> None:
+        start_s = self._started.pop(event.sample, None)
+        if start_s is None or not event.num_gained or event.time_s <= start_s or event.sample.prompt < 0:
+            return  # evaluations are in no round
+        request = _Request(event.engine, start_s, event.time_s, event.num_gained)
+        self._requests[event.sample].append(request)
+        self._peaks.add(request)
+        self._rates.token_s = min(self._rates.token_s, (event.time_s - start_s) / event.num_gained)
+
+    def _trainer_computed(self, event: Accumulated | Stepped) -> None:
+        self._busy.append(event)
+        self._round.in_turn &= self._closed_since <= event.start_s
+        seconds = event.end_s - event.start_s
+        if isinstance(event, Stepped):
+            self._rates.step_s = min(self._rates.step_s, seconds)
+            self._trained |= {sample.id: sample.num_tokens for sample in event.samples}
+        elif event.num_tokens:
+            self._rates.train_s = min(self._rates.train_s, seconds / event.num_tokens)
+
+    def _engine_changed(self, name: str, is_open: bool, time_s: float) -> None:
+        was_open = any(self._are_open.values())
+        self._are_open[name] = is_open
+        if any(self._are_open.values()):
+            self._closed_since = inf
+        elif was_open:
+            self._closed_since = time_s
+
+    def _forget(self, samples: Iterable[SampleId]) -> None:
+        for sample in samples:
+            self._requests.pop(sample, None)
+            self._scored.pop(sample, None)
