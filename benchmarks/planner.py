@@ -3,9 +3,9 @@
     python benchmarks/planner.py [--clusters 20] [--seed 0] [--json F]
 
 Both have the same candidates and the same limits of staleness and length bias. Exhaustive search measures
-every candidate over all optimizer steps. The regret of a cluster is the time of a step of the planner's choice
-over that of the fastest candidate, minus 1. The speed-up is the processor time of exhaustive search over that
-of the planner, both summed over the clusters.
+every candidate over all optimizer steps. The regret of a cluster is the time of a step of the planner's
+choice over that of the fastest candidate, minus 1. The speed-up is the processor time of exhaustive search
+over that of the planner, both summed over the clusters.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def drawn_once(chance: random.Random) -> tuple[str, Problem]:
         return math.exp(chance.uniform(math.log(low), math.log(high)))
 
     device, model, devices = chance.choice(DEVICES), chance.choice(MODELS), chance.choice([2, 3, 4, 6])
-    groups, median_tokens = chance.choice([3, 4]), round(between(200, 2000))
+    groups, group_size = chance.choice([(4, 2), (3, 3), (2, 4)])
+    median_tokens = round(between(200, 2000))
     lag = chance.choice([0, 1, 3, math.inf])
     lengths = SimLengthSettings(
         median_tokens=median_tokens,
@@ -95,10 +96,10 @@ def drawn_once(chance: random.Random) -> tuple[str, Problem]:
         rewards=SimRewardSettings(workers=1024, median_s=between(0.05, 10.0), timeout_s=300.0),
     )
     words = (
-        f"{devices} x {device}, {model}, {groups} x 4 a step, {median_tokens} tokens, sigma "
+        f"{devices} x {device}, {model}, {groups} x {group_size} a step, {median_tokens} tokens, sigma "
         f"{lengths.sigma:.2f}, lag up to {lag:g}"
     )
-    return words, Problem(sim, RunSettings(rounds=1, group_size=4), groups, max_staleness=lag)
+    return words, Problem(sim, RunSettings(rounds=1, group_size=group_size), groups, max_staleness=lag)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -148,8 +149,8 @@ def main() -> None:
     for number in range(arguments.clusters):
         results.append(each := compared(number, arguments.seed))
         print(
-            f"{number}: {each.cluster}; {each.candidates} candidates: {each.choice}, regret {each.regret:.1%}, "
-            f"{each.speedup:.1f} times faster",
+            f"{number}: {each.cluster}; {each.candidates} candidates: {each.choice}, "
+            f"regret {each.regret:.1%}, {each.speedup:.1f} times faster",
             flush=True,
         )
         if each.regret > 0:

@@ -35,7 +35,7 @@ def waiting(kind: Kind, stops: bool = True) -> Candidate:
 
 def test_a_schedule_that_waits_takes_the_longest_response_and_trains_after_it() -> None:
     """Each engine has 400 of the 800 tokens: 300 steps of 10 ms, and 400 tokens of 1 ms. The trainer computes
-    800 + 4 * 100 tokens in 1.2 s and steps in 0.5 s. A reward takes 0.3 s; to sleep and to wake 0.5 and 1 s."""
+    800 + 4 * 100 tokens in 1.2 s and steps in 0.5 s. A reward takes 0.3 s; sleep and wake 0.5 and 1 s."""
     found = floor(waiting("colocated"), SIM, LOAD, groups_per_step=2)
     assert found.generation_s == pytest.approx(300 * 0.01 + 400 * 0.001)
     assert found.training_s == pytest.approx(1.2 + 0.5)
@@ -54,7 +54,7 @@ def test_elastic_devices_train_in_the_tail() -> None:
 
 
 def test_a_schedule_that_never_stops_takes_the_longer_side() -> None:
-    """With four groups alive, a step needs 2 * 250 / 4 = 125 decode steps, in which 4 slots have 500 tokens."""
+    """With four groups alive, a step needs 2 * 250 / 4 = 125 decode steps, in which 4 slots hold 500."""
     work = Work("tailrace", {}, alive=4, stops=False)
     found = floor(Candidate(work, "disaggregated", 1, 1), SIM, LOAD, groups_per_step=2)
     assert found.step_s == pytest.approx(125 * 0.01 + 400 * 0.001 + 1.0)

@@ -75,7 +75,7 @@ def test_the_memory_of_a_candidate() -> None:
 def measured(schedule: str, lag: int, rollout_devices: int | None, floor: Floor, step_s: float) -> Measured:
     kind = "disaggregated" if rollout_devices else "colocated"
     candidate = Candidate(Work(schedule, {}, lag=lag), kind, rollout_devices, 1)
-    return Measured(candidate, floor, 16, step_s, 4 / step_s, lag, lag, 0.0, 0.0, 0.1, 0.3)
+    return Measured(candidate, floor, 16, step_s, 4 / step_s, lag, lag, 0.0, 0.5, 0.0, 0.1, 0.3)
 
 
 def words(*ranking: Measured) -> list[str]:

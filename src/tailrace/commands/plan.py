@@ -172,7 +172,7 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         table.add_row(str(number), each.candidate.name(devices), *_cells(each))
     table.caption = (
-        "bound: time over the least time of its tokens; lag: the largest, in steps; KV: share\n"
+        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share\n"
         "of the cache that requests in flight fill; state: share of the memory of the trainer's\n"
         "devices that its state fills; steps: optimizer steps over which it was measured"
     )
@@ -183,7 +183,7 @@ def _cells(each: Measured) -> tuple[str, ...]:
     return (
         f"{each.step_s:,.3g}",
         f"{each.samples_per_s:,.3g}",
-        f"{each.step_s / each.floor.step_s - 1:+.0%}",
+        f"{each.over_bound:+.0%}",
         f"{each.lag_max:.0f}",
         f"{each.length_bias:+.1%}",
         f"{each.kv_share:.0%}",

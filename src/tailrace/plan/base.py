@@ -23,6 +23,7 @@ class Work:
         alive: groups that are generated at the same time, at most.
         waited_tokens: the longest response that an optimizer step waits for, on average.
         stops: the engines wait while the trainer steps and publishes.
+        cycle: rounds after which the schedule is where it began.
     """
 
     schedule: str
@@ -33,6 +34,7 @@ class Work:
     alive: float = inf
     waited_tokens: Callable[[Workload], float] = lambda load: 0.0
     stops: bool = True
+    cycle: int = 1
 
     @property
     def name(self) -> str:
@@ -99,6 +101,7 @@ class Measured:
         step_s: seconds of an optimizer step.
         lag_max: largest age of a trained token, in optimizer steps; lag_mean: mean over trained tokens.
         length_bias: mean trained length over the mean length of all responses to the same prompts, minus 1.
+        over_bound: time of the run over its clairvoyant lower bound (record/bounds.py), minus 1.
         wasted: tokens that were not trained, as a share of those generated.
         kv_share: KV cache that the requests in flight fill, with responses of mean length.
         trainer_share: memory of the trainer's devices that its state fills.
@@ -112,6 +115,7 @@ class Measured:
     lag_max: float
     lag_mean: float
     length_bias: float
+    over_bound: float
     wasted: float
     kv_share: float
     trainer_share: float

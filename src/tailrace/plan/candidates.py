@@ -83,7 +83,7 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) 
         for name in ("serial", "seer") if num_slots < R * K else ("serial",):
             yield _rollout(name, R, U)
         if lag:
-            yield replace(_rollout("sortedrl", R, U), steps=1)
+            yield replace(_rollout("sortedrl", R, U), steps=1, cycle=R // U)
         for alive in _widths(U, lag):
             parameters = dict(groups_per_round=U, groups_launched=alive, staleness=int(lag))
             label = f"{alive} launched, staleness {lag:.0f}"
@@ -162,6 +162,7 @@ def _restarted(R: int, U: int) -> Work:
         f"{R} a rollout",
         alive=R,
         waited_tokens=lambda load: load.longest_of_step(R, U),
+        cycle=R // U,
     )
 
 
@@ -177,6 +178,7 @@ def _race(name: str, U: int, factor: float) -> Work:
         f"{factor:g} x prompts",
         alive=alive,
         waited_tokens=lambda load: load.longest_of_race(U, alive),
+        cycle=1 + round(1 / (factor - 1)),  # short rounds until there is a long one
     )
 
 

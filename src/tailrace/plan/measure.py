@@ -1,5 +1,6 @@
 """A schedule in virtual time, and how far the lengths of what it trains are from those of its prompts."""
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -17,6 +18,22 @@ from tailrace.sim.settings import SimSettings
 
 WARM_UP = 0.25
 """Share of the rounds that does not count: a schedule that never stops begins with short responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run in virtual time gave.
+
+    Args:
+        lap: the figures of the rounds after the warm-up.
+        length_bias: mean trained length over the mean length of all responses to the same prompts, minus 1.
+            Prompts that are in flight at the end are left out: they would be trained later.
+        over_bound: time of the whole run over its clairvoyant lower bound (record/bounds.py), minus 1.
+    """
+
+    lap: Lap
+    length_bias: float
+    over_bound: float
 
 
 class TrainedLengths:
@@ -44,19 +61,18 @@ def measure(
     shared: Shared = DISAGGREGATED,
     replicas: int = 1,
     reference: bool = False,
+    cycle: int = 1,
     compute_advantages: ComputeAdvantages = GRPO,
-) -> tuple[Lap, float]:
-    """Run a schedule in virtual time; return its figures after the warm-up, and its length bias.
-
-    The length bias is the mean length of the trained responses over the mean length of all responses to the
-    same prompts, minus 1. Prompts that are in flight at the end of a run are left out: they would be trained
-    later.
+) -> Outcome:
+    """Run a schedule in virtual time.
 
     Args:
         settings: its rounds are those of the whole run.
         shared: whether engines and trainer have devices in common.
         replicas: replicas of the trainer.
         reference: whether the run has a reference model.
+        cycle: rounds after which the schedule is where it began. The warm-up has whole cycles, because the
+            rounds of one differ.
     """
     lengths = TrainedLengths()
     parts = partial(
@@ -66,12 +82,13 @@ def measure(
         schedule,
         sim,
         settings,
-        warm_up_rounds=round(WARM_UP * settings.rounds),
+        warm_up_rounds=cycle * round(WARM_UP * settings.rounds / cycle),
         sinks=(lengths,),
         parts=parts,
         compute_advantages=compute_advantages,
     )
-    all_lengths = chain.from_iterable(
-        response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
-    )
-    return simulated.lap, fmean(lengths.trained) / fmean(all_lengths) - 1.0
+    lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
+    bias = fmean(lengths.trained) / fmean(chain.from_iterable(lengths_of_all)) - 1.0
+    bound = simulated.rounds[-1].bound
+    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound and bound.run_bound_s else 0.0
+    return Outcome(simulated.lap, bias, over_bound)

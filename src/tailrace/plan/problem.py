@@ -91,13 +91,14 @@ class Problem:
         """Run a candidate for some optimizer steps in virtual time."""
         work, group_size = entry.candidate.work, self.run.group_size
         endless = {"rounds": max(1, steps // work.steps), "give_up_s": 1e9, "patience_s": 1e9}
-        lap, bias = measure(
+        run = measure(
             work.bound(),
             entry.sim,
             self.run.model_copy(update=endless),
             shared=Shared(entry.candidate.kind),
             replicas=entry.candidate.replicas,
             reference=self.reference,
+            cycle=work.cycle,
             compute_advantages=self.compute_advantages,
         )
         assert entry.sim.cluster
@@ -105,12 +106,13 @@ class Problem:
             candidate=entry.candidate,
             floor=entry.floor,
             steps=steps,
-            step_s=self.groups_per_step * group_size / lap.samples_per_s,
-            samples_per_s=lap.samples_per_s,
-            lag_max=lap.staleness_max,
-            lag_mean=lap.staleness_mean,
-            length_bias=bias,
-            wasted=lap.waste_share,
+            step_s=self.groups_per_step * group_size / run.lap.samples_per_s,
+            samples_per_s=run.lap.samples_per_s,
+            lag_max=run.lap.staleness_max,
+            lag_mean=run.lap.staleness_mean,
+            length_bias=run.length_bias,
+            over_bound=run.over_bound,
+            wasted=run.lap.waste_share,
             kv_share=self._kv_share(entry),
             trainer_share=trainer_memory_share(entry.sim.cluster),
         )
