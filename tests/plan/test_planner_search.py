@@ -89,7 +89,8 @@ def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> Non
     other = measured("serial", 0, None, Floor(8.0, 2.0, 10.0), 18.0)
     found = words(best, other)
     assert found[0] == (
-        "generation is 4.1x the training: a step takes 8.2 and 2 device seconds at least, of 2 devices"
+        "generation is 4.1x the training: of 2 devices, a step needs at least 8.2 device seconds for "
+        "generation and 2 for training"
     )
     assert found[1] == (
         "no candidate has a bound below 7.5 s a step: no schedule gains more than 1.2x over the best, which "

@@ -178,7 +178,7 @@ def _race(name: str, U: int, factor: float) -> Work:
         f"{factor:g} x prompts",
         alive=alive,
         waited_tokens=lambda load: load.longest_of_race(U, alive),
-        cycle=1 + round(1 / (factor - 1)),  # short rounds until there is a long one
+        cycle=U // (alive - U) + 1,  # short rounds until there is a long one
     )
 
 

@@ -8,6 +8,7 @@ Hyperparameter Optimization, 2016). All candidates train the same prompts, with 
 responses.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
@@ -16,8 +17,9 @@ from tailrace.plan.base import Candidate, Measured, Plan
 from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
-RUNGS = ((1 / 8, 8), (1 / 4, 3))
-"""Share of the steps over which candidates are measured, and how many of them are measured over more."""
+RUNGS = ((1 / 8, 8), (1 / 4, 4))
+"""Share of the steps over which candidates are measured, and how many of them are measured over more. At most
+half of these are one schedule on several divisions: what misleads about one does about the others."""
 FEWEST_STEPS = 8
 """Two rollouts of the largest that LAGS allows (candidates.py)."""
 LEAST = 8
@@ -101,8 +103,13 @@ def estimate(measured: Measured) -> float:
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
     most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)
-    chosen = [entry for entry, measured in pairs[:number] if estimate(measured) <= most_s]
-    found = [(entry, problem.measure(entry, steps)) for entry in chosen]
+    chosen: list[Entry] = []
+    divisions: Counter[str] = Counter()
+    for entry, measured in pairs:
+        divisions[name := entry.candidate.work.name] += 1
+        if estimate(measured) <= most_s and divisions[name] <= number // 2:
+            chosen.append(entry)
+    found = [(entry, problem.measure(entry, steps)) for entry in chosen[:number]]
     within = [pair for pair in found if not is_biased(problem, pair[1])]
     key = seconds if steps == problem.steps else estimate
     return sorted(within, key=lambda pair: key(pair[1]))

@@ -41,8 +41,8 @@ def _ratio(problem: Problem, best: Measured) -> str:
     more, less = ("generation", "the training") if generation >= trained else ("training", "the generation")
     times = max(generation, trained) / min(generation, trained)
     return (
-        f"{more} is {times:.1f}x {less}: a step takes {generation:.3g} and {trained:.3g} device seconds at "
-        f"least, of {num} devices"
+        f"{more} is {times:.1f}x {less}: of {num} devices, a step needs at least {generation:.3g} device "
+        f"seconds for generation and {trained:.3g} for training"
     )
 
 
