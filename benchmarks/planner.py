@@ -59,7 +59,7 @@ class Result:
 
 
 def drawn(number: int, seed: int) -> tuple[str, Problem]:
-    """The cluster of a number, in words and as a problem. One that no candidate fits is drawn again."""
+    """The cluster of a number, in words and as a problem. One that no candidate fits is not counted."""
     chance = random.Random(f"cluster {seed} {number}")
     while True:
         words, problem = drawn_once(chance)
