@@ -10,22 +10,22 @@ responses.
 
 from collections import Counter
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 
 from tailrace.errors import ConfigError
 from tailrace.plan.base import Candidate, Measured, Plan
 from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
-RUNGS = ((1 / 8, 8), (1 / 4, 4))
+RUNGS = ((1 / 8, 6), (1 / 4, 3))
 """Share of the steps over which candidates are measured, and how many of them are measured over more. At most
-half of these are one schedule on several divisions: what misleads about one does about the others."""
+half of these, rounded up, are one schedule on several divisions: what misleads about one does about all."""
 FEWEST_STEPS = 8
 """Two rollouts of the largest that LAGS allows (candidates.py)."""
 LEAST = 8
 """Candidates that are measured at least."""
 MARGIN = 1.15
-"""How much slower than the best a candidate may be over few steps to be measured over more."""
+"""How much slower than the best a candidate may be predicted to be, to be measured at all."""
 
 Pair = tuple[Entry, Measured]
 
@@ -102,12 +102,11 @@ def estimate(measured: Measured) -> float:
 
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
-    most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)
     chosen: list[Entry] = []
     divisions: Counter[str] = Counter()
-    for entry, measured in pairs:
+    for entry, _ in pairs:
         divisions[name := entry.candidate.work.name] += 1
-        if estimate(measured) <= most_s and divisions[name] <= number // 2:
+        if divisions[name] <= ceil(number / 2):
             chosen.append(entry)
     found = [(entry, problem.measure(entry, steps)) for entry in chosen[:number]]
     within = [pair for pair in found if not is_biased(problem, pair[1])]
