@@ -89,7 +89,7 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) 
             label = f"{alive} launched, staleness {lag:.0f}"
             yield Work("april", parameters, label, lag, alive=alive)
     yield _restarted(4 * U, U)
-    for race in RACES:
+    for race in _races(U):
         yield _race("tailbatch", U, race)
         yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_nothing)
         if rows:
@@ -103,7 +103,7 @@ def _streamed(U: int, lags: Sequence[float], rows: bool) -> Iterator[Work]:
     """Schedules that train complete groups while the others are generated with the same weights."""
     for name in ("periodic_asynchrony", "streamrl") if rows else ("periodic_asynchrony",):
         yield Work(name, dict(groups_per_round=U), alive=U, waited_tokens=lambda load: load.longest(U))
-    for race in RACES:
+    for race in _races(U):
         yield _race("rollpacker", U, race)
         if rows:
             yield _race("tailrace_on_policy", U, race)
@@ -180,6 +180,11 @@ def _race(name: str, U: int, factor: float) -> Work:
         waited_tokens=lambda load: load.longest_of_race(U, alive),
         cycle=U // (alive - U) + 1,  # short rounds until there is a long one
     )
+
+
+def _races(U: int) -> list[float]:
+    """The factors that launch different numbers of groups."""
+    return list({ceil(race * U): race for race in RACES}.values())
 
 
 def _nothing(load: Workload) -> float:

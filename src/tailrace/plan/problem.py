@@ -19,7 +19,7 @@ from tailrace.sim.cluster import rates, trainer_memory_share
 from tailrace.sim.settings import SimSettings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A candidate that can be built.
 
@@ -29,7 +29,6 @@ class Entry:
 
     candidate: Candidate
     sim: SimSettings
-    floor: Floor
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,21 @@ class Problem:
     reference: bool = False
     compute_advantages: ComputeAdvantages = GRPO
 
+    def load(self, steps: int) -> Workload:
+        """The responses to the prompts of the first optimizer steps."""
+        if steps not in self._loads:
+            prompts = range(steps * self.groups_per_step)
+            groups = response_lengths(self.sim, self.run.group_size, prompts, self.run.seed)
+            self._loads[steps] = Workload(groups, self.sim.lengths.prompt_tokens)
+        return self._loads[steps]
+
     @cached_property
-    def load(self) -> Workload:
-        """The responses to the prompts of `steps` optimizer steps."""
-        prompts = range(self.steps * self.groups_per_step)
-        groups = response_lengths(self.sim, self.run.group_size, prompts, self.run.seed)
-        return Workload(groups, self.sim.lengths.prompt_tokens)
+    def _loads(self) -> dict[int, Workload]:
+        return {}
+
+    def floor(self, entry: Entry, steps: int) -> Floor:
+        """The least time of one of the first optimizer steps."""
+        return floor(entry.candidate, entry.sim, self.load(steps), self.groups_per_step)
 
     def entries(self) -> tuple[list[Entry], Counter[str]]:
         """Return the candidates within max_staleness that fit the devices, and how many others each limit
@@ -82,7 +90,7 @@ class Problem:
                 refusals.append(why)
                 excluded[f"{why.key}: {why.problem}"] += 1
                 continue
-            entries.append(Entry(candidate, sim, floor(candidate, sim, self.load, self.groups_per_step)))
+            entries.append(Entry(candidate, sim))
         if not entries:
             raise refusals[-1]
         return entries, excluded
@@ -104,7 +112,7 @@ class Problem:
         assert entry.sim.cluster
         return Measured(
             candidate=entry.candidate,
-            floor=entry.floor,
+            floor=self.floor(entry, steps),
             steps=steps,
             step_s=self.groups_per_step * group_size / run.lap.samples_per_s,
             samples_per_s=run.lap.samples_per_s,
@@ -129,4 +137,4 @@ class Problem:
     def _kv_share(self, entry: Entry) -> float:
         engines = entry.sim.engines
         alive = entry.candidate.work.alive * self.run.group_size / (engines.count or 1)
-        return min(alive, engines.slots or alive) * self.load.mean_context / engines.kv_tokens
+        return min(alive, engines.slots or alive) * self.load(self.steps).mean_context / engines.kv_tokens

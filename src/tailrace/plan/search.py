@@ -18,8 +18,9 @@ from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
 RUNGS = ((1 / 8, 6), (1 / 4, 3))
-"""Share of the steps over which candidates are measured, and how many of them are measured over more. At most
-half of these, rounded up, are one schedule on several divisions: what misleads about one does about all."""
+"""Share of the steps over which candidates are measured, and how many of them are measured over more. What
+misleads about one does about all that are like it: at most a third of these are one schedule on several
+divisions, and at most a half, rounded up, are on separate devices, or on shared ones."""
 FEWEST_STEPS = 8
 """Two rollouts of the largest that LAGS allows (candidates.py)."""
 LEAST = 8
@@ -71,11 +72,12 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
     """
     waiting, best_s = list(entries), inf
     slack: dict[str, float] = {}
+    floors = {entry: problem.floor(entry, steps).step_s for entry in entries}
     found: list[Pair] = []
     num_biased = 0
 
     def predicted(entry: Entry) -> float:
-        return entry.floor.step_s * slack.get(entry.candidate.work.name, 1.0)
+        return floors[entry] * slack.get(entry.candidate.work.name, 1.0)
 
     while waiting:
         entry = min(waiting, key=predicted)
@@ -90,23 +92,24 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
         waiting.remove(entry)
         found.append((entry, measured))
         best_s = min(best_s, estimate(measured))
-        slack[name] = min(slack.get(name, inf), estimate(measured) / entry.floor.step_s)
+        slack[name] = min(slack.get(name, inf), estimate(measured) / floors[entry])
     return sorted(found, key=lambda pair: estimate(pair[1])), waiting, num_biased
 
 
 def estimate(measured: Measured) -> float:
-    """Return the seconds of an optimizer step. Over few steps a candidate may be faster than its bound over
-    many, because it has begun with short responses."""
+    """Return the seconds of an optimizer step over few. A schedule that trains short responses first may be
+    below the bound of its prompts, for a while."""
     return max(measured.step_s, measured.floor.step_s)
 
 
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
     chosen: list[Entry] = []
-    divisions: Counter[str] = Counter()
+    alike: Counter[str | bool] = Counter()
     for entry, _ in pairs:
-        divisions[name := entry.candidate.work.name] += 1
-        if divisions[name] <= ceil(number / 2):
+        name, is_separate = entry.candidate.work.name, entry.candidate.kind == "disaggregated"
+        if alike[name] < ceil(number / 3) and alike[is_separate] < ceil(number / 2):
+            alike.update((name, is_separate))
             chosen.append(entry)
     found = [(entry, problem.measure(entry, steps)) for entry in chosen[:number]]
     within = [pair for pair in found if not is_biased(problem, pair[1])]

@@ -1,6 +1,6 @@
 """What limits a cluster, in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tailrace.plan.base import Measured
 from tailrace.plan.problem import Entry, Problem
@@ -16,7 +16,9 @@ def reasons(problem: Problem, entries: Sequence[Entry], measured: Sequence[Measu
         entries: all candidates within the limits that fit the devices.
         measured: those that were measured over all steps, the best first.
     """
-    best, least_s = measured[0], min(entry.floor.step_s for entry in entries)
+    best = measured[0]
+    floors = {entry: problem.floor(entry, best.steps).step_s for entry in entries}
+    least_s = min(floors.values())
     return [
         _ratio(problem, best),
         f"no candidate has a bound below {least_s:.3g} s a step: no schedule gains more than "
@@ -24,7 +26,7 @@ def reasons(problem: Problem, entries: Sequence[Entry], measured: Sequence[Measu
         _bottleneck(best),
         _tail(problem),
         *_others(best, measured),
-        *_on_policy(best, entries, measured),
+        *_on_policy(best, floors, measured),
     ]
 
 
@@ -61,7 +63,7 @@ def _bottleneck(best: Measured) -> str:
 
 
 def _tail(problem: Problem) -> str:
-    load, groups = problem.load, problem.groups_per_step
+    load, groups = problem.load(problem.steps), problem.groups_per_step
     times = load.longest(groups) / load.mean_tokens
     number = groups * problem.run.group_size
     return f"the longest of the {number} responses of a step has {times:.1f}x the mean length"
@@ -76,14 +78,14 @@ def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
             yield f"{where} the best is {_compared(found[0], best)}"
 
 
-def _on_policy(best: Measured, entries: Sequence[Entry], measured: Sequence[Measured]) -> Iterator[str]:
+def _on_policy(best: Measured, floors: Mapping[Entry, float], measured: Sequence[Measured]) -> Iterator[str]:
     """What staleness gains."""
     if not best.candidate.work.lag:
         return
     if found := [each for each in measured if not each.candidate.work.lag]:
         yield f"on-policy the best is {_compared(found[0], best)}"
-    elif floors := [entry.floor.step_s for entry in entries if not entry.candidate.work.lag]:
-        yield f"by its bound an on-policy schedule takes at least {min(floors) / best.step_s:.2f}x the time"
+    elif least := [floor for entry, floor in floors.items() if not entry.candidate.work.lag]:
+        yield f"by its bound an on-policy schedule takes at least {min(least) / best.step_s:.2f}x the time"
 
 
 def _compared(measured: Measured, best: Measured) -> str:
