@@ -18,15 +18,13 @@ from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
 RUNGS = ((1 / 8, 6), (1 / 4, 3))
-"""Share of the steps over which candidates are measured, and how many of them are measured over more. What
-misleads about one does about all that are like it: at most a third of these are one schedule on several
-divisions, and at most a half, rounded up, are on separate devices, or on shared ones."""
+"""Share of the steps over which candidates are measured, and how many of them are measured over more."""
 FEWEST_STEPS = 8
 """Two rollouts of the largest that LAGS allows (candidates.py)."""
 LEAST = 8
 """Candidates that are measured at least."""
-MARGIN = 1.15
-"""How much slower than the best a candidate may be predicted to be, to be measured at all."""
+MARGIN = 1.25
+"""How much slower than the best a candidate may be over few steps, or be predicted to be."""
 
 Pair = tuple[Entry, Measured]
 
@@ -104,17 +102,25 @@ def estimate(measured: Measured) -> float:
 
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
-    chosen: list[Entry] = []
-    alike: Counter[str | bool] = Counter()
-    for entry, _ in pairs:
-        name, is_separate = entry.candidate.work.name, entry.candidate.kind == "disaggregated"
-        if alike[name] < ceil(number / 3) and alike[is_separate] < ceil(number / 2):
-            alike.update((name, is_separate))
-            chosen.append(entry)
-    found = [(entry, problem.measure(entry, steps)) for entry in chosen[:number]]
+    found = [(entry, problem.measure(entry, steps)) for entry in _chosen(pairs, number)]
     within = [pair for pair in found if not is_biased(problem, pair[1])]
     key = seconds if steps == problem.steps else estimate
     return sorted(within, key=lambda pair: key(pair[1]))
+
+
+def _chosen(pairs: Sequence[Pair], number: int) -> list[Entry]:
+    """Return the best ones. At most half, rounded up, are on separate devices, or on shared ones, as long as
+    there are others within the margin: what misleads about one candidate does about those that are like it."""
+    chosen: list[Entry] = []
+    alike: Counter[bool] = Counter()
+    most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)
+    for entry, measured in pairs:
+        is_separate = entry.candidate.kind == "disaggregated"
+        if alike[is_separate] < ceil(number / 2) and estimate(measured) <= most_s:
+            alike[is_separate] += 1
+            chosen.append(entry)
+    chosen += [entry for entry, _ in pairs if entry not in chosen]
+    return chosen[:number]
 
 
 def seconds(measured: Measured) -> float:
