@@ -8,7 +8,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.plan.base import Candidate, Floor, Measured, Work
 from tailrace.plan.problem import Entry, Problem
-from tailrace.plan.search import search
+from tailrace.plan.search import finalists, search
 from tailrace.plan.words import reasons
 from tailrace.sim.settings import (
     SimClusterSettings,
@@ -20,7 +20,7 @@ from tailrace.sim.settings import (
 
 PROBLEM = Problem(
     sim=SimSettings(
-        cluster=SimClusterSettings(device="H100", devices=2, model="Qwen3-1.7B"),
+        cluster=SimClusterSettings(device="H100", devices=2, model="Qwen3-1.7B", tensor_parallel=1),
         engines=SimEngineSettings(slots=16),
         lengths=SimLengthSettings(median_tokens=300, sigma=1.0, max_tokens=4096),
         rewards=SimRewardSettings(median_s=0.1),
@@ -69,7 +69,7 @@ def test_the_memory_of_a_candidate() -> None:
     measured = PROBLEM.measure(separate, 4)
     assert measured.trainer_share == pytest.approx(16 * 1_720_574_976 / 80e9)
     engines = separate.sim.engines
-    assert measured.kv_share == pytest.approx(4 * PROBLEM.load.mean_context / engines.kv_tokens)
+    assert measured.kv_share == pytest.approx(4 * PROBLEM.load(16).mean_context / engines.kv_tokens)
 
 
 def measured(schedule: str, lag: int, rollout_devices: int | None, floor: Floor, step_s: float) -> Measured:
@@ -79,8 +79,7 @@ def measured(schedule: str, lag: int, rollout_devices: int | None, floor: Floor,
 
 
 def words(*ranking: Measured) -> list[str]:
-    entries = [Entry(each.candidate, PROBLEM.sim, each.floor) for each in ranking]
-    return reasons(PROBLEM, entries, ranking)
+    return reasons(PROBLEM, {each.candidate: each.floor.step_s for each in ranking}, ranking)
 
 
 def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> None:
@@ -104,6 +103,20 @@ def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> Non
         "in turn the best is serial, with 2.00x the time",
         "on-policy the best is serial, with 2.00x the time",
     ]
+
+
+def test_half_of_the_finalists_may_be_on_separate_devices_if_others_are_within_the_margin() -> None:
+    """Within 25% of 8 s is 10 s: the schedule in turn of 9.9 s is chosen, and the one of 10.1 s is not."""
+
+    def chosen(in_turn_s: float) -> list[float]:
+        times = ((8.0, 1), (8.1, 1), (8.2, 1), (in_turn_s, None))
+        found = [measured("serial", 0, devices, Floor(1.0, 1.0, 1.0), time_s) for time_s, devices in times]
+        pairs = [(Entry(each.candidate, PROBLEM.sim), each) for each in found]
+        seconds = {entry: each.step_s for entry, each in pairs}
+        return [seconds[entry] for entry in finalists(pairs, 3)]
+
+    assert chosen(9.9) == [8.0, 8.1, 9.9]
+    assert chosen(10.1) == [8.0, 8.1, 8.2]
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,14 @@ def search(problem: Problem) -> Plan:
         ConfigError: no candidate fits the devices, or none is within the limits.
     """
     entries, excluded = problem.entries()
-    (share, number), (more, finalists) = RUNGS
+    (share, number), (more, last) = RUNGS
     num_excluded = excluded.total()
     first, others, biased = _promising(problem, entries, _share(problem, share))
     if not first:
         found = f"it excludes all {len(entries)} candidates that fit the devices"
         raise ConfigError("plan.max_length_bias", problem.max_length_bias, found, "raise it")
     second = _again(problem, first, number, _share(problem, more))
-    final = _again(problem, second, finalists, problem.steps)
+    final = _again(problem, second, last, problem.steps)
     if biased:
         excluded[f"plan.max_length_bias = {problem.max_length_bias:g}"] = biased
     ranking: dict[Candidate, Measured] = {}
@@ -51,7 +51,9 @@ def search(problem: Problem) -> Plan:
         ranking.setdefault(entry.candidate, measured)
     ranked = list(ranking.values())
     longest = [each for each in ranked if each.steps == ranked[0].steps]
-    why = reasons(problem, [*others, *(entry for entry, _ in first)], longest)
+    fair = [*others, *(entry for entry, _ in first)]
+    floors = {entry.candidate: problem.floor(entry, problem.steps).step_s for entry in fair}
+    why = reasons(problem, floors, longest)
     return Plan(ranked, why, len(entries) + num_excluded, excluded, len(others))
 
 
@@ -102,15 +104,15 @@ def estimate(measured: Measured) -> float:
 
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
-    found = [(entry, problem.measure(entry, steps)) for entry in _chosen(pairs, number)]
+    found = [(entry, problem.measure(entry, steps)) for entry in finalists(pairs, number)]
     within = [pair for pair in found if not is_biased(problem, pair[1])]
     key = seconds if steps == problem.steps else estimate
     return sorted(within, key=lambda pair: key(pair[1]))
 
 
-def _chosen(pairs: Sequence[Pair], number: int) -> list[Entry]:
+def finalists(pairs: Sequence[Pair], number: int) -> list[Entry]:
     """Return the best ones. At most half, rounded up, are on separate devices, or on shared ones, as long as
-    there are others within the margin: what misleads about one candidate does about those that are like it."""
+    there are others within the margin: what misleads about one candidate does about others like it."""
     chosen: list[Entry] = []
     alike: Counter[bool] = Counter()
     most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)

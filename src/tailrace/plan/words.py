@@ -2,23 +2,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tailrace.plan.base import Measured
-from tailrace.plan.problem import Entry, Problem
+from tailrace.plan.base import Candidate, Measured
+from tailrace.plan.problem import Problem
 
 BUSY = 0.85
 """Share of the time from which a side counts as busy."""
 
 
-def reasons(problem: Problem, entries: Sequence[Entry], measured: Sequence[Measured]) -> list[str]:
+def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:
     """Return what makes the best candidate the best, and what it could gain, one sentence each.
 
     Args:
-        entries: all candidates within the limits that fit the devices.
+        floors: the bounds on the seconds of a step of all candidates within the limits that fit the devices.
         measured: those that were measured over all steps, the best first.
     """
-    best = measured[0]
-    floors = {entry: problem.floor(entry, best.steps).step_s for entry in entries}
-    least_s = min(floors.values())
+    best, least_s = measured[0], min(floors.values())
     return [
         _ratio(problem, best),
         f"no candidate has a bound below {least_s:.3g} s a step: no schedule gains more than "
@@ -78,13 +76,15 @@ def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
             yield f"{where} the best is {_compared(found[0], best)}"
 
 
-def _on_policy(best: Measured, floors: Mapping[Entry, float], measured: Sequence[Measured]) -> Iterator[str]:
+def _on_policy(
+    best: Measured, floors: Mapping[Candidate, float], measured: Sequence[Measured]
+) -> Iterator[str]:
     """What staleness gains."""
     if not best.candidate.work.lag:
         return
     if found := [each for each in measured if not each.candidate.work.lag]:
         yield f"on-policy the best is {_compared(found[0], best)}"
-    elif least := [floor for entry, floor in floors.items() if not entry.candidate.work.lag]:
+    elif least := [floor for candidate, floor in floors.items() if not candidate.work.lag]:
         yield f"by its bound an on-policy schedule takes at least {min(least) / best.step_s:.2f}x the time"
 
 
