@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.commands.folder import RunFolder
@@ -172,9 +172,9 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         table.add_row(str(number), each.candidate.name(devices), *_cells(each))
     table.caption = (
-        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share\n"
-        "of the cache that requests in flight fill; state: share of the memory of the trainer's\n"
-        "devices that its state fills; steps: optimizer steps over which it was measured"
+        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the cache "
+        "that requests in flight fill; state: share of the trainer's memory that its state fills; steps: "
+        "optimizer steps over which it was measured"
     )
     return table
 
