@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.commands.folder import RunFolder
@@ -163,18 +163,17 @@ def _groups_per_step(config: RunConfig) -> int:
 def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     cluster = config.sim.cluster
     of = f"{devices} x {cluster.device}" if cluster else ""
-    table = Table(
-        "", "schedule", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("schedule (devices)", overflow="fold")
     table.title_justify = table.caption_justify = "left"
     for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
         table.add_column(head, justify="right", no_wrap=True)
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         table.add_row(str(number), each.candidate.name(devices), *_cells(each))
     table.caption = (
-        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the cache "
-        "that requests in flight fill; state: share of the trainer's memory that its state fills; steps: "
-        "optimizer steps over which it was measured"
+        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
+        "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
+        "steps: optimizer steps over which it was measured"
     )
     return table
 

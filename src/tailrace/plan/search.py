@@ -14,13 +14,16 @@ from math import ceil, inf
 
 from tailrace.errors import ConfigError
 from tailrace.plan.base import Candidate, Measured, Plan
+from tailrace.plan.candidates import LAGS
 from tailrace.plan.problem import Entry, Problem
 from tailrace.plan.words import reasons
 
 RUNGS = ((1 / 8, 6), (1 / 4, 3))
 """Share of the steps over which candidates are measured, and how many of them are measured over more."""
 FEWEST_STEPS = 8
-"""Two rollouts of the largest that LAGS allows (candidates.py)."""
+"""Of the first rung."""
+FILLS = 32
+"""Steps of which the shares are at least, as a multiple of those in flight."""
 LEAST = 8
 """Candidates that are measured at least."""
 MARGIN = 1.25
@@ -131,4 +134,8 @@ def seconds(measured: Measured) -> float:
 
 
 def _share(problem: Problem, share: float) -> int:
-    return min(problem.steps, max(FEWEST_STEPS, round(share * problem.steps)))
+    """Return the steps of a rung: a schedule with a lag of n steps has up to n + 1 in flight, and the steps
+    in which they fill up say little."""
+    lag = min(problem.max_staleness, max(LAGS))
+    steps = max(FEWEST_STEPS, round(share * max(problem.steps, FILLS * (lag + 1))))
+    return min(problem.steps, steps)
