@@ -94,23 +94,16 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
             continue
         waiting.remove(entry)
         found.append((entry, measured))
-        best_s = min(best_s, estimate(measured))
-        slack[name] = min(slack.get(name, inf), estimate(measured) / floors[entry])
-    return sorted(found, key=lambda pair: estimate(pair[1])), waiting, num_biased
-
-
-def estimate(measured: Measured) -> float:
-    """Return the seconds of an optimizer step over few. A schedule that trains short responses first may be
-    below the bound of its prompts, for a while."""
-    return max(measured.step_s, measured.floor.step_s)
+        best_s = min(best_s, measured.step_s)
+        slack[name] = min(slack.get(name, inf), measured.step_s / floors[entry])
+    return sorted(found, key=lambda pair: pair[1].step_s), waiting, num_biased
 
 
 def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
     """Measure the best ones over more steps. The best comes first."""
     found = [(entry, problem.measure(entry, steps)) for entry in finalists(pairs, number)]
     within = [pair for pair in found if not is_biased(problem, pair[1])]
-    key = seconds if steps == problem.steps else estimate
-    return sorted(within, key=lambda pair: key(pair[1]))
+    return sorted(within, key=lambda pair: pair[1].step_s)
 
 
 def finalists(pairs: Sequence[Pair], number: int) -> list[Entry]:
@@ -118,19 +111,14 @@ def finalists(pairs: Sequence[Pair], number: int) -> list[Entry]:
     there are others within the margin: what misleads about one candidate does about others like it."""
     chosen: list[Entry] = []
     alike: Counter[bool] = Counter()
-    most_s = MARGIN * min((estimate(measured) for _, measured in pairs), default=0.0)
+    most_s = MARGIN * min((measured.step_s for _, measured in pairs), default=0.0)
     for entry, measured in pairs:
         is_separate = entry.candidate.kind == "disaggregated"
-        if alike[is_separate] < ceil(number / 2) and estimate(measured) <= most_s:
+        if alike[is_separate] < ceil(number / 2) and measured.step_s <= most_s:
             alike[is_separate] += 1
             chosen.append(entry)
     chosen += [entry for entry, _ in pairs if entry not in chosen]
     return chosen[:number]
-
-
-def seconds(measured: Measured) -> float:
-    """Return the seconds of an optimizer step."""
-    return measured.step_s
 
 
 def _share(problem: Problem, share: float) -> int:
