@@ -1,7 +1,7 @@
 """The search: bounds, then successive halving over optimizer steps in virtual time.
 
 A candidate whose bound (bounds.py) is worse than what another one reaches cannot win. A schedule is about as
-far above its bound on one division of the devices as on another. So those are measured first that are
+many seconds above its bound on one division of the devices as on another. So those are measured first that are
 predicted to be the fastest, over few steps. The best of them are measured over more, and the best of these
 over all (successive halving; Jamieson and Talwalkar, Non-stochastic Best Arm Identification and
 Hyperparameter Optimization, 2016). All candidates train the same prompts, with the same lengths of their
@@ -74,13 +74,13 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
         Those that were measured, the best first; those that were not; how many are above the limit.
     """
     waiting, best_s = list(entries), inf
-    slack: dict[str, float] = {}
+    excess_s: dict[str, float] = {}
     floors = {entry: problem.floor(entry, steps).step_s for entry in entries}
     found: list[Pair] = []
     num_biased = 0
 
     def predicted(entry: Entry) -> float:
-        return floors[entry] * slack.get(entry.candidate.work.name, 1.0)
+        return floors[entry] + excess_s.get(entry.candidate.work.name, 0.0)
 
     while waiting:
         entry = min(waiting, key=predicted)
@@ -95,7 +95,7 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
         waiting.remove(entry)
         found.append((entry, measured))
         best_s = min(best_s, measured.step_s)
-        slack[name] = min(slack.get(name, inf), measured.step_s / floors[entry])
+        excess_s[name] = min(excess_s.get(name, inf), measured.step_s - floors[entry])
     return sorted(found, key=lambda pair: pair[1].step_s), waiting, num_biased
 
 
