@@ -1,9 +1,9 @@
 """The search: bounds, then successive halving over optimizer steps in virtual time.
 
 A candidate whose bound (bounds.py) is worse than what another one reaches cannot win. A schedule is about as
-many seconds above its bound on one division of the devices as on another. So those are measured first that are
-predicted to be the fastest, over few steps. The best of them are measured over more, and the best of these
-over all (successive halving; Jamieson and Talwalkar, Non-stochastic Best Arm Identification and
+many seconds above its bound on one division of the devices as on another. So those are measured first, over
+few steps, that are predicted to be the fastest. The best of them are measured over more, and the best of
+these over all (successive halving; Jamieson and Talwalkar, Non-stochastic Best Arm Identification and
 Hyperparameter Optimization, 2016). All candidates train the same prompts, with the same lengths of their
 responses.
 """
