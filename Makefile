@@ -67,6 +67,7 @@ docs: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/orchestrator.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/learning.py

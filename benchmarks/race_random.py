@@ -11,36 +11,26 @@ twice as fast. `tailrace_on_policy` has the placement on which it is faster; Rol
 Classes: the lag of a trained token in optimizer steps is at most 0, 1 or 3, or has no bound. Within a class
 every schedule keeps the same bound, and those with a choice have about as many groups in flight.
 
-The length bias is the mean length of the trained responses over the mean length of all responses to the same
-prompts, minus 1. Prompts that are in flight at the end of a run are left out: they would be trained later. A
-racer with a larger bias than 2% is printed and cannot win. Schedules that race or sort prompts train short
-ones in some steps and long ones in others. The spread shows this: the standard deviation of the mean lengths
-of a run's steps, as a share of their mean.
+A racer with a larger length bias than 2% (src/tailrace/plan/measure.py) is printed and cannot win. Schedules
+that race or sort prompts train short ones in some steps and long ones in others. The spread shows this: the
+standard deviation of the mean lengths of a run's steps, as a share of their mean.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, median
 
 from random_setups import Racer, Setup, classes, drawn
-from tailrace import clock
-from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.execution import execute
-from tailrace.controller.simulation import simulated_parts
-from tailrace.record.events import Event, GroupEnded, Recorder, Stepped
-from tailrace.record.laps import LapMeter
-from tailrace.record.steps import StepMeter
+from tailrace.controller.base import RunSettings
+from tailrace.plan.measure import measure
 from tailrace.rollout.placement import DISAGGREGATED, Shared
-from tailrace.sim.world import Lengths
-from tailrace.types import Group, Sample, SampleId
 
 BIASED = 0.02
-WARM_UP = 0.2
-"""Share of the rounds that is not counted: 8 of 40, so that no batch that is sorted by length is cut."""
+CYCLE = 8
+"""The warm-up is a multiple of so many rounds: 8 of 40, so that no batch that is sorted by length is cut."""
 OURS = ("tailrace", "tailrace_on_policy")
 
 
@@ -61,54 +51,25 @@ class Result:
         return abs(self.length_bias) > BIASED
 
 
-class TrainedLengths:
-    """Sink: the lengths of the responses that each step trained, and the prompts whose groups have ended."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[int]] = []
-        self.ended: list[int] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, GroupEnded):
-            self.ended.append(event.prompt)
-        elif isinstance(event, Stepped):
-            self.steps.append([sample.num_tokens for sample in event.samples])
-
-    def close(self) -> None:
-        """Nothing is pending."""
-
-    def bias(self, parts: Parts, length_of: Callable[[Sample], int], group_size: int) -> float:
-        groups = [Group(parts.prompts[index], group_size, []) for index in self.ended]
-        ids = ((group, SampleId(group.prompt.index, 0, k)) for group in groups for k in range(group_size))
-        trained = fmean(chain.from_iterable(self.steps))
-        return trained / fmean(length_of(Sample(id, group)) for group, id in ids) - 1.0
-
-    def spread(self) -> float:
-        means = [fmean(step) for step in self.steps]
-        return pstdev(means) / fmean(means)
-
-
 def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
     """Run a schedule in virtual time."""
-    sim, rounds = setup.sim(in_turn), num_steps // entry.steps
-    meter, lengths = LapMeter(warm_up_rounds=round(WARM_UP * rounds)), TrainedLengths()
-    settings = RunSettings(rounds=rounds, group_size=setup.group_size, give_up_s=1e9, patience_s=1e9)
-
-    async def run() -> float:
-        parts = simulated_parts(sim, 0, shared=Shared("colocated") if in_turn else DISAGGREGATED)
-        recorder = Recorder(StepMeter(meter, lengths, wall_clock=clock.wall_time))
-        await execute(entry.schedule, parts, settings, recorder)
-        return lengths.bias(parts, Lengths(sim.lengths, 0), setup.group_size)
-
-    bias = clock.run(run(), virtual=True)
-    figures = meter.lap()
+    settings = RunSettings(
+        rounds=num_steps // entry.steps, group_size=setup.group_size, give_up_s=1e9, patience_s=1e9
+    )
+    run = measure(
+        entry.schedule,
+        setup.sim(in_turn),
+        settings,
+        shared=Shared("colocated") if in_turn else DISAGGREGATED,
+        cycle=CYCLE,
+    )
     return Result(
-        s_per_1000_samples=1000 / figures.samples_per_s,
-        length_bias=bias,
-        step_spread=lengths.spread(),
-        lag_mean=figures.staleness_mean,
-        lag_max=figures.staleness_max,
-        wasted=figures.waste_share,
+        s_per_1000_samples=1000 / run.lap.samples_per_s,
+        length_bias=run.length_bias,
+        step_spread=run.step_spread,
+        lag_mean=run.lap.staleness_mean,
+        lag_max=run.lap.staleness_max,
+        wasted=run.lap.waste_share,
         in_turn=in_turn,
     )
 

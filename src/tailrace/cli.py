@@ -138,6 +138,13 @@ def _fit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     fit_run(arguments.config, output=arguments.output)
 
 
+def _plan(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    from tailrace.commands.plan import plan
+
+    config = _config(arguments.config, overrides)
+    plan(config, lengths=arguments.lengths, output=arguments.output, json_path=arguments.json)
+
+
 def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.evaluate import evaluate_model, evaluated_config
 
@@ -233,6 +240,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     fit = add("fit", _fit, "the costs and lengths of a run, as the [sim] section of a config", config="RUN")
     fit.epilog = None  # it has no config to override
     fit.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
+    planned = "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time"
+    plan = add("plan", _plan, planned, config="CLUSTER.toml")
+    found = "responses are as long as those of this run; 'model' or without it: as in [sim.lengths]"
+    plan.add_argument("--lengths", default="model", metavar="RUN", help=found)
+    plan.add_argument("--output", type=Path, metavar="F.toml", help="a config with the fastest candidate")
+    plan.add_argument("--json", type=Path, metavar="F", help="all candidates that were measured")
     scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
     evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")
     evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")

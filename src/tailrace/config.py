@@ -49,7 +49,7 @@ MAY_CHANGE = (
     *("reward.judges.*.concurrency", "reward.judges.*.give_up_s", "reward.judges.*.device"),
     *("reward.judges.*.threads", "reward.judges.*.memory_mib", "reward.judges.*.max_tokens"),
     *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
-    *("ledger.*", "record.*", "sim.*", "compare.*"),
+    *("ledger.*", "record.*", "sim.*", "compare.*", "plan.*"),
 )
 """Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
 reward means, or what is learnt."""
@@ -71,6 +71,19 @@ class CompareSettings(Settings):
     """Counted laps of each schedule."""
 
 
+class PlanSettings(Settings):
+    """`tailrace plan`: the limits of a candidate, and how long it is simulated."""
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Largest age of a trained token, in optimizer steps. None: no limit."""
+    max_length_bias: float = Field(default=0.02, ge=0)
+    """Largest difference of the mean trained length from that of all responses to the same prompts."""
+    steps: int = Field(default=64, ge=16)
+    """Optimizer steps over which the best candidates are compared."""
+    top: int = Field(default=10, ge=1)
+    """Candidates that are printed."""
+
+
 class RunConfig(Settings):
     """The whole config of a run."""
 
@@ -82,6 +95,7 @@ class RunConfig(Settings):
     """Parameters of one schedule, by its name. They replace those of [schedule] when `schedule.name` is that
     name."""
     compare: CompareSettings = CompareSettings()
+    plan: PlanSettings = PlanSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None

@@ -44,39 +44,39 @@ def sim_settings(config: RunConfig) -> SimSettings:
     Raises:
         ConfigError: [sim.cluster] cannot work, the placement is another one, or lengths cannot be read.
     """
-    law_of(config.sim.lengths)
+    sim, kind = without_rates(config), config.placement.kind
+    if cluster := sim.cluster:
+        if (cluster.rollout_devices is None) == (kind == "disaggregated"):
+            found = "all devices generate" if cluster.rollout_devices is None else "some devices only train"
+            remedy = 'choose "disaggregated" with sim.cluster.rollout_devices, or another kind without it'
+            raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
+        sim = rates(sim)
+    count = sim.engines.count or config.engine.num_engines
+    return sim.model_copy(update={"engines": sim.engines.model_copy(update={"count": count})})
+
+
+def without_rates(config: RunConfig) -> SimSettings:
+    """[sim] of a config with what is taken from the other sections, before [sim.cluster] fills the rates.
+
+    Raises:
+        ConfigError: lengths cannot be read.
+    """
+    sim, lengths, cluster = config.sim, config.sim.lengths, config.sim.cluster
+    law_of(lengths)
     max_tokens = sim_max_tokens(config)
-    sim = _with_cluster(config, max_tokens)
-    engines, lengths = sim.engines, sim.lengths
-    taken = 1.0 if config.sim.lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
-    count = engines.count or config.engine.num_engines
-    slots = engines.slots or config.engine.max_num_seqs
+    taken = 1.0 if lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
+    slots = sim.engines.slots or config.engine.max_num_seqs
     synchronous = sim.rewards.synchronous or config.reward.synchronous
-    rewards = sim.rewards.model_copy(update={"synchronous": synchronous})
+    if cluster and cluster.model is None and config.model:
+        cluster = cluster.model_copy(update={"model": str(config.model.path)})
     changes = {
-        "rewards": rewards,
-        "engines": engines.model_copy(update={"count": count, "slots": slots}),
+        "cluster": cluster,
+        "rewards": sim.rewards.model_copy(update={"synchronous": synchronous}),
+        "engines": sim.engines.model_copy(update={"slots": slots}),
         "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
     }
     return sim.model_copy(update=changes)
-
-
-def _with_cluster(config: RunConfig, max_tokens: int) -> SimSettings:
-    """[sim] with the rates of its cluster, which is checked with slots and length limit of the run."""
-    sim, cluster = config.sim, config.sim.cluster
-    if cluster is None:
-        return sim
-    kind = config.placement.kind
-    if (cluster.rollout_devices is None) == (kind == "disaggregated"):
-        found = "all devices generate" if cluster.rollout_devices is None else "some devices only train"
-        remedy = 'choose "disaggregated" with sim.cluster.rollout_devices, or another kind without it'
-        raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
-    if cluster.model is None and config.model:
-        cluster = cluster.model_copy(update={"model": str(config.model.path)})
-    lengths = sim.lengths.model_copy(update={"max_tokens": max_tokens})
-    engines = sim.engines.model_copy(update={"slots": sim.engines.slots or config.engine.max_num_seqs})
-    return rates(sim.model_copy(update={"cluster": cluster, "lengths": lengths, "engines": engines}))
 
 
 def sim_max_tokens(config: RunConfig) -> int:

@@ -54,6 +54,16 @@ def rates(settings: SimSettings) -> SimSettings:
     return filled
 
 
+def trainer_memory_share(cluster: SimClusterSettings) -> float:
+    """Return the share of its devices' memory that the trainer's state fills.
+
+    Raises:
+        ConfigError: there is no such device or model.
+    """
+    device, model = device_of(cluster), model_of("sim.cluster.model", cluster.model)
+    return _state_bytes(cluster, model) / _training_memory(cluster, device)
+
+
 def _filled(section: S, found: Mapping[str, Any]) -> S:
     return section.model_copy(
         update={key: value for key, value in found.items() if key not in section.model_fields_set}
@@ -137,8 +147,9 @@ def _switch_s(cluster: SimClusterSettings, device: Device, model: Model) -> dict
     """
     if cluster.rollout_devices:
         return {"load_s": _send_s(cluster, device, model)}
-    state = cluster.trainer_bytes_per_parameter * model.num_parameters / cluster.devices
-    swap_s = state / (device.host_bytes_per_s * cluster.link_efficiency)
+    swap_s = (
+        _state_bytes(cluster, model) / cluster.devices / (device.host_bytes_per_s * cluster.link_efficiency)
+    )
     gather_s = model.weight_bytes / _link(cluster, device, cluster.devices)
     return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
 
@@ -177,6 +188,14 @@ def _kv_room(cluster: SimClusterSettings, device: Device, model: Model) -> float
     return cluster.tensor_parallel * device.memory_bytes * cluster.memory_share - model.weight_bytes
 
 
+def _state_bytes(cluster: SimClusterSettings, model: Model) -> float:
+    return cluster.trainer_bytes_per_parameter * model.num_parameters
+
+
+def _training_memory(cluster: SimClusterSettings, device: Device) -> float:
+    return _training(cluster) * device.memory_bytes
+
+
 def _check_devices(cluster: SimClusterSettings, model: Model) -> None:
     size, generating = cluster.tensor_parallel, _generating(cluster)
     if _training(cluster) < 1:
@@ -205,9 +224,9 @@ def _check_memory(cluster: SimClusterSettings, device: Device, model: Model) -> 
             f"its weights take {gib(model.weight_bytes)}, but an engine on {size} x {cluster.device} has"
         )
         raise ConfigError("sim.cluster.model", name, f"{problem} {gib(room)}", "raise tensor_parallel")
-    state = cluster.trainer_bytes_per_parameter * model.num_parameters
-    room = (num := _training(cluster)) * device.memory_bytes
+    state, room = _state_bytes(cluster, model), _training_memory(cluster, device)
     if state > room:
+        num = _training(cluster)
         problem = f"the trainer holds {gib(state)}, but {num} x {cluster.device} have {gib(room)}"
         raise ConfigError("sim.cluster.model", name, problem, "give the trainer more devices")
 

@@ -1,0 +1,222 @@
+"""`tailrace plan`: the fastest schedule for a cluster, as a table, in words, and as a config."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.commands.folder import RunFolder
+from tailrace.commands.virtual import sim_max_tokens, without_rates
+from tailrace.config import RunConfig
+from tailrace.engine.settings import ServerEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.fit.lengths import correlation_within_groups
+from tailrace.plan.base import Candidate, Measured, Plan
+from tailrace.plan.problem import Problem
+from tailrace.plan.search import search
+from tailrace.schedules.resolve import resolve, with_published_defaults
+from tailrace.sim.lengths import read_lengths, read_recorded
+from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
+
+OF_DEVICES = {
+    "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
+    "trainer": ("tokens_per_s", "step_s"),
+}
+"""Keys of [sim] that depend on the division of the devices."""
+
+FIGURES = [field.name for field in fields(Measured) if field.name not in ("candidate", "floor")]
+
+
+def plan(
+    config: RunConfig, *, lengths: str = "model", output: Path | None = None, json_path: Path | None = None
+) -> None:
+    """Search for the fastest candidate and print the ranking, with the reasons.
+
+    Args:
+        lengths: "model", or the output directory of a run whose responses are as long.
+        output: a file for the config with the fastest candidate.
+        json_path: a file for all candidates that were measured.
+
+    Raises:
+        ConfigError: the config has no cluster, no candidate fits it or is within the limits, lengths are
+            unknown, or a file cannot be written.
+    """
+    for option, path in (("--output", output), ("--json", json_path)):
+        if path and not path.parent.is_dir():
+            problem = f"there is no folder {path.parent}"
+            raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+    config = with_lengths(config, lengths)
+    found = search(problem_of(config))
+    devices = config.sim.cluster.devices if config.sim.cluster else 0
+    console = Console()
+    console.print(_table(config, found, devices))
+    for reason in (*found.reasons, *_exclusions(found)):
+        console.print(f"- {reason}", markup=False, highlight=False)
+    if json_path:
+        json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n")
+    if output:
+        planned = with_candidate(config, found.best.candidate)
+        resolve(planned)
+        output.write_text(planned.toml())
+        console.print(f"config    {output}", markup=False)
+
+
+def problem_of(config: RunConfig) -> Problem:
+    """What the planner is asked for by a config.
+
+    Raises:
+        ConfigError: there is no cluster, or no number of groups of an optimizer step, or a rate is given that
+            depends on the division of the devices.
+    """
+    sim, limits = config.sim, config.plan
+    if sim.cluster is None:
+        remedy = "add [sim.cluster] with devices and a model"
+        raise ConfigError("sim.cluster", None, "the planner needs the section", remedy)
+    for section, keys in OF_DEVICES.items():
+        for key in keys:
+            if key in (given := getattr(sim, section)).model_fields_set:
+                problem = "it would be the same for every division of the devices"
+                raise ConfigError(f"sim.{section}.{key}", getattr(given, key), problem, "remove it")
+    config = with_published_defaults(config)
+    return Problem(
+        sim=_with_table(without_rates(config)),
+        run=config.run,
+        groups_per_step=_groups_per_step(config),
+        steps=limits.steps,
+        max_staleness=inf if limits.max_staleness is None else limits.max_staleness,
+        max_length_bias=limits.max_length_bias,
+        reference=config.algorithm.needs_reference,
+        compute_advantages=ComputeAdvantages(config.algorithm, sim_max_tokens(config)),
+    )
+
+
+def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
+    """The config with the lengths of a run, and their correlation within groups.
+
+    Raises:
+        ConfigError: there is no such run, or its samples are damaged.
+    """
+    if lengths == "model":
+        return config
+    samples = RunFolder(Path(lengths)).samples.resolve()
+    if not samples.is_dir():
+        problem = "it is neither 'model' nor the output directory of a run with samples"
+        raise ConfigError("--lengths", lengths, problem, "name one, or leave it out")
+    changes: dict[str, Any] = {"distribution": EmpiricalSettings(path=samples)}
+    correlation = correlation_within_groups(read_recorded(samples))
+    if correlation is not None:
+        changes["correlation"] = correlation
+    return _with_sim(config, lengths=config.sim.lengths.model_copy(update=changes))
+
+
+def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The config with the schedule and the division of the devices of a candidate."""
+    assert config.sim.cluster
+    division = {"rollout_devices": candidate.rollout_devices, "tensor_parallel": candidate.tensor_parallel}
+    cluster, size = config.sim.cluster.model_copy(update=division), candidate.tensor_parallel
+    engine = {"replicas": (candidate.rollout_devices or cluster.devices) // size}
+    if isinstance(config.engine, ServerEngineSettings):
+        engine = {} if config.engine.urls else engine | {"tensor_parallel_size": size}
+    changes = {
+        "schedule": {"name": candidate.work.schedule, **candidate.work.parameters},
+        "schedules": {},
+        "placement": config.placement.model_copy(update={"kind": candidate.kind}),
+        "trainer": config.trainer.model_copy(update={"replicas": candidate.replicas}),
+        "engine": config.engine.model_copy(update=engine),
+    }
+    return _with_sim(config, cluster=cluster).model_copy(update=changes)
+
+
+def _with_sim(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"sim": config.sim.model_copy(update=changes)})
+
+
+def _with_table(sim: SimSettings) -> SimSettings:
+    """Lengths of a run as a table, so that its files are read once."""
+    distribution = sim.lengths.distribution
+    if not isinstance(distribution, EmpiricalSettings | RecordedSettings):
+        return sim
+    counts = sorted(Counter(read_lengths(distribution.path)).items())
+    table = TableSettings(
+        tokens=tuple(tokens for tokens, _ in counts), shares=tuple(count for _, count in counts)
+    )
+    return sim.model_copy(update={"lengths": sim.lengths.model_copy(update={"distribution": table})})
+
+
+def _groups_per_step(config: RunConfig) -> int:
+    section = {**config.schedule, **config.schedules.get(str(config.schedule.get("name")), {})}
+    number = section.get("groups_per_step", section.get("groups_per_round"))
+    if not isinstance(number, int) or number < 1:
+        problem = "all candidates train so many groups in an optimizer step"
+        raise ConfigError("schedule.groups_per_step", number, problem, "set it to at least 1")
+    return number
+
+
+def _table(config: RunConfig, found: Plan, devices: int) -> Table:
+    cluster = config.sim.cluster
+    of = f"{devices} x {cluster.device}" if cluster else ""
+    table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("schedule (devices)", overflow="fold")
+    table.title_justify = table.caption_justify = "left"
+    for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for number, each in enumerate(found.ranking[: config.plan.top], 1):
+        table.add_row(str(number), each.candidate.name(devices), *_cells(each))
+    table.caption = (
+        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
+        "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
+        "steps: optimizer steps over which it was measured"
+    )
+    return table
+
+
+def _cells(each: Measured) -> tuple[str, ...]:
+    return (
+        f"{each.step_s:,.3g}",
+        f"{each.samples_per_s:,.3g}",
+        f"{each.over_bound:+.0%}",
+        f"{each.lag_max:.0f}",
+        f"{each.length_bias:+.1%}",
+        f"{each.kv_share:.0%}",
+        f"{each.trainer_share:.0%}",
+        str(each.steps),
+    )
+
+
+def _exclusions(found: Plan) -> list[str]:
+    counted = [
+        f"{number} of {found.candidates} candidates: {limit}" for limit, number in found.excluded.items()
+    ]
+    return [*counted, f"{found.pruned} were not measured: they are predicted to be slower"]
+
+
+def _json(found: Plan, devices: int) -> Mapping[str, object]:
+    return {
+        "ranking": [_numbers(each, devices) for each in found.ranking],
+        "reasons": found.reasons,
+        "candidates": found.candidates,
+        "excluded": found.excluded,
+        "pruned": found.pruned,
+    }
+
+
+def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
+    candidate = each.candidate
+    figures = {key: getattr(each, key) for key in FIGURES}
+    return {
+        "schedule": candidate.work.schedule,
+        "parameters": candidate.work.parameters,
+        "placement": candidate.kind,
+        "rollout_devices": candidate.rollout_devices or devices,
+        "tensor_parallel": candidate.tensor_parallel,
+        "bound": asdict(each.floor),
+        **figures,
+    }

@@ -1,0 +1,210 @@
+"""The candidates of a cluster: every schedule on every division of the devices for which it is made.
+
+Schedules whose times cannot differ here are represented by one: `conventional` shuffles what `serial` trains,
+`rolloutpipe` trains later what `rolloutpipe_eager` accumulates, `seer` orders requests only where they wait
+for slots, and `streamrl` needs rows that come again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import ceil, inf
+
+from tailrace.plan.base import Candidate, Work
+from tailrace.plan.workload import Workload
+from tailrace.rollout.placement import Kind
+from tailrace.sim.settings import SimClusterSettings, SimSettings
+
+LAGS = (1, 3)
+"""Bounds of lag that are tried, besides 0 and none."""
+RACES = (1.25, 1.5)
+"""Multiples of the wanted prompts that race. RollPacker (section 6.4) tries both."""
+ROUNDS_SORTED = 8
+"""Rounds whose prompts `tailrace_on_policy` sorts by length."""
+WIDTHS = (1.5, 2, 3, 4)
+"""Groups in flight, as multiples of those of a step."""
+PARTS = 16
+"""Divisions of more devices than this differ by one part of so many."""
+
+
+def candidates(
+    sim: SimSettings, groups_per_step: int, group_size: int, max_lag: float = inf
+) -> Iterator[Candidate]:
+    """Yield the candidates of a cluster. What [sim.cluster] sets itself stays.
+
+    Args:
+        sim: with slots, and with a cluster.
+        max_lag: an age of trained tokens, in optimizer steps, that is tried besides LAGS.
+    """
+    assert sim.cluster
+    for kind, rollout_devices, size in divisions(sim.cluster):
+        num_engines = (rollout_devices or sim.cluster.devices) // size
+        num_slots = num_engines * (sim.engines.slots or 1)
+        rows = bool(sim.lengths.rows)
+        lags = sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
+        for work in _works(kind, groups_per_step, group_size, lags, num_engines, num_slots, rows):
+            yield Candidate(work, kind, rollout_devices, size)
+
+
+def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, int]]:
+    """Yield placement, devices that generate, and tensor-parallel size."""
+    devices = cluster.devices
+    given = cluster.model_fields_set
+    largest = min(devices, cluster.devices_per_node)
+    sizes = [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+    for size in [cluster.tensor_parallel] if "tensor_parallel" in given else sizes:
+        if cluster.rollout_devices:
+            yield "disaggregated", cluster.rollout_devices, size
+            continue
+        steps = {round(devices * part / PARTS / size) * size for part in range(1, PARTS)}
+        for rollout_devices in sorted(each for each in steps if 0 < each < devices):
+            yield "disaggregated", rollout_devices, size
+        if devices % size == 0:
+            yield "colocated", None, size
+            if devices // size > 1:
+                yield "elastic", None, size
+
+
+def _works(
+    kind: Kind, U: int, K: int, lags: Sequence[float], num_engines: int, num_slots: int, rows: bool
+) -> Iterator[Work]:
+    match kind:
+        case "colocated":
+            yield from _in_turn(U, K, lags, num_slots, rows)
+        case "elastic":
+            yield from _streamed(U, lags, rows)
+        case "disaggregated":
+            yield from _streamed(U, lags, rows)
+            yield from _never_stopped(U, K, lags, num_engines)
+
+
+def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) -> Iterator[Work]:
+    """Schedules that generate, then train."""
+    for lag in (0, *lags):
+        R = (int(lag) + 1) * U
+        for name in ("serial", "seer") if num_slots < R * K else ("serial",):
+            yield _rollout(name, R, U)
+        if lag:
+            yield replace(_rollout("sortedrl", R, U), steps=1, cycle=R // U)
+        for alive in _widths(U, lag):
+            parameters = dict(groups_per_round=U, groups_launched=alive, staleness=int(lag))
+            label = f"{alive} launched, staleness {lag:.0f}"
+            yield Work("april", parameters, label, lag, alive=alive)
+    yield _restarted(4 * U, U)
+    for race in _races(U):
+        yield _race("tailbatch", U, race)
+        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_nothing)
+    yield _sorted_races(U)
+    for alive in (2 * U, 3 * U):
+        parameters = dict(groups_per_round=U, groups_launched=alive)
+        yield Work("april", parameters, f"{alive} launched", inf, alive=alive)
+
+
+def _streamed(U: int, lags: Sequence[float], rows: bool) -> Iterator[Work]:
+    """Schedules that train complete groups while the others are generated with the same weights."""
+    for name in ("periodic_asynchrony", "streamrl") if rows else ("periodic_asynchrony",):
+        yield Work(name, dict(groups_per_round=U), alive=U, waited_tokens=lambda load: load.longest(U))
+    for race in _races(U):
+        yield _race("rollpacker", U, race)
+    yield _sorted_races(U)
+    parameters = dict(groups_per_round=U, prompt_speculation=1.25, response_speculation=1.25)
+    yield Work("rollpacker", parameters, "1.25 x prompts, 1.25 x responses")
+    for lag in lags:
+        yield _rollout("rolloutpipe_eager", (int(lag) + 1) * U, U)
+
+
+def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> Iterator[Work]:
+    """Schedules that generate for later steps while they train."""
+    if 1 in lags:
+        yield replace(_rollout("one_step_off", U, U), lag=1, stops=False)
+        ahead = Work("streamrl_async", dict(groups_per_round=U), lag=1, alive=2 * U, stops=False)
+        yield replace(ahead, waited_tokens=lambda load: load.longest(U))
+    for lag in lags:
+        for alive in _widths(U, lag):
+            parameters = dict(groups_per_step=U, groups_in_flight=alive, staleness=int(lag))
+            label = f"{alive} in flight, staleness {lag:.0f}"
+            yield Work("tailrace", parameters, label, lag, alive=alive, stops=False)
+        most = (int(lag) + 1) * U
+        alive = int((most + 1) / 1.3)  # with a window of 0.3 times as many
+        if alive >= U:
+            window = most + 1 - alive
+            parameters = dict(groups_per_step=U, groups_in_flight=alive, window=window)
+            label = f"{alive} in flight, window {window}"
+            yield Work("windowed_fifo", parameters, label, lag, alive=alive, stops=False)
+    for width in WIDTHS[:3]:
+        requests = ceil(width * U * K / num_engines)
+        parameters = dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
+        blocking = parameters | dict(ring_full="block")
+        batch = partial(_batch_steps, U * K / requests / num_engines)
+        label = f"{width:g} steps in flight"
+        yield Work("pipelinerl", blocking, label, inf, waited_tokens=batch, stops=False)
+
+
+def _rollout(name: str, R: int, U: int) -> Work:
+    """Whole rollouts of R groups."""
+    steps = R // U
+    parameters = dict(groups_per_round=R, groups_per_step=U)
+    return Work(
+        name,
+        parameters,
+        f"{R} a rollout",
+        steps - 1,
+        steps,
+        alive=R,
+        waited_tokens=lambda load: load.longest(R) / steps,
+    )
+
+
+def _restarted(R: int, U: int) -> Work:
+    return Work(
+        "sortedrl_on_policy",
+        dict(groups_per_round=R, groups_per_step=U),
+        f"{R} a rollout",
+        alive=R,
+        waited_tokens=lambda load: load.longest_of_step(R, U),
+        cycle=R // U,
+    )
+
+
+def _race(name: str, U: int, factor: float) -> Work:
+    """A race for prompts, of which the losers start again."""
+    alive = ceil(factor * U)
+    return Work(
+        name,
+        dict(groups_per_round=U, prompt_speculation=factor, response_speculation=1.0),
+        f"{factor:g} x prompts",
+        alive=alive,
+        waited_tokens=lambda load: load.longest_of_race(U, alive),
+        cycle=U // (alive - U) + 1,  # short rounds until there is a long one
+    )
+
+
+def _sorted_races(U: int) -> Work:
+    """Races of the shortest prompts of a batch of rounds. At best the batch is trained in that order."""
+    return Work(
+        "tailrace_on_policy",
+        dict(groups_per_round=U, prompt_speculation=2.0, rounds_sorted=ROUNDS_SORTED),
+        alive=2 * U,
+        waited_tokens=lambda load: load.longest_of_step(ROUNDS_SORTED * U, U),
+        cycle=ROUNDS_SORTED,
+    )
+
+
+def _races(U: int) -> list[float]:
+    """The factors that launch different numbers of groups."""
+    return list({ceil(race * U): race for race in RACES}.values())
+
+
+def _nothing(load: Workload) -> float:
+    return 0.0
+
+
+def _batch_steps(samples: float, load: Workload) -> float:
+    """Decode steps of so many samples one after another."""
+    return samples * load.mean_tokens
+
+
+def _widths(U: int, lag: float) -> list[int]:
+    """Groups in flight that a bound on staleness allows: more than one step's."""
+    most = (int(lag) + 1) * U
+    return sorted({min(most, ceil(width * U)) for width in WIDTHS}) if lag else []
