@@ -109,9 +109,8 @@ def _become(start: Start, end: int) -> None:
             Path("/proc/self/comm").write_text(start.name[:15])
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
-    import torch
-
-    torch.set_num_threads(start.threads)
+    if torch := sys.modules.get("torch"):  # it read the environment when it was imported
+        torch.set_num_threads(start.threads)
 
 
 def main() -> None:

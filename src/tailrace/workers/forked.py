@@ -83,13 +83,12 @@ class ForkServer:
     @classmethod
     def shared(cls, environment: dict[str, str], log: int) -> "ForkServer":
         """Return the server of this process. It is started if there is none."""
-        if (
-            cls._shared is None
-            or cls._shared._owner != os.getpid()
-            or cls._shared._process.poll() is not None
-        ):
-            cls._shared = cls(environment, log)
-        return cls._shared
+        server = cls._shared
+        if server is None or server._owner != os.getpid() or server._process.poll() is not None:
+            if server is not None:
+                server.kill()
+            server = cls._shared = cls(environment, log)
+        return server
 
     async def fork(self, start: Start, end: socket.socket, log: int) -> Forked:
         """Start a worker. The first one of a module waits until the server has imported the module.
@@ -117,15 +116,16 @@ class ForkServer:
         return Forked(pid, mine)
 
     def kill(self) -> int:
-        """Kill the server and thereby its workers.
+        """Kill the server and thereby its workers. Does nothing in a process that is forked from the owner.
 
         Returns:
             Its exit code; it may have ended before.
         """
         atexit.unregister(self.kill)
         self._socket.close()
-        if self._owner == os.getpid():
-            self._process.kill()
+        if self._owner != os.getpid():
+            return 0
+        self._process.kill()
         return self._process.wait()
 
 

@@ -1,0 +1,119 @@
+"""Workers that are forked: each is as if it had been started anew."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from worker_cases import until_gone, words_of
+
+from tailrace.devices import Devices
+from tailrace.errors import WorkerDied
+from tailrace.workers.forked import Forked, ForkServer, Start
+from tailrace.workers.messages import Done, Job
+from tailrace.workers.process import WorkerProcess, _environment, forked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+Execute = Callable[[Any], Any]
+
+
+async def spawn(module: str, logs: Path, devices: Devices | None = None) -> WorkerProcess:
+    decoder = msgspec.msgpack.Decoder(Done)
+    return await WorkerProcess.spawn(
+        "a-worker-of-a-long-name", module, Job(threads=2), decoder, logs=logs, devices=devices, begin=forked
+    )
+
+
+def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_start(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no socket but its own, though others run."""
+    cpu = min(os.sched_getaffinity(0))
+
+    async def main() -> None:
+        with pytest.raises(WorkerDied, match="exit code 7"):
+            await (await spawn("tells", tmp_path / "first")).died()
+        beside = await spawn("stand_in", tmp_path / "beside")
+        monkeypatch.setenv("NEW", "1")
+        monkeypatch.delenv("OLD")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        worker = await spawn("tells", tmp_path / "second", Devices(cpus=(cpu,), gpus=(3, 1)))
+        with pytest.raises(WorkerDied, match=rf"\(process {worker.pid}\) ended: exit code 7"):
+            await worker.died()
+        assert json.loads(words_of(tmp_path / "second", "a-worker-of-a-long-name")) == {
+            "pid": worker.pid,
+            "group": worker.pid,
+            "name": "a-worker-of-a-l",
+            "folder": str(tmp_path),
+            "cpus": [cpu],
+            "torch threads": 2,
+            "sockets": 1,
+            "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": "3,1",
+            "NEW": "1",
+            "OLD": None,
+        }
+        await beside.close()
+
+    monkeypatch.setenv("OLD", "1")
+    execute(main())
+
+
+def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path, execute: Execute) -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerDied, match=r"(?s)exit code 1; .*No module named 'no_such_module'"):
+            await (await spawn("no_such_module", tmp_path)).died()
+
+    execute(main())
+
+
+async def fork(server: ForkServer, log: int) -> Forked:
+    """A worker that waits for ever."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        start = Start("worker", "stand_in", "start for ever", 1, dict(os.environ), sys.path, os.getcwd(), [])
+        return await server.fork(start, theirs, log)
+
+
+def test_a_server_that_is_killed_takes_its_workers_along_and_is_replaced(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(ForkServer, "_shared", None)
+        with (tmp_path / "log").open("wb") as log:
+            server = ForkServer.shared(_environment(1, Devices()), log.fileno())
+            assert ForkServer.shared({}, log.fileno()) is server
+            workers = [await fork(server, log.fileno()) for _ in range(2)]
+            os.kill(server._process.pid, signal.SIGKILL)
+            assert [await worker.wait() for worker in workers] == [-signal.SIGKILL] * 2
+            await until_gone(*(worker.pid for worker in workers))
+            with pytest.raises(EOFError):
+                await fork(server, log.fileno())
+            assert server.kill() == -signal.SIGKILL
+            worker = await spawn("no_such_module", tmp_path)
+            with pytest.raises(WorkerDied, match="exit code 1"):
+                await worker.died()
+            assert ForkServer._shared is not server and ForkServer._shared is not None
+            ForkServer._shared.kill()
+
+    execute(main())
+
+
+def test_a_worker_whose_start_is_cancelled_ends(tmp_path: Path, execute: Execute) -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(spawn("stand_in", tmp_path))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    execute(main())
