@@ -2,6 +2,8 @@
 
 WorkerDied shows the exit cause and the end of the worker's log. A worker ends when its controller is gone
 (child.py). Each worker leads a process group, so to kill the group kills what the worker started.
+
+A worker is a new interpreter (`executed`), or forked from a process that has imported its module (`forked`).
 """
 
 import asyncio
