@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_a_server_that_is_killed_takes_its_workers_along_and_is_replaced(
     execute(main())
 
 
+IDLE = """
+import socket
+from tailrace.workers import fork_server
+fork_server.IDLE_S = 0.1
+_held, theirs = socket.socketpair()
+print(fork_server.serve(theirs))
+"""
+
+
+def test_a_server_without_workers_ends_by_itself() -> None:
+    ended = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("None\n", "")
+
+
 def test_a_worker_whose_start_is_cancelled_ends(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         starting = asyncio.create_task(spawn("stand_in", tmp_path))
@@ -115,5 +130,12 @@ def test_a_worker_whose_start_is_cancelled_ends(tmp_path: Path, execute: Execute
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
+        other = await spawn("stand_in", tmp_path)  # starts come in order
+        assert ForkServer._shared is not None
+        server = ForkServer._shared._process.pid
+        children = Path(f"/proc/{server}/task/{server}/children")
+        while children.read_text().split() != [str(other.pid)]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await other.close()
 
     execute(main())

@@ -4,8 +4,9 @@ torch and transformers take seconds of a core to import. This process imports th
 is first asked for one. Every further worker with that module starts in milliseconds, also an engine that
 replaces a dead one. The workers share the memory of what was imported.
 
-It runs no computation, has one thread and does not touch a GPU, so that its children can. It dies with the
-controller, and they with it. It ends by itself once it has had no worker for IDLE_S.
+It runs no computation, has one thread and does not touch a GPU, so that its children can. Their torch has
+the threads of their jobs; the BLAS library of numpy keeps one. The server dies with the controller, and they
+with it. It ends by itself once it has had no worker for IDLE_S.
 """
 
 import gc
@@ -51,18 +52,18 @@ def serve(controller: socket.socket) -> Start | None:
         if not received:
             return None
         end, log, status = received
-        for standard in (1, 2):
-            os.dup2(log, standard)
-        os.close(log)
+        _print_to(log)
         asked = socket.socket(fileno=status)
-        start = _read(asked)
+        try:
+            start = _read(asked)
+        except msgspec.DecodeError:  # it is cut off: the start was cancelled
+            os.close(end)
+            asked.close()
+            continue
         server = os.getpid()
         if pid := os.fork():
             os.close(end)
-            with suppress(OSError):  # it has ended already
-                os.setpgid(pid, pid)
-            with suppress(ConnectionError):
-                asked.sendall(NUMBER.pack(pid))
+            _tell(pid, asked)
             running[pid] = asked
             continue
         signal_on_parent_death(signal.SIGKILL, server)
@@ -75,14 +76,31 @@ def serve(controller: socket.socket) -> Start | None:
     return None
 
 
+def _tell(pid: int, asked: socket.socket) -> None:
+    """Tell the controller that a worker runs. It leads a group by then, which can be killed."""
+    _print_to(os.open(os.devnull, os.O_WRONLY))  # the folder of the run may be removed
+    with suppress(OSError):  # it has ended already
+        os.setpgid(pid, pid)
+    with suppress(ConnectionError):
+        asked.sendall(NUMBER.pack(pid))
+
+
 def _reap(running: dict[int, socket.socket]) -> None:
     """Send the exit codes of the workers that have ended."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with running.pop(pid) as asked, suppress(ConnectionError):
-            asked.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        if asked := running.pop(pid, None):  # else an import has started it
+            with asked, suppress(ConnectionError):
+                asked.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _print_to(file: int) -> None:
+    """Let all output go to a file, and close its descriptor."""
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    os.close(file)
 
 
 def _read(asked: socket.socket) -> Start:
