@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from stand_in import StandInJob
 from worker_cases import until_gone, words_of
 
 from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers.forked import Forked, ForkServer, Start
-from tailrace.workers.messages import Done, Job
+from tailrace.workers.messages import Done, Job, Ready
 from tailrace.workers.process import WorkerProcess, _environment, forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -26,9 +27,10 @@ Execute = Callable[[Any], Any]
 
 
 async def spawn(module: str, logs: Path, devices: Devices | None = None) -> WorkerProcess:
-    decoder = msgspec.msgpack.Decoder(Done)
+    decoder = msgspec.msgpack.Decoder(Done | Ready)
+    job = StandInJob(threads=2, manner="obey") if module == "stand_in" else Job(threads=2)
     return await WorkerProcess.spawn(
-        "a-worker-of-a-long-name", module, Job(threads=2), decoder, logs=logs, devices=devices, begin=forked
+        "a-worker-of-a-long-name", module, job, decoder, logs=logs, devices=devices, begin=forked
     )
 
 
@@ -42,6 +44,7 @@ def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_star
         with pytest.raises(WorkerDied, match="exit code 7"):
             await (await spawn("tells", tmp_path / "first")).died()
         beside = await spawn("stand_in", tmp_path / "beside")
+        await beside.answered(beside.next_answer(), Ready, "start")
         monkeypatch.setenv("NEW", "1")
         monkeypatch.delenv("OLD")
         monkeypatch.chdir(tmp_path)
@@ -62,6 +65,7 @@ def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_star
             "NEW": "1",
             "OLD": None,
         }
+        assert not beside.has_ended
         await beside.close()
 
     monkeypatch.setenv("OLD", "1")
