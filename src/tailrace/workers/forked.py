@@ -131,8 +131,12 @@ class ForkServer:
 
 async def _number(status: socket.socket, *, missing: int) -> int:
     """Receive a number; `missing` where the server has ended."""
-    with suppress(ConnectionError):
-        if received := await asyncio.get_running_loop().sock_recv(status, NUMBER.size):
-            (number,) = NUMBER.unpack(received)
-            return int(number)
+    loop = asyncio.get_running_loop()
+    try:
+        with suppress(ConnectionError):
+            if received := await loop.sock_recv(status, NUMBER.size):
+                (number,) = NUMBER.unpack(received)
+                return int(number)
+    finally:
+        loop.remove_reader(status)  # asyncio would do it after the socket is closed and its number used again
     return missing
