@@ -1,6 +1,5 @@
 """Workers that are forked: each is as if it had been started anew."""
 
-import asyncio
 import json
 import os
 import signal
@@ -124,25 +123,3 @@ print(fork_server.serve(theirs))
 def test_a_server_without_workers_ends_by_itself() -> None:
     ended = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
-
-
-def test_a_worker_whose_start_is_cancelled_ends(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        first = await spawn("stand_in", tmp_path)
-        assert ForkServer._shared is not None
-        server = ForkServer._shared._process.pid
-        children = Path(f"/proc/{server}/task/{server}/children")
-        before = set(children.read_text().split())
-        starting = asyncio.create_task(spawn("stand_in", tmp_path))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        last = await spawn("stand_in", tmp_path)  # starts come in order
-        while set(children.read_text().split()) - before != {str(last.pid)}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await first.close()
-        await last.close()
-
-    execute(main())
