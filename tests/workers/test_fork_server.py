@@ -1,5 +1,6 @@
 """Workers that are forked: each is as if it had been started anew."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,32 @@ print(fork_server.serve(theirs))
 def test_a_server_without_workers_ends_by_itself() -> None:
     ended = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
+
+
+def test_a_worker_whose_start_is_cancelled_ends_and_the_next_one_starts(
+    tmp_path: Path, execute: Execute
+) -> None:
+    async def started() -> WorkerProcess:
+        worker = await spawn("stand_in", tmp_path)
+        await worker.answered(worker.next_answer(), Ready, "start")
+        return worker
+
+    async def main() -> None:
+        first = await started()
+        assert ForkServer._shared is not None
+        server = ForkServer._shared._process.pid
+        children = Path(f"/proc/{server}/task/{server}/children")
+        for num_turns in range(6):
+            starting = asyncio.create_task(spawn("stand_in", tmp_path))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            starting.cancel()
+            with suppress(asyncio.CancelledError):
+                await (await starting).close()
+            last = await started()
+            while set(children.read_text().split()) != {str(first.pid), str(last.pid)}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await last.close()
+        await first.close()
+
+    execute(main())
