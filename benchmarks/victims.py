@@ -243,16 +243,27 @@ def children_of(pid: int) -> list[int]:
 def engines_of(pid: int, kind: str) -> list[int]:
     """The engines that a controller has at present, those that start included."""
     if kind == "native":
-        return workers_of(pid, "engine_child")
-    return [server for parent in workers_of(pid, "server_child") for server in children_of(parent)]
+        return [engine for server in running(pid, "fork_server") for engine in forked(server, "engine")]
+    return [server for parent in running(pid, "server_child") for server in children_of(parent)]
 
 
-def workers_of(pid: int, module: str) -> list[int]:
-    """Workers of a controller that run a module of `tailrace.workers`."""
+def running(pid: int, module: str) -> list[int]:
+    """The children of a controller that run a module of `tailrace.workers`."""
     found = []
     for child in children_of(pid):
         with suppress(FileNotFoundError):
             command = Path(f"/proc/{child}/cmdline").read_bytes()  # empty: a zombie
             if f"tailrace.workers.{module}".encode() in command:
+                found.append(child)
+    return found
+
+
+def forked(server: int, kind: str) -> list[int]:
+    """The workers of a fork server whose names begin with their kind."""
+    found = []
+    for child in children_of(server):
+        with suppress(FileNotFoundError):
+            is_alive = bool(Path(f"/proc/{child}/cmdline").read_bytes())  # as above
+            if is_alive and Path(f"/proc/{child}/comm").read_text().startswith(kind):
                 found.append(child)
     return found

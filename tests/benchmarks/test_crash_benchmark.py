@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 import victims
 from crash import LOSING, OPTIONS
 from tailrace.record.metrics import read_rows
@@ -11,7 +13,11 @@ from tailrace.record.rows import ClosingRow, RoundRow, StepRow
 from victims import Found, Victim, regenerated_tokens
 
 
-def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated(tmp_path: Path) -> None:
+def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victims, "ROUNDS_PER_KILL", 2)
+    monkeypatch.setattr(victims, "LAST_ROUNDS", 2)
     options = OPTIONS | {
         "engine.replicas": "2",
         "run.eval_every": "0",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from small_run import EXAMPLES, trained_prompts
 
+from helpers.processes import worker_of
 from tailrace.engine.counter import counted_tokens
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
@@ -34,7 +35,7 @@ def test_after_its_trainer_is_killed_while_it_writes_a_checkpoint_a_run_goes_on_
         while not (written := [*folder.glob(f"checkpoints/*.partial/{large.name}")]):
             assert process.poll() is None, "the run ended before its trainer could be killed"
             if trainer is None and (folder / "checkpoints" / "round_000002").exists():
-                trainer = trainer_of(process)
+                trainer = worker_of(process.pid, "trainer")
                 large.touch()
                 os.truncate(large, 2**31)
             time.sleep(0.005)
@@ -53,9 +54,3 @@ def test_after_its_trainer_is_killed_while_it_writes_a_checkpoint_a_run_goes_on_
     torn = int(written[0].parent.name.removeprefix("round_").removesuffix(".partial"))
     assert len(books.lives) == 2 and books.lives[2].round == torn - 1 and totals.groups == {"trained": 32}
     assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
-
-
-def trainer_of(process: "subprocess.Popen[str]") -> int:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (found,) = (pid for pid in children if "trainer_child" in Path(f"/proc/{pid}/cmdline").read_text())
-    return int(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from small_run import num_steps, start_training, wait_for_steps
 
+from helpers.processes import worker_of
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.train import opened
 from tailrace.config import load_config
@@ -56,7 +57,7 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
     before = num_steps(folder)
     process = start_training(interrupted.parent / "run.toml", folder, "--resume")
     wait_for_steps(folder, before + 2, process)
-    trainer = worker(process, "trainer_child")
+    trainer = worker_of(process.pid, "trainer")
     os.kill(trainer, signal.SIGSTOP)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.3)
@@ -69,13 +70,6 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
     assert steps == list(range(1, len(steps) + 1)), "the steps before the interruption are still there"
     with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
         assert len(read_books(store).lives) == 2
-
-
-def worker(process: "subprocess.Popen[str]", module: str) -> int:
-    """The pid of a worker of a run."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (found,) = (pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text())
-    return int(found)
 
 
 def test_sigint_while_workers_start_ends_well_and_leaves_nothing_in_the_way(config_path: Path) -> None:

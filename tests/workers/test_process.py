@@ -18,15 +18,20 @@ from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready
-from tailrace.workers.process import WorkerProcess, _environment
+from tailrace.workers.process import Begin, WorkerProcess, _environment, executed, forked
 
 Execute = Callable[[Any], Any]
 DECODER = msgspec.msgpack.Decoder(Ready | Done)
+both_ways = pytest.mark.parametrize("begin", [executed, forked])
 
 
-async def spawn(manner: str, logs: Path, devices: Devices | None = None, ready: bool = True) -> WorkerProcess:
+async def spawn(
+    manner: str, logs: Path, devices: Devices | None = None, ready: bool = True, begin: Begin = forked
+) -> WorkerProcess:
     job = StandInJob.model_validate({"manner": manner, "threads": 3})
-    worker = await WorkerProcess.spawn("worker-7", "stand_in", job, DECODER, logs=logs, devices=devices)
+    worker = await WorkerProcess.spawn(
+        "worker-7", "stand_in", job, DECODER, logs=logs, devices=devices, begin=begin
+    )
     if ready:
         await worker.answered(worker.next_answer(), Ready, "start")
     return worker
@@ -55,11 +60,12 @@ def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path
     execute(main())
 
 
+@both_ways
 def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
-    tmp_path: Path, execute: Execute
+    tmp_path: Path, execute: Execute, begin: Begin
 ) -> None:
     async def main() -> None:
-        worker = await spawn("raise", tmp_path)
+        worker = await spawn("raise", tmp_path, begin=begin)
         with pytest.raises(WorkerDied) as died:
             await worker.ask(Obey(), Done)
         words = str(died.value)
@@ -85,9 +91,10 @@ def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, exec
     execute(main())
 
 
-def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute) -> None:
+@both_ways
+def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute, begin: Begin) -> None:
     async def main() -> None:
-        worker = await spawn("work for ever", tmp_path)
+        worker = await spawn("work for ever", tmp_path, begin=begin)
         calls = [asyncio.create_task(worker.ask(Obey(), Done)) for _ in range(3)]
         await asyncio.sleep(0.1)
         assert clock.who_waits() == "worker-7: Obey"
@@ -111,13 +118,14 @@ def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path
     execute(main())
 
 
+@both_ways
 def test_a_worker_that_does_not_end_is_killed(
-    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "CLOSE_S", 0.1)
 
     async def main() -> None:
-        worker = await spawn("stay", tmp_path)
+        worker = await spawn("stay", tmp_path, begin=begin)
         await worker.close()
         await until_gone(worker.pid)
 
@@ -134,11 +142,12 @@ def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
     execute(main())
 
 
+@both_ways
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> None:
+def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute, begin: Begin) -> None:
     async def main() -> None:
         cpu = min(os.sched_getaffinity(0))
-        worker = await spawn("obey", tmp_path, Devices(cpus=(cpu,)))
+        worker = await spawn("obey", tmp_path, Devices(cpus=(cpu,)), begin=begin)
         assert os.sched_getaffinity(worker.pid) == {cpu}
         await worker.close()
 
@@ -148,7 +157,7 @@ def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_thread_counts_stand_before_anything_is_loaded(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
-        worker = await spawn("obey", tmp_path)
+        worker = await spawn("obey", tmp_path, begin=executed)
         found = set(Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0"))
         assert {b"OMP_NUM_THREADS=3", b"MKL_NUM_THREADS=3", b"OPENBLAS_NUM_THREADS=3"} <= found
         await worker.close()
@@ -161,14 +170,16 @@ import asyncio, sys
 from pathlib import Path
 from test_process import spawn
 from stand_in import Obey
-from tailrace.workers.process import WorkerProcess, _environment
+from tailrace.workers import process
 
 async def main():
-    workers = [await spawn(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
+    begin = getattr(process, sys.argv[2])
+    workers = [await spawn(manner, Path(sys.argv[1]) / manner, begin=begin)
+               for manner in ("obey", "work for ever")]
     for worker in workers:
         worker.next_answer()
         worker.send(Obey())
-    workers.append(await spawn("start for ever", Path(sys.argv[1]) / "starting", ready=False))
+    workers.append(await spawn("start for ever", Path(sys.argv[1]) / "starting", ready=False, begin=begin))
     await asyncio.sleep(0.1)
     print(*(worker.pid for worker in workers), flush=True)
     await asyncio.sleep(60)
@@ -177,13 +188,16 @@ asyncio.run(main())
 """
 
 
+@both_ways
 @pytest.mark.parametrize("stopped", [False, True])
-def test_workers_end_when_their_controller_is_killed(tmp_path: Path, execute: Execute, stopped: bool) -> None:
+def test_workers_end_when_their_controller_is_killed(
+    tmp_path: Path, execute: Execute, stopped: bool, begin: Begin
+) -> None:
     """While they wait, work, are still starting, and while they are stopped."""
 
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", CONTROLLER, tmp_path),
+            *(sys.executable, "-c", CONTROLLER, tmp_path, begin.__name__),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
         )
@@ -199,9 +213,10 @@ def test_workers_end_when_their_controller_is_killed(tmp_path: Path, execute: Ex
     execute(main())
 
 
-def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execute) -> None:
+@both_ways
+def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execute, begin: Begin) -> None:
     async def main() -> None:
-        worker = await spawn("obey", tmp_path)
+        worker = await spawn("obey", tmp_path, begin=begin)
         os.kill(worker.pid, signal.SIGSTOP)
         await worker.close()
         with pytest.raises(WorkerDied, match="ended: exit code 0"):

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from math import inf
 from typing import Any, Protocol
@@ -57,6 +59,12 @@ class Server(Protocol):
         """End it, if it was started by this run."""
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """Shared: else httpx reads all certificates for each connection, which takes tens of milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class Connection:
     """The way to one server.
 
@@ -79,7 +87,7 @@ class Connection:
         token = os.environ.get(TOKEN_VARIABLE)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.client = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+            base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=_tls()
         )
         self._address = os.urandom(6).hex()
         """Tells the requests and the prefix cache of this connection from all others at the server."""

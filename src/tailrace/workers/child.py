@@ -2,7 +2,8 @@
 
 A worker ends when its controller is gone, also in the middle of work, stopped, or still starting:
 
-- The kernel kills it when its parent, the controller, dies (process.py sets that before exec).
+- The kernel kills it when its parent dies: the controller (process.py sets that before exec), or the fork
+  server, which the kernel kills when the controller dies (fork_server.py).
 - A worker that must clean up first is only continued by the kernel, in case it is stopped. A thread of it
   waits until the controller's end of the socket is closed, cleans up, and kills the process.
 

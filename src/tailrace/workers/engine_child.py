@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 
 import msgspec
+import transformers.models.auto.modeling_auto  # noqa: F401  # the first config loads it; a fork server has it
 from torch import Tensor
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest

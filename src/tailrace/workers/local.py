@@ -133,6 +133,9 @@ async def open_local(
     scorer_job = ScorerJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
+        # They come first: the others wait until torch is imported.
+        num_scorers = reward.workers if scores and reward.calls_functions else 0
+        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         ranks = zip(processes_of(trainer_job), devices.trainer, strict=True)
         processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes)
@@ -150,8 +153,6 @@ async def open_local(
                 trainer=remote_trainer,
                 adapter=trainer.adapter,
             )
-        num_scorers = reward.workers if scores and reward.calls_functions else 0
-        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         judges = [await start(RemoteJudge, f"judge-{each.judge.name}", each) for each in judge_jobs(reward)]
         reference: Reference | None = None
         if algorithm.needs_reference and trainer.lora:

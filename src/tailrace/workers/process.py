@@ -2,6 +2,8 @@
 
 WorkerDied shows the exit cause and the end of the worker's log. A worker ends when its controller is gone
 (child.py). Each worker leads a process group, so to kill the group kills what the worker started.
+
+A worker is a new interpreter (`executed`), or forked from a process that has imported its module (`forked`).
 """
 
 import asyncio
@@ -11,13 +13,15 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from tailrace.devices import Devices
+from tailrace.errors import WorkerDied
 from tailrace.workers.channel import ControllerChannel
 from tailrace.workers.conversation import Conversation
+from tailrace.workers.forked import ForkServer, Start
 from tailrace.workers.messages import Job
 from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
 
@@ -27,13 +31,37 @@ CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
 
 
+class Process(Protocol):
+    """A process that was started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Return the exit code, as `subprocess` gives it."""
+
+
+class Begin(Protocol):
+    """Starts the process of a worker."""
+
+    async def __call__(
+        self, name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices
+    ) -> Process:
+        """Start it.
+
+        Args:
+            end: its end of the socket.
+            log: the file that receives its output.
+        """
+
+
 class WorkerProcess(Conversation):
     """One worker process, with a socket to it. Made by `spawn`."""
 
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: Process,
         end: socket.socket,
         decoder: msgspec.msgpack.Decoder[Any],
         log: Path,
@@ -59,6 +87,7 @@ class WorkerProcess(Conversation):
         *,
         logs: Path,
         devices: Devices | None = None,
+        begin: Begin | None = None,
     ) -> "WorkerProcess":
         """Start `python -m module` with a job.
 
@@ -66,26 +95,23 @@ class WorkerProcess(Conversation):
             decoder: decodes the messages of the worker.
             logs: the folder in which `<name>.log` receives the worker's output.
             devices: what the worker may use of this machine; None: everything.
+            begin: starts the process; None: `executed`.
+
+        Raises:
+            WorkerDied: it could not be started.
         """
-        devices = devices or Devices()
-        parent = os.getpid()
         mine, theirs = socket.socketpair()
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{name}.log"
         with theirs, log.open("ab") as output:
             begins = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno()), job.model_dump_json()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env=_environment(job.threads, devices),
-                start_new_session=True,
-                preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
-            )
-        if devices.cpus and sys.platform == "linux":
-            os.sched_setaffinity(process.pid, devices.cpus)
+            try:
+                process = await (begin or executed)(
+                    name, module, job, theirs, output.fileno(), devices or Devices()
+                )
+            except BaseException:
+                mine.close()
+                raise
         return cls(name, process, mine, decoder, log, begins)
 
     def log_end(self) -> str:
@@ -143,6 +169,47 @@ class WorkerProcess(Conversation):
         if self._cause is not None:
             return f"{how}; the controller could not handle its message: {self._cause!r}"
         return f"{how}; {self.log_end()}"
+
+
+async def executed(
+    name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices
+) -> Process:
+    """As Begin: a new interpreter."""
+    parent = os.getpid()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, str(end.fileno()), job.model_dump_json()),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[end.fileno()],
+        env=_environment(job.threads, devices),
+        start_new_session=True,
+        preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
+    )
+    if devices.cpus and sys.platform == "linux":
+        os.sched_setaffinity(process.pid, devices.cpus)
+    return process
+
+
+async def forked(name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices) -> Process:
+    """As Begin: forked from a process that has imported the module.
+
+    Raises:
+        WorkerDied: that process has ended twice.
+    """
+    environment = _environment(job.threads, devices)
+    path = [entry for entry in sys.path if entry]
+    start = Start(
+        name, module, job.model_dump_json(), job.threads, environment, path, os.getcwd(), list(devices.cpus)
+    )
+    # Threads of BLAS libraries would not survive a fork. To ask NVML for GPUs does not initialise CUDA.
+    servers = _environment(1, Devices()) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    for _ in range(2):  # the first may end for want of workers at this moment
+        server = ForkServer.shared(servers, log)
+        with suppress(EOFError):
+            return await server.fork(start, end, log)
+        cause = exit_cause(server.kill())
+    raise WorkerDied(f"{name} was not started: the process that forks workers ended: {cause}")
 
 
 def _environment(threads: int, devices: Devices) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Where worker processes are started."""
 
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,7 +9,11 @@ import msgspec
 from tailrace.devices import Devices
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.messages import Job
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.process import WorkerProcess, executed, forked
+
+FORKED = frozenset(f"tailrace.workers.{name}_child" for name in ("engine", "trainer", "reference", "judge"))
+"""Modules that import torch. Where they are forked, the import is done once for all workers of this host. The
+libraries of other systems do not survive a fork."""
 
 
 class Spawner(Protocol):
@@ -52,4 +57,7 @@ class LocalSpawner:
         devices: Devices | None = None,
     ) -> WorkerProcess:
         """As Spawner.spawn."""
-        return await WorkerProcess.spawn(name, module, job, decoder, logs=self._logs, devices=devices)
+        begin = forked if module in FORKED and sys.platform == "linux" else executed
+        return await WorkerProcess.spawn(
+            name, module, job, decoder, logs=self._logs, devices=devices, begin=begin
+        )

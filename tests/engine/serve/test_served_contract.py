@@ -14,6 +14,7 @@ import torch
 from serve_cases import CONTEXT, MODEL_NAME, TOKEN, Served, served
 
 from helpers.engine_contract import EngineContract, Main
+from helpers.processes import worker_of
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tailrace.engine.base import Engine
 from tailrace.engine.connection import TOKEN_VARIABLE
@@ -151,6 +152,5 @@ def test_what_the_client_finds_out(joined: Joined) -> None:
 def test_a_server_whose_engine_dies_ends(joined: Joined) -> None:
     """It comes last: the server is gone."""
     server = joined.servers[1].process
-    (engine,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    os.kill(int(engine), signal.SIGKILL)
+    os.kill(worker_of(server.pid, "engine"), signal.SIGKILL)
     assert server.wait(DEADLINE_S) == 1
