@@ -46,10 +46,11 @@ def test_an_interrupted_run_saves_every_step_and_goes_on_without_loss(name: str,
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("name", ["tailrace_on_policy", "sortedrl", "sortedrl_on_policy"])
 def test_a_sorted_batch_that_was_interrupted_takes_as_many_rounds_as_without(
-    share: float, tmp_path: Path
+    name: str, share: float, tmp_path: Path
 ) -> None:
-    schedule, settings, book = SCHEDULES_BY_NAME["tailrace_on_policy"], change(SETTINGS, rounds=6), Book()
+    schedule, settings, book = SCHEDULES_BY_NAME[name], change(SETTINGS, rounds=6), Book()
     ended_s = simulate(schedule, settings).ended_s
     life = simulate(schedule, settings, folder=tmp_path, book=book, interrupt_at_s=share * ended_s)
     last = simulate(schedule, settings, folder=tmp_path, book=book)
