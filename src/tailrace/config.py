@@ -304,14 +304,17 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
 
 
 def _make_sim_paths_absolute(sim: Any, base: Path) -> None:
-    """A name of a model in [sim.cluster] stays as it is, unless there is such a folder."""
+    """A name of a model stays as it is, unless there is such a folder."""
     sections = sim if isinstance(sim, dict) else {}
     lengths, cluster = sections.get("lengths"), sections.get("cluster")
     distribution = lengths.get("distribution") if isinstance(lengths, dict) else None
     if isinstance(distribution, dict) and "path" in distribution:
         distribution["path"] = _absolute(distribution["path"], base, is_path=True)
-    if isinstance(cluster, dict) and isinstance(model := cluster.get("model"), str):
-        cluster["model"] = _absolute(model, base, is_path=(base / model).is_dir())
+    rewards = sections.get("rewards")
+    judge = rewards.get("judge") if isinstance(rewards, dict) else None
+    for section in (cluster, judge):
+        if isinstance(section, dict) and isinstance(model := section.get("model"), str):
+            section["model"] = _absolute(model, base, is_path=(base / model).is_dir())
 
 
 def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:

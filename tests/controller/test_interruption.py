@@ -45,6 +45,20 @@ def test_an_interrupted_run_saves_every_step_and_goes_on_without_loss(name: str,
     assert steps == list(range(1, len(steps) + 1)), "the steps go on from one life to the next"
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("name", ["tailrace_on_policy", "sortedrl", "sortedrl_on_policy"])
+def test_a_sorted_batch_that_was_interrupted_takes_as_many_rounds_as_without(
+    name: str, share: float, tmp_path: Path
+) -> None:
+    schedule, settings, book = SCHEDULES_BY_NAME[name], change(SETTINGS, rounds=6), Book()
+    ended_s = simulate(schedule, settings).ended_s
+    life = simulate(schedule, settings, folder=tmp_path, book=book, interrupt_at_s=share * ended_s)
+    last = simulate(schedule, settings, folder=tmp_path, book=book)
+    assert len(life.of(Stepped)) + len(last.of(Stepped)) == 6
+    assert last.totals.groups["trained"] == 6 * 8
+    assert last.run.parked.groups == []
+
+
 def test_a_checkpoint_within_a_round_is_a_new_version_when_steps_were_made_since_the_publication(
     tmp_path: Path,
 ) -> None:

@@ -103,7 +103,7 @@ def test_judge_and_engine_take_turns_on_their_device_and_what_arrives_meanwhile_
     clock.run(main(), virtual=True)
 
 
-def test_a_text_that_nobody_waits_for_is_not_judged() -> None:
+def test_a_text_whose_score_was_cancelled_is_not_judged() -> None:
     async def main() -> None:
         judge = SimJudge(forward(resident=3), None)
         first, second, third = (asyncio.ensure_future(judge.score(2)) for _ in range(3))

@@ -152,6 +152,7 @@ def test_paths_of_the_simulation_are_relative_to_the_config(tmp_path: Path) -> N
     (tmp_path / "config.toml").write_text(
         '[run]\nrounds = 1\ngroup_size = 2\n[schedule]\nname = "serial"\n[sim.cluster]\nmodel = "Qwen3-4B"\n'
         '[sim.lengths.distribution]\nkind = "empirical"\npath = "lengths.txt"\n'
+        '[sim.rewards.judge]\nmodel = "Qwen3-4B"\n'
     )
     sim = load_config(tmp_path / "config.toml").sim
     assert isinstance(sim.lengths.distribution, EmpiricalSettings) and sim.cluster
@@ -159,6 +160,7 @@ def test_paths_of_the_simulation_are_relative_to_the_config(tmp_path: Path) -> N
     (tmp_path / "Qwen3-4B").mkdir()
     sim = load_config(tmp_path / "config.toml").sim
     assert sim.cluster and sim.cluster.model == str(tmp_path / "Qwen3-4B")
+    assert sim.rewards.judge and sim.rewards.judge.model == str(tmp_path / "Qwen3-4B")
 
 
 def test_a_recorded_sample_has_its_length_and_others_one_of_them(tmp_path: Path) -> None:

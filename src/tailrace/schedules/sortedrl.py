@@ -31,7 +31,8 @@ async def sortedrl(run: Run, groups_per_round: Count, groups_per_step: Count, kv
     run.promise(staleness=bound)
     select = window(run, groups_per_step, groups_per_round, bound)
     async for _ in run.rounds(while_parked=True):
-        run.pool.launch(run.parked.pop(groups_per_round) or run.prompts(groups_per_round))
+        num_trained = run.round * groups_per_step % groups_per_round  # of the batch
+        run.pool.launch(run.parked.pop(groups_per_round) or run.prompts(groups_per_round - num_trained))
         batch = await run.pool.take(min(groups_per_step, len(run.pool)), select)
         await run.pool.park()
         await run.train(batch)
@@ -49,7 +50,8 @@ async def sortedrl_on_policy(run: Run, groups_per_round: Count, groups_per_step:
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
         interrupted = run.restart(run.parked.pop(groups_per_round))
-        run.pool.launch(interrupted or run.prompts(groups_per_round))
+        num_trained = run.round * groups_per_step % groups_per_round  # of the batch
+        run.pool.launch(interrupted or run.prompts(groups_per_round - num_trained))
         batch = await run.pool.take(min(groups_per_step, len(run.pool)))
         await run.pool.park()
         await run.train(batch)

@@ -56,7 +56,8 @@ async def tailrace_on_policy(
     run.promise(staleness=0)
     async for _ in run.rounds(while_parked=True):
         if not len(run.parked):
-            run.defer(run.prompts(rounds_sorted * groups_per_round))
+            num_rounds = rounds_sorted - run.round % rounds_sorted  # fewer: some of a batch were interrupted
+            run.defer(run.prompts(num_rounds * groups_per_round))
         groups = shortest(run, ceil(prompt_speculation * groups_per_round))
         run.pool.launch(groups)
         async for batch in run.pool.race(min(groups_per_round, len(groups)), scored=True):
