@@ -1,6 +1,6 @@
 """All schedules in set-ups drawn at random, in classes of equal staleness, on equal devices.
 
-    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 40] [--json FILE]
+    python benchmarks/race_random.py [--setups 20] [--seed 0] [--steps 48] [--json FILE]
 
 A set-up has a number of devices. Separate: some generate and the others train, divided so that both sides
 have about the same rate. In turn: all generate, then all train, with the cost of the change. A schedule that
@@ -29,8 +29,9 @@ from tailrace.plan.measure import measure
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 
 BIASED = 0.02
-CYCLE = 8
-"""The warm-up is a multiple of so many rounds: 8 of 40, so that no batch that is sorted by length is cut."""
+WARM_UP_STEPS = 8
+"""Of 48. Neither they nor the 40 others cut a batch that is sorted by length (4 or 8 steps), or the rounds
+between two long ones (5)."""
 OURS = ("tailrace", "tailrace_on_policy")
 
 
@@ -61,7 +62,7 @@ def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
         setup.sim(in_turn),
         settings,
         shared=Shared("colocated") if in_turn else DISAGGREGATED,
-        cycle=CYCLE,
+        warm_up_rounds=WARM_UP_STEPS // entry.steps,
     )
     return Result(
         s_per_1000_samples=1000 / run.lap.samples_per_s,
@@ -146,7 +147,9 @@ def main() -> None:
     )
     parser.add_argument("--setups", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run, a multiple of 40")
+    parser.add_argument(
+        "--steps", type=int, default=48, help="optimizer steps of a run: 8, and a multiple of 40"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     setups: list[Setup] = []

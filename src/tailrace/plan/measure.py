@@ -16,9 +16,6 @@ from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
 from tailrace.sim.settings import SimSettings
 
-WARM_UP = 0.25
-"""Share of the rounds that does not count: a schedule that never stops begins with short responses."""
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -60,21 +57,20 @@ def measure(
     sim: SimSettings,
     settings: RunSettings,
     *,
+    warm_up_rounds: int,
     shared: Shared = DISAGGREGATED,
     replicas: int = 1,
     reference: bool = False,
-    cycle: int = 1,
     compute_advantages: ComputeAdvantages = GRPO,
 ) -> Outcome:
     """Run a schedule in virtual time.
 
     Args:
         settings: its rounds are those of the whole run.
+        warm_up_rounds: rounds at the start that do not count.
         shared: whether engines and trainer have devices in common.
         replicas: replicas of the trainer.
         reference: whether the run has a reference model.
-        cycle: rounds after which the schedule is where it began. The warm-up has whole cycles, because the
-            rounds of one differ.
     """
     lengths = TrainedLengths()
     parts = partial(
@@ -84,7 +80,7 @@ def measure(
         schedule,
         sim,
         settings,
-        warm_up_rounds=cycle * round(WARM_UP * settings.rounds / cycle),
+        warm_up_rounds=warm_up_rounds,
         sinks=(lengths,),
         parts=parts,
         compute_advantages=compute_advantages,

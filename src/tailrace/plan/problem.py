@@ -18,6 +18,10 @@ from tailrace.rollout.pool import ComputeAdvantages
 from tailrace.sim.cluster import rates, trainer_memory_share
 from tailrace.sim.settings import SimSettings
 
+WARM_UP = 0.25
+"""Share of the rounds that does not count: a schedule that never stops begins with short responses. It has whole
+cycles of a schedule, because the rounds of one differ."""
+
 
 @dataclass(frozen=True, eq=False)
 class Entry:
@@ -98,7 +102,8 @@ class Problem:
     def measure(self, entry: Entry, steps: int) -> Measured:
         """Run a candidate for some optimizer steps in virtual time."""
         work, group_size = entry.candidate.work, self.run.group_size
-        endless = {"rounds": max(1, steps // work.steps), "give_up_s": 1e9, "patience_s": 1e9}
+        rounds = max(1, steps // work.steps)
+        endless = {"rounds": rounds, "give_up_s": 1e9, "patience_s": 1e9}
         run = measure(
             work.bound(),
             entry.sim,
@@ -106,7 +111,7 @@ class Problem:
             shared=Shared(entry.candidate.kind),
             replicas=entry.candidate.replicas,
             reference=self.reference,
-            cycle=work.cycle,
+            warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
             compute_advantages=self.compute_advantages,
         )
         assert entry.sim.cluster
