@@ -19,8 +19,8 @@ from tailrace.sim.cluster import rates, trainer_memory_share
 from tailrace.sim.settings import SimSettings
 
 WARM_UP = 0.25
-"""Share of the rounds that does not count: a schedule that never stops begins with short responses. It has whole
-cycles of a schedule, because the rounds of one differ."""
+"""Share of the rounds that does not count: a schedule that never stops begins with short responses. It has
+whole cycles of a schedule, because the rounds of one differ."""
 
 
 @dataclass(frozen=True, eq=False)
