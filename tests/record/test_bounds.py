@@ -9,10 +9,11 @@ import random
 from functools import partial
 
 import pytest
-from record_story import play
+from record_story import Story, make_group, play
 
 from helpers.virtual import EXACT, NEVER_STOP, SCHEDULES_BY_NAME, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunSettings
+from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.rows import RoundRow
 from tailrace.record.steps import RoundMeter
 from tailrace.rollout.admission import Frontier
@@ -115,6 +116,25 @@ def test_devices_in_turn_generate_first_and_then_train() -> None:
     schedule = partial(serial, groups_per_round=3, groups_per_step=3)
     outcome = simulate(schedule, PAIRS, sim, shared=Shared("colocated"))
     assert times(outcome) == [(96, 96)]
+
+
+def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound() -> None:
+    """20 responses one after another at 1 token a second; then two at once at 10. A request that has not
+    ended keeps the first 20 in the peak rate, so the two alone do not change it."""
+    story = Story()
+    slow, fast = make_group(0, [1] * 20, [1.0] * 20), make_group(1, [10, 10], [1.0, 0.0])
+    straggler = make_group(2, [1], [1.0]).samples[0]
+    story.tell(RoundStarted(0.0, 0, version=0), RequestStarted(0.0, straggler.id, "engine0", 0))
+    for number, sample in enumerate(slow.samples):
+        story.request(sample, number, number + 1)
+    story.train(slow, 20.0, 20.0, 25.0)
+    story.tell(RoundEnded(25.0, 0), RoundStarted(26.0, 1, version=0))
+    for sample in fast.samples:
+        story.request(sample, 26.0, 27.0)
+    story.train(fast, 27.0, 27.0, 32.0)
+    story.tell(RoundEnded(32.0, 1))
+    play(story.events, meter := RoundMeter())
+    assert [(row.main_time_s, row.bound_s) for row in meter.reports] == [(25, 25), (6, 6)]
 
 
 @pytest.mark.parametrize(

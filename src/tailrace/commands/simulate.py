@@ -46,9 +46,10 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     check_trackers(config.record.trackers)
     console, timeline, meter = Console(), Timeline(), LapMeter()
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [meter, summary, Summary(json_path)]
+    sinks: list[Sink] = [meter, timeline]
     if folder:
-        sinks += [timeline, *_files(config, RunFolder(folder), console)]
+        sinks += _files(config, RunFolder(folder), console)
+    sinks += [summary, Summary(json_path)]  # after the trace: the page takes summary.json for the last file
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
     console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))

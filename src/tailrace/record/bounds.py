@@ -131,23 +131,24 @@ class _Work:
         self.num_tokens += sum(num_tokens)
         self.longest_tokens = max(self.longest_tokens, *num_tokens)
 
-    def bound_s(self, rates: _Rates, peak: float) -> tuple[float, str]:
+    def bound_s(self, rates: _Rates, peak: float, time_s: float) -> tuple[float, str]:
         """The bound, and what it consists of.
 
         Args:
-            peak: tokens a second of all engines.
+            peak: tokens a second of all engines. It may lack the newest requests.
+            time_s: the time that is bounded.
         """
         if not self.num_tokens:
             return self.compute_s, "its training"
         tokens_s, response_s = self.num_tokens / peak, self.longest_tokens * rates.token_s
         bounds = {
             "its longest response": max(self.longest_s, response_s + rates.step_s),
-            "its tokens at the peak rate": tokens_s + rates.step_s,
+            "its tokens at the peak rate": min(tokens_s + rates.step_s, time_s),
             "its first group, then all training": self.first_s + self.compute_s,
         }
         if self.in_turn:
             bounds["its longest response, then all training"] = response_s + self.compute_s
-            bounds["its tokens at the peak rate, then all training"] = tokens_s + self.compute_s
+            bounds["its tokens at the peak rate, then all training"] = min(tokens_s + self.compute_s, time_s)
         limit = max(bounds, key=lambda name: bounds[name])
         return bounds[limit], limit
 
@@ -212,11 +213,9 @@ class BoundMeter:
         run_time_s = work.start_s + main_time_s - run.start_s
 
         self._peaks.sweep(next(iter(self._started.values()), inf))
-        # Requests that are not in the peaks yet count with their mean rate.
-        shown = max(work.num_tokens / main_time_s, run.num_tokens / run_time_s) if main_time_s else 0.0
-        peak = max(shown, sum(self._peaks.rates.values()))
-        bound_s, limit = work.bound_s(rates, peak)
-        run_bound_s, _ = run.bound_s(rates, peak)
+        peak = sum(self._peaks.rates.values())
+        bound_s, limit = work.bound_s(rates, peak, main_time_s)
+        run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
         gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
         self._forget(self._trained)
         return bound_s, RoundBound(gap, run_time_s, run_bound_s)
