@@ -288,33 +288,38 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    paths = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("weights", "folder"))
-    functions = (
-        *(("reward", "function"), ("schedule", "name"), ("record", "sinks")),
-        *(("environment", "functions"), ("environment", "environment"), ("environment", "function")),
+    paths = (
+        "model.path",
+        "data.path",
+        "data.eval_path",
+        "weights.folder",
+        "reward.path",
+        "reward.cache_folder",
     )
-    judges = (("reward", "path"), ("reward", "cache_folder"))
-    for section, key in (*paths, *judges, *functions):
-        table = tree.get(section)
-        if isinstance(table, dict):
-            for each in (table, *_tables_in(table)):
-                if key in each:
-                    each[key] = _absolute(each[key], base, is_path=(section, key) not in functions)
+    environments = ("environment.functions", "environment.environment", "environment.function")
+    for key in (*paths, "reward.function", "schedule.name", "record.sinks", *environments):
+        section, _, name = key.partition(".")
+        table = _section(tree, section)
+        for each in (table, *_tables_in(table)):
+            if name in each:
+                each[name] = _absolute(each[name], base, is_path=key in paths)
     _make_sim_paths_absolute(tree.get("sim"), base)
 
 
 def _make_sim_paths_absolute(sim: Any, base: Path) -> None:
     """A name of a model stays as it is, unless there is such a folder."""
-    sections = sim if isinstance(sim, dict) else {}
-    lengths, cluster = sections.get("lengths"), sections.get("cluster")
-    distribution = lengths.get("distribution") if isinstance(lengths, dict) else None
-    if isinstance(distribution, dict) and "path" in distribution:
+    distribution = _section(_section(sim, "lengths"), "distribution")
+    if "path" in distribution:
         distribution["path"] = _absolute(distribution["path"], base, is_path=True)
-    rewards = sections.get("rewards")
-    judge = rewards.get("judge") if isinstance(rewards, dict) else None
-    for section in (cluster, judge):
-        if isinstance(section, dict) and isinstance(model := section.get("model"), str):
-            section["model"] = _absolute(model, base, is_path=(base / model).is_dir())
+    for table in (_section(sim, "cluster"), _section(_section(sim, "rewards"), "judge")):
+        if isinstance(model := table.get("model"), str):
+            table["model"] = _absolute(model, base, is_path=(base / model).is_dir())
+
+
+def _section(table: Any, name: str) -> dict[str, Any]:
+    """Return a section of a table, or nothing. The validation refuses other types."""
+    found = table.get(name) if isinstance(table, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:
