@@ -288,14 +288,8 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    paths = (
-        "model.path",
-        "data.path",
-        "data.eval_path",
-        "weights.folder",
-        "reward.path",
-        "reward.cache_folder",
-    )
+    judges = ("reward.path", "reward.cache_folder")
+    paths = ("model.path", "data.path", "data.eval_path", "weights.folder", *judges)
     environments = ("environment.functions", "environment.environment", "environment.function")
     for key in (*paths, "reward.function", "schedule.name", "record.sinks", *environments):
         section, _, name = key.partition(".")
