@@ -85,3 +85,5 @@ def test_a_config_without_a_cluster_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "sim.cluster = None: the planner needs the section" in capsys.readouterr().err
     assert main(["plan", str(EXAMPLE), "--output", str(tmp_path / "none" / "F.toml")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    assert main(["plan", str(EXAMPLE), "--output", str(tmp_path)]) == 2
+    assert "it is a folder" in capsys.readouterr().err

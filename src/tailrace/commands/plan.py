@@ -53,6 +53,8 @@ def plan(
         if path and not path.parent.is_dir():
             problem = f"there is no folder {path.parent}"
             raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+        if path and path.is_dir():
+            raise ConfigError(option, str(path), "it is a folder", "choose a file in it")
     config = with_lengths(config, lengths)
     found = search(problem_of(config))
     devices = config.sim.cluster.devices if config.sim.cluster else 0
