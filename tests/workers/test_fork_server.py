@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,26 @@ def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path, execute:
     execute(main())
 
 
+def test_a_server_is_shared_within_a_thread_by_starts_with_the_same_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries read some when they are imported, and a server ends with the thread that has started it."""
+    monkeypatch.setattr(ForkServer, "_shared", {})
+    with (tmp_path / "log").open("wb") as log:
+
+        def shared(variables: dict[str, str]) -> ForkServer:
+            return ForkServer.shared({**os.environ, **variables}, log.fileno())
+
+        first = shared({"ANY": "1"})
+        offline = shared({"HF_HUB_OFFLINE": "0"})
+        with ThreadPoolExecutor(1) as thread:
+            elsewhere = thread.submit(shared, {"ANY": "1"}).result()
+        assert shared({"ANY": "2"}) is first
+        assert len({first, offline, elsewhere}) == 3
+        for server in (first, offline, elsewhere):
+            server.kill()
+
+
 async def fork(server: ForkServer, log: int) -> Forked:
     """A worker that waits for ever."""
     mine, theirs = socket.socketpair()
@@ -93,22 +114,21 @@ def test_a_server_that_is_killed_takes_its_workers_along_and_is_replaced(
     tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(ForkServer, "_shared", None)
+        monkeypatch.setattr(ForkServer, "_shared", {})
         with (tmp_path / "log").open("wb") as log:
-            server = ForkServer.shared(_environment(1, Devices()), log.fileno())
-            assert ForkServer.shared({}, log.fileno()) is server
+            environment = _environment(1, Devices())
+            server = ForkServer.shared(environment, log.fileno())
             workers = [await fork(server, log.fileno()) for _ in range(2)]
             os.kill(server._process.pid, signal.SIGKILL)
             assert [await worker.wait() for worker in workers] == [-signal.SIGKILL] * 2
             await until_gone(*(worker.pid for worker in workers))
             with pytest.raises(EOFError):
                 await fork(server, log.fileno())
-            assert server.kill() == -signal.SIGKILL
-            worker = await spawn("no_such_module", tmp_path)
-            with pytest.raises(WorkerDied, match="exit code 1"):
-                await worker.died()
-            assert ForkServer._shared is not server and ForkServer._shared is not None
-            ForkServer._shared.kill()
+            replacement = ForkServer.shared(environment, log.fileno())
+            assert replacement is not server
+            last = await fork(replacement, log.fileno())
+            assert replacement.kill() == -signal.SIGKILL
+            assert await last.wait() == -signal.SIGKILL
 
     execute(main())
 
@@ -128,17 +148,18 @@ def test_a_server_without_workers_ends_by_itself() -> None:
 
 
 def test_a_worker_whose_start_is_cancelled_ends_and_the_next_one_starts(
-    tmp_path: Path, execute: Execute
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def started() -> WorkerProcess:
         worker = await spawn("stand_in", tmp_path)
         await worker.answered(worker.next_answer(), Ready, "start")
         return worker
 
+    monkeypatch.setattr(ForkServer, "_shared", {})
+
     async def main() -> None:
         first = await started()
-        assert ForkServer._shared is not None
-        server = ForkServer._shared._process.pid
+        (server,) = {each._process.pid for each in ForkServer._shared.values()}
         children = Path(f"/proc/{server}/task/{server}/children")
         for num_turns in range(6):
             starting = asyncio.create_task(spawn("stand_in", tmp_path))
@@ -152,5 +173,6 @@ def test_a_worker_whose_start_is_cancelled_ends_and_the_next_one_starts(
                 await asyncio.sleep(0.01)
             await last.close()
         await first.close()
+        os.kill(server, signal.SIGKILL)
 
     execute(main())

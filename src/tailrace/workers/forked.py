@@ -8,7 +8,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from typing import ClassVar
 
 import msgspec
 
@@ -16,6 +18,8 @@ from tailrace.workers.orphans import signal_on_parent_death
 
 NUMBER = struct.Struct("i")
 """How the server sends the process id of a worker, and its exit code once it has ended."""
+READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
+"""How the names of variables begin that torch and transformers read when they are imported."""
 
 
 class Start(msgspec.Struct):
@@ -62,7 +66,7 @@ class ForkServer:
         log: file that receives its output until the first worker starts.
     """
 
-    _shared: "ForkServer | None" = None
+    _shared: ClassVar[dict[object, "ForkServer"]] = {}
 
     def __init__(self, environment: dict[str, str], log: int) -> None:
         self._owner = os.getpid()
@@ -82,12 +86,15 @@ class ForkServer:
 
     @classmethod
     def shared(cls, environment: dict[str, str], log: int) -> "ForkServer":
-        """Return the server of this process. It is started if there is none."""
-        server = cls._shared
+        """Return the server of this thread whose libraries have read the same variables; start it if there
+        is none. The kernel ends it together with the thread that has started it."""
+        read = frozenset(item for item in environment.items() if item[0].startswith(READ_AT_IMPORT))
+        key = (threading.get_ident(), read)
+        server = cls._shared.get(key)
         if server is None or server._owner != os.getpid() or server._process.poll() is not None:
             if server is not None:
                 server.kill()
-            server = cls._shared = cls(environment, log)
+            server = cls._shared[key] = cls(environment, log)
         return server
 
     async def fork(self, start: Start, end: socket.socket, log: int) -> Forked:
