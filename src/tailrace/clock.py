@@ -36,7 +36,10 @@ def now() -> float:
 
 def wall_time() -> float:
     """Unix seconds; in virtual time, virtual seconds."""
-    loop = asyncio._get_running_loop()
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # the page and its threads have no loop
+        return time.time()  # noqa: TID251
     return loop.time() if isinstance(loop, VirtualTimeLoop) else time.time()  # noqa: TID251
 
 

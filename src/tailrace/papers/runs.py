@@ -64,6 +64,7 @@ def simulate(
     *,
     shared: Shared = DISAGGREGATED,
     replicas: int = 1,
+    reference: bool = False,
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], Parts] | None = None,
@@ -74,16 +75,20 @@ def simulate(
     Args:
         shared: whether engines and trainer have devices in common.
         replicas: replicas of the trainer.
+        reference: whether the run has a reference model.
         warm_up_rounds: first rounds that the lap does not count.
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
-            `sim`, `shared` and `replicas` are not used then.
+            `sim`, `shared`, `replicas` and `reference` are not used then.
         compute_advantages: as `execute`.
     """
     rows, laps = _Rows(), LapMeter(warm_up_rounds=warm_up_rounds)
 
+    def own_parts() -> Parts:
+        return simulated_parts(sim, settings.seed, reference=reference, replicas=replicas, shared=shared)
+
     async def run() -> float:
-        made = parts() if parts else simulated_parts(sim, settings.seed, replicas=replicas, shared=shared)
+        made = (parts or own_parts)()
         meter = StepMeter(rows, laps, *sinks, wall_clock=clock.wall_time)
         recorder = Recorder(meter)
         await execute(schedule, made, settings, recorder, compute_advantages=compute_advantages)

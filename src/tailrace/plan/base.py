@@ -40,7 +40,7 @@ class Work:
     def name(self) -> str:
         return f"{self.schedule}, {self.label}" if self.label else self.schedule
 
-    def bound(self) -> Schedule:
+    def ready(self) -> Schedule:
         """The schedule, ready to run."""
         return partial(SCHEDULES[self.schedule], **self.parameters)
 

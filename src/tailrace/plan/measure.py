@@ -1,13 +1,11 @@
 """A schedule in virtual time, and how far the lengths of what it trains are from those of its prompts."""
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
 
 from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import simulated_parts
 from tailrace.papers.runs import Schedule, simulate
 from tailrace.plan.workload import response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
@@ -73,16 +71,15 @@ def measure(
         reference: whether the run has a reference model.
     """
     lengths = TrainedLengths()
-    parts = partial(
-        simulated_parts, sim, settings.seed, shared=shared, replicas=replicas, reference=reference
-    )
     simulated = simulate(
         schedule,
         sim,
         settings,
+        shared=shared,
+        replicas=replicas,
+        reference=reference,
         warm_up_rounds=warm_up_rounds,
         sinks=(lengths,),
-        parts=parts,
         compute_advantages=compute_advantages,
     )
     lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)

@@ -105,7 +105,7 @@ class Problem:
         rounds = max(1, steps // work.steps)
         endless = {"rounds": rounds, "give_up_s": 1e9, "patience_s": 1e9}
         run = measure(
-            work.bound(),
+            work.ready(),
             entry.sim,
             self.run.model_copy(update=endless),
             shared=Shared(entry.candidate.kind),
