@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from tailrace.controller.base import RunSettings
-from tailrace.papers.runs import Schedule, simulate
+from tailrace.controller.simulation import Schedule, simulate
 from tailrace.record.laps import Lap
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import SCHEDULES

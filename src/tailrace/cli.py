@@ -102,25 +102,8 @@ def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> Non
 
 def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.fit import like
-    from tailrace.commands.papers import simulate_paper
     from tailrace.commands.simulate import simulate
 
-    if arguments.paper:
-        _refuse_overrides("simulate --paper", overrides)
-        unused = {
-            "CONFIG": arguments.config,
-            "--like": arguments.like,
-            "--output-dir": arguments.output_dir,
-        }
-        for option, value in unused.items():
-            if value is not None:
-                raise ConfigError(option, str(value), "a paper has a set-up of its own", "remove it")
-        simulate_paper(arguments.paper, number=arguments.table, json_path=arguments.json)
-        return
-    if arguments.config is None:
-        raise ConfigError("CONFIG", None, "simulate needs a config", "name one, or --paper NAME")
-    if arguments.table:
-        raise ConfigError("--table", arguments.table, "only a paper has tables", "name one: --paper NAME")
     config = _config(arguments.config, overrides)
     if arguments.like:
         for key in overrides:
@@ -209,10 +192,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
         command: Callable[..., None],
         summary: str,
         config: str = "CONFIG.toml",
-        nargs: str | None = None,
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, epilog=OVERRIDES)
-        sub.add_argument("config", type=Path, metavar=config, nargs=nargs)
+        sub.add_argument("config", type=Path, metavar=config)
         sub.set_defaults(command=command)
         return sub
 
@@ -226,16 +208,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
     compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
-    summary = "run the schedule in virtual time, on the [sim] section's set-up, or a paper's tables"
-    simulate = add("simulate", _simulate, summary, nargs="?")
+    summary = "run the schedule in virtual time, on the [sim] section's set-up"
+    simulate = add("simulate", _simulate, summary)
     simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
-    simulate.add_argument(
-        "--paper", metavar="NAME", help="a paper's tables beside ours; needs no CONFIG.toml"
-    )
     simulate.add_argument(
         "--like", type=Path, metavar="RUN", help="with the costs and lengths of this run, instead of [sim]"
     )
-    simulate.add_argument("--table", metavar="N", help="with --paper: only this table or figure of it")
     simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
     fit = add("fit", _fit, "the costs and lengths of a run, as the [sim] section of a config", config="RUN")
     fit.epilog = None  # it has no config to override

@@ -197,11 +197,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "there is no run in it" in capsys.readouterr().err
 
 
-def test_a_paper_has_costs_of_its_own(serial: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--paper", "pipelinerl", "--like", str(serial)]) == 2
-    assert "a paper has a set-up of its own" in capsys.readouterr().err
-
-
 def test_a_setting_that_the_fitted_section_would_replace_is_refused(
     serial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

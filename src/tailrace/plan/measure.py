@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from tailrace.algo.compute_advantages import GRPO
 from tailrace.controller.base import RunSettings
-from tailrace.papers.runs import Schedule, simulate
+from tailrace.controller.simulation import Schedule, simulate
 from tailrace.plan.workload import response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.laps import Lap

@@ -1,7 +1,7 @@
 """PipelineRL's runs, scaled down."""
 
-from tailrace.papers.pipelinerl import PAPER
-from tailrace.papers.pipelinerl_runs import SetUp, generation, in_turn
+from reproductions.pipelinerl import PAPER
+from reproductions.pipelinerl_runs import SetUp, generation, in_turn
 
 
 def test_the_lag_of_conventional_rl_grows_by_one_a_step() -> None:

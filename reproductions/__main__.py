@@ -1,6 +1,9 @@
-"""`tailrace simulate --paper NAME`: a paper's tables beside ours."""
+"""`python -m reproductions NAME`: a paper's tables beside ours."""
 
+import argparse
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -8,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from reproductions.base import Figure, Paper, Table
 from tailrace.errors import ConfigError
-from tailrace.papers.base import Figure, Paper, Table
 
 PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker")
-"""The files of tailrace/papers/."""
+"""Files beside this one."""
 
 
 def simulate_paper(name: str, *, number: str | None = None, json_path: Path | None = None) -> None:
@@ -49,10 +52,8 @@ def simulate_paper(name: str, *, number: str | None = None, json_path: Path | No
 
 def _paper(name: str) -> Paper:
     if name not in PAPERS:
-        raise ConfigError(
-            "--paper", name, "it is not a paper of tailrace", f"choose from {', '.join(PAPERS)}"
-        )
-    paper: Paper = import_module(f"tailrace.papers.{name}").PAPER
+        raise ConfigError("NAME", name, "it is not a paper of tailrace", f"choose from {', '.join(PAPERS)}")
+    paper: Paper = import_module(f"reproductions.{name}").PAPER
     return paper
 
 
@@ -107,3 +108,22 @@ def _json(paper: Paper, tables: list[Table]) -> dict[str, object]:
         },
         "contradictions": paper.contradictions,
     }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables of a paper; return an exit code."""
+    parser = argparse.ArgumentParser(prog="python -m reproductions", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help=", ".join(PAPERS))
+    parser.add_argument("--table", metavar="N", help="only this table or figure, by the paper's number of it")
+    parser.add_argument("--json", type=Path, metavar="F", help="a file for the figures")
+    arguments = parser.parse_args(argv)
+    try:
+        simulate_paper(arguments.name, number=arguments.table, json_path=arguments.json)
+    except ConfigError as why:
+        print(f"tailrace: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,9 +10,9 @@ from functools import cache, partial
 from math import exp
 from statistics import fmean
 
+from reproductions.base import Figure, Table
 from tailrace.controller.base import RunSettings
-from tailrace.papers.base import Figure, Table
-from tailrace.papers.runs import Simulated, simulate
+from tailrace.controller.simulation import Simulated, simulate
 from tailrace.record.events import Event, RequestEnded
 from tailrace.record.rows import RoundRow
 from tailrace.rollout.placement import Shared

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from tailrace.controller.run import Run
-from tailrace.papers.base import Figure, Table
-from tailrace.papers.rollpacker_judge import RESIDENT
-from tailrace.papers.rollpacker_runs import (
+from reproductions.base import Figure, Table
+from reproductions.rollpacker_judge import RESIDENT
+from reproductions.rollpacker_runs import (
     ETA,
     LARGE,
     MEDIUM,
@@ -27,7 +26,8 @@ from tailrace.papers.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.papers.runs import Schedule
+from tailrace.controller.run import Run
+from tailrace.controller.simulation import Schedule
 from tailrace.record.rows import RoundRow
 from tailrace.schedules.tailbatch import next_round
 from tailrace.sim.judge import forward_pass

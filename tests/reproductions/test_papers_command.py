@@ -1,33 +1,25 @@
-"""`tailrace simulate --paper`: what it refuses, and what it prints."""
+"""`python -m reproductions`: what it refuses, and what it prints."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tailrace.cli import main
-from tailrace.commands.papers import PAPERS
+from reproductions.__main__ import PAPERS, main
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--paper", "slime"], f"--paper = 'slime': it is not a paper of tailrace; choose from {PAPERS[0]}"),
-        (["--paper", "pipelinerl", "--table", "9z"], "--table = '9z': pipelinerl has no such table here"),
-        ([], "simulate needs a config"),
-        (["run.toml", "--paper", "april"], "CONFIG = 'run.toml': a paper has a set-up of its own"),
-        (
-            ["--paper", "april", "--output-dir", "runs"],
-            "--output-dir = 'runs': a paper has a set-up of its own",
-        ),
-        (["--paper", "april", "--json", "/none/f.json"], "--json = '/none/f.json': there is no folder /none"),
-        (["run.toml", "--table", "1"], "--table = '1': only a paper has tables"),
+        (["slime"], f"NAME = 'slime': it is not a paper of tailrace; choose from {PAPERS[0]}"),
+        (["pipelinerl", "--table", "9z"], "--table = '9z': pipelinerl has no such table here"),
+        (["april", "--json", "/none/f.json"], "--json = '/none/f.json': there is no folder /none"),
     ],
 )
 def test_words_that_do_not_go_with_a_paper_end_with_code_2(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert main(["simulate", *words]) == 2
+    assert main(words) == 2
     assert message in capsys.readouterr().err
 
 
@@ -36,7 +28,7 @@ def test_a_table_shows_each_printed_figure_beside_ours_with_its_kind_and_its_bar
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = tmp_path / "figures.json"
-    assert main(["simulate", "--paper", "pipelinerl", "--table", "Appendix A.4", "--json", str(path)]) == 0
+    assert main(["pipelinerl", "--table", "Appendix A.4", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["tables"]["Appendix A.4"]
     speedup = next(figure for figure in figures if figure["unit"] == "x")
     assert (speedup["printed"], speedup["kind"], speedup["holds"]) == (1.57, "derived", True)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tailrace.papers import appendix_a, pipelinerl
-from tailrace.papers.appendix_a import Cluster, Lengths
-from tailrace.papers.pipelinerl import CLUSTER, LENGTHS, STEPS, case_study
+from reproductions import appendix_a, pipelinerl
+from reproductions.appendix_a import Cluster, Lengths
+from reproductions.pipelinerl import CLUSTER, LENGTHS, STEPS, case_study
 
 LINEAR = Cluster(devices=4, batch=8, train_flashes=2.0, utilization=lambda h: h / 100)
 

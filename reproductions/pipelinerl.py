@@ -1,9 +1,9 @@
 """PipelineRL (Piché et al. 2025): the case study of Appendix A, and its runs in virtual time."""
 
-from tailrace.papers import appendix_a
-from tailrace.papers.appendix_a import Cluster, Lengths, PowerLaw
-from tailrace.papers.base import Figure, Paper, Table
-from tailrace.papers.pipelinerl_runs import earlier_version, generation, lags, max_lags, throughput
+from reproductions import appendix_a
+from reproductions.appendix_a import Cluster, Lengths, PowerLaw
+from reproductions.base import Figure, Paper, Table
+from reproductions.pipelinerl_runs import earlier_version, generation, lags, max_lags, throughput
 
 PRINTED_H, PRINTED_I, PRINTED_R_GEN = 192, 44, 16.9
 R_CONV_GEN, R_CONV_TRAIN = 18.3, 26.02

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.cli import main
-from tailrace.papers import rollpacker
-from tailrace.papers.rollpacker import ABLATION, PAPER, PARTS
-from tailrace.papers.rollpacker_judge import interference
-from tailrace.papers.rollpacker_parts import SCALED, fetch_once
-from tailrace.papers.rollpacker_runs import (
+from reproductions import rollpacker
+from reproductions.__main__ import main
+from reproductions.rollpacker import ABLATION, PAPER, PARTS
+from reproductions.rollpacker_judge import interference
+from reproductions.rollpacker_parts import SCALED, fetch_once
+from reproductions.rollpacker_runs import (
     LARGE,
     PERIOD,
     REWARDS,
@@ -80,7 +80,7 @@ def test_the_command_writes_kinds_and_contradictions(tmp_path: Path, monkeypatch
     monkeypatch.setattr(rollpacker, "TASKS", ("Code",))
     monkeypatch.setattr(rollpacker, "FIRST", 1)
     path = tmp_path / "figures.json"
-    assert main(["simulate", "--paper", "rollpacker", "--table", "Table 1", "--json", str(path)]) == 0
+    assert main(["rollpacker", "--table", "Table 1", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert written["contradictions"] == list(PAPER.contradictions) != []
     kinds = [(figure["what"], figure["kind"]) for figure in written["tables"]["Table 1"]]

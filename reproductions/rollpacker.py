@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, harmonic_mean
 
-from tailrace.papers import rollpacker_parts as parts
-from tailrace.papers.base import Figure, Kind, Paper, Table
-from tailrace.papers.rollpacker_runs import (
+from reproductions import rollpacker_parts as parts
+from reproductions.base import Figure, Kind, Paper, Table
+from reproductions.rollpacker_runs import (
     LARGE,
     MEDIAN_OF_LIMIT,
     MEDIUM,
@@ -36,7 +36,7 @@ from tailrace.papers.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.papers.runs import Schedule
+from tailrace.controller.simulation import Schedule
 from tailrace.record.rows import RoundRow
 from tailrace.schedules.tailbatch import tailbatch
 

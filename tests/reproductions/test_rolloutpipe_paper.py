@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.cli import main
-from tailrace.papers import rolloutpipe
-from tailrace.papers.rolloutpipe import CGP_SHARE, NUM_FITTED, PAPER, REDUCTION, SYSTEMS, run
+from reproductions import rolloutpipe
+from reproductions.__main__ import main
+from reproductions.rolloutpipe import CGP_SHARE, NUM_FITTED, PAPER, REDUCTION, SYSTEMS, run
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_printed_frontier_of_two_groups_is_slower_than_serial(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "figures.json"
-    assert main(["simulate", "--paper", "rolloutpipe", "--table", "5.1", "--json", str(path)]) == 0
+    assert main(["rolloutpipe", "--table", "5.1", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert (written["paper"], written["num_fitted"]) == ("rolloutpipe", NUM_FITTED)
     assert written["contradictions"] == list(PAPER.contradictions) != []

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
-from tailrace.cli import main
+from reproductions import april
+from reproductions.__main__ import main
+from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.papers import april
-from tailrace.papers.april import PAPER, Setting, oversample_and_discard, resample_and_resume
-from tailrace.papers.runs import Schedule
+from tailrace.controller.simulation import Schedule
 from tailrace.record.events import RequestStarted, Stepped
 from tailrace.types import Sample
 
@@ -85,7 +85,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("few")
 def test_a_setting_has_its_throughputs_and_its_gain_and_a_mean_has_the_bar(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    assert main(["simulate", "--paper", "april", "--table", "1", "--json", str(path)]) == 0
+    assert main(["april", "--table", "1", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert written["contradictions"] == list(PAPER.contradictions) != []
     figures = written["tables"]["Table 1"]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Literal
 
+from reproductions.base import Figure, Kind, Paper, Table
 from tailrace.controller.base import RunSettings
-from tailrace.papers.base import Figure, Kind, Paper, Table
-from tailrace.papers.runs import Schedule, Simulated, simulate
+from tailrace.controller.simulation import Schedule, Simulated, simulate
 from tailrace.rollout.admission import Admission, Frontier, FrontierFirst
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.schedules.serial import serial

@@ -11,10 +11,9 @@ from functools import cache, partial
 from math import ceil, exp
 from statistics import fmean
 
+from reproductions.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.simulation import simulated_parts
-from tailrace.papers.rollpacker_judge import Sharing, interference, judge_of
-from tailrace.papers.runs import Schedule, Simulated, simulate
+from tailrace.controller.simulation import Schedule, Simulated, simulate, simulated_parts
 from tailrace.record.rows import RoundRow
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
