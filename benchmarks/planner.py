@@ -99,7 +99,7 @@ def drawn_once(chance: random.Random) -> tuple[str, Problem]:
         f"{devices} x {device}, {model}, {groups} x {group_size} a step, {median_tokens} tokens, sigma "
         f"{lengths.sigma:.2f}, lag up to {lag:g}"
     )
-    return words, Problem(sim, RunSettings(rounds=1, group_size=group_size), groups, max_staleness=lag)
+    return words, Problem(sim, RunSettings(rounds=1, group_size=group_size), groups, max_lag=lag)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

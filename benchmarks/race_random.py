@@ -68,8 +68,8 @@ def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
         s_per_1000_samples=1000 / run.lap.samples_per_s,
         length_bias=run.length_bias,
         step_spread=run.step_spread,
-        lag_mean=run.lap.staleness_mean,
-        lag_max=run.lap.staleness_max,
+        lag_mean=run.lap.lag_mean,
+        lag_max=run.lap.lag_max,
         wasted=run.lap.waste_share,
         in_turn=in_turn,
     )

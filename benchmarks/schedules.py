@@ -156,7 +156,7 @@ def mean_length(lengths: SimLengthSettings) -> float:
 def line(name: str, lap: Lap, first: Lap, expected: float) -> str:
     return (
         f"{name:46}{lap.samples_per_s:11.2f}{lap.samples_per_s / first.samples_per_s:11.2f}"
-        f"{lap.staleness_mean:11.2f}{lap.staleness_max:11.0f}{lap.waste_share:11.1%}"
+        f"{lap.lag_mean:11.2f}{lap.lag_max:11.0f}{lap.waste_share:11.1%}"
         f"{lap.length_mean / expected - 1:+11.1%}{lap.deferrals_max:11.0f}"
     )
 

@@ -215,8 +215,8 @@ def throughput() -> Table:
 
 def max_lags() -> Table:
     """Fig. 6a: the largest lag of a trained token, in samples."""
-    pipe = BATCH * _of_whole().lap.staleness_max
-    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT).lap.staleness_max
+    pipe = BATCH * _of_whole().lap.lag_max
+    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT).lap.lag_max
     figures = (
         Figure("PipelineRL", "max lag", "samples", 50_000.0, pipe, "predicted"),
         Figure("Conventional RL, G = 32", "max lag", "samples", 31.0 * BATCH, turn, "predicted"),

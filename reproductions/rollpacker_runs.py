@@ -241,7 +241,7 @@ def growing_rollouts(limits: Sequence[int], max_width: int) -> Simulated:
     def parts() -> Parts:
         cost = rates(sim).engines
         engines = [
-            SimEngine(f"engine{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)
+            SimEngine(f"engine-{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)
         ]
         return replace(simulated_parts(sim, settings.seed, shared=shared), engines=engines)
 

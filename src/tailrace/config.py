@@ -74,7 +74,7 @@ class CompareSettings(Settings):
 class PlanSettings(Settings):
     """`tailrace plan`: the limits of a candidate, and how long it is simulated."""
 
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_lag: int | None = Field(default=None, ge=0)
     """Largest age of a trained token, in optimizer steps. None: no limit."""
     max_length_bias: float = Field(default=0.02, ge=0)
     """Largest difference of the mean trained length from that of all responses to the same prompts."""

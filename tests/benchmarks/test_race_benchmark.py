@@ -78,7 +78,7 @@ def test_an_interval_is_student_s_over_the_seeds() -> None:
 def test_the_report_has_a_line_a_schedule_and_a_ratio_for_each_pair(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    figures = ("reward", "tokens_per_s", "staleness_publications", "staleness_mean", "staleness_max")
+    figures = ("reward", "tokens_per_s", "staleness_max", "lag_mean", "lag_max")
     figures += ("ess_mean", "carried_tokens", "carried_samples", "waste_share", "length_bias")
     lap = dict.fromkeys(figures, 0.5) | {"samples_per_s": 2.0, "rollout_tokens_per_s": 4.0}
     lap |= {"time_to_reward_s": 3.0}

@@ -56,10 +56,11 @@ def test_numbers_are_medians_with_their_spread() -> None:
 
 
 def test_lags_are_nested_and_a_figure_that_no_lap_has_is_null() -> None:
-    laps = [lap(9.0, staleness_mean=2.0, staleness_max=3.0), lap(8.0, staleness_mean=1.0, length_bias=0.25)]
+    laps = [lap(9.0, lag_mean=2.0, lag_max=3.0, staleness_max=1.0), lap(8.0, lag_mean=1.0, length_bias=0.25)]
     schedules: Any = Comparison({"april": laps}).numbers()["schedules"]
     april = schedules["april"]
-    assert april["staleness"] == {"mean": 1.5, "max": 1.75, "publications": 0.0}
+    assert april["lag"] == {"mean": 1.5, "max": 1.75}
+    assert april["staleness"] == {"mean": 0.5, "max": 0.75}
     assert (april["length_bias"], april["time_to_reward_s"]) == (0.25, None)
     assert [each["main_time_s"] for each in april["laps"]] == [9.0, 8.0]
 

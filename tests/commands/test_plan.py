@@ -20,7 +20,7 @@ SMALL = {
     "sim.cluster.devices": "2",
     "sim.cluster.model": "Qwen3-1.7B",
     "plan.steps": "16",
-    "plan.max_staleness": "1",
+    "plan.max_lag": "1",
     "plan.top": "3",
 }
 
@@ -38,7 +38,7 @@ def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.
     best = found["ranking"][0]
     assert best["schedule"] in out
     assert "of 2 devices, a step needs at least" in " ".join(out.split())
-    assert f"{found['excluded']['plan.max_staleness = 1']} of {found['candidates']} candidates" in out
+    assert f"{found['excluded']['plan.max_lag = 1']} of {found['candidates']} candidates" in out
     config = load_config(planned)
     assert config.schedule["name"] == best["schedule"]
     assert config.placement.kind == best["placement"]

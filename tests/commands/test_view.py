@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "samples").mkdir(parents=True)
     (folder / "config.toml").touch()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "wall_time": 1.0}\n')
-    name = {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "engine0"}}
+    name = {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "engine-0"}}
     kind = {"name": "tailrace_trace", "ph": "M", "pid": 1, "tid": 0, "args": {"format": 1}}
     lines = [kind, name, SPAN | {"name": "group 0", "args": ARGS}]
     (folder / "trace.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + ',\n{"na')

@@ -383,7 +383,7 @@ def worlds(
     """Parts whose responses have the lengths of a table."""
 
     def parts() -> Parts:
-        engines = [SimEngine(f"engine{number}", sim.engines, length_of) for number in range(count)]
+        engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
         return replace(simulated_parts(sim, seed=0, replicas=replicas), engines=engines)
 
     return parts

@@ -30,7 +30,7 @@ def life_with(**parts: Any) -> Life:
 
 
 def request(number: int, outcome: str, gained: int, *, end_s: float = 1.0) -> Request:
-    return Request("engine0", 1, 0.0, end_s, outcome, f"{number}.0/0", 100 + gained, 100)
+    return Request("engine-0", 1, 0.0, end_s, outcome, f"{number}.0/0", 100 + gained, 100)
 
 
 def test_a_good_run_has_none() -> None:
@@ -50,18 +50,18 @@ def test_a_stalled_phase_says_what_waits_for_what() -> None:
     assert found == (
         "stalled",
         "At 400 s: no optimizer step for 300 s. What waits for what:\npool: a reward\nschedule: 8 groups\n"
-        "The oldest request is sample 7.0/0 on engine0, begun at 95 s; 2 are open.",
+        "The oldest request is sample 7.0/0 on engine-0, begun at 95 s; 2 are open.",
     )
     later = [*steps, Work("step 4", 405.0, 410.0)]
     assert advisories([GOOD], life_with(waits=[wait], trainer=later)) == []
 
 
 def test_a_dead_engine_is_named_until_it_is_open_again() -> None:
-    died = State("engine1", 12.0, "dead", "signal SIGKILL")
+    died = State("engine-1", 12.0, "dead", "signal SIGKILL")
     assert advisories([GOOD], life_with(states=[died])) == [
-        ("engine dead", "engine1 is dead since 12 s: signal SIGKILL")
+        ("engine dead", "engine-1 is dead since 12 s: signal SIGKILL")
     ]
-    assert advisories([GOOD], life_with(states=[died, State("engine1", 14.0, "open", "restarted")])) == []
+    assert advisories([GOOD], life_with(states=[died, State("engine-1", 14.0, "open", "restarted")])) == []
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_dead_engine_is_named_until_it_is_open_again() -> None:
         ),
         (
             "evicted",
-            {"states": [State("engine0", 0.5, "dead", "out of memory")]},
-            "engine0 gave 30 of them back (out of memory)",
+            {"states": [State("engine-0", 0.5, "dead", "out of memory")]},
+            "engine-0 gave 30 of them back (out of memory)",
         ),
     ],
 )
@@ -92,8 +92,8 @@ def test_an_abort_storm_names_who_aborts(outcome: str, parts: dict[str, object],
 
 def test_a_full_kv_cache_is_named_in_an_abort_storm() -> None:
     requests = [request(n, "evicted", 0) for n in range(30)]
-    (found,) = advisories([GOOD | {"engines/preempted/engine0": 12.0}], life_with(requests=requests))
-    assert found.text.endswith("; the KV cache of engine0 was full for 12 requests in the last step")
+    (found,) = advisories([GOOD | {"engines/preempted/engine-0": 12.0}], life_with(requests=requests))
+    assert found.text.endswith("; the KV cache of engine-0 was full for 12 requests in the last step")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def life_at(end_s: float, **parts: Any) -> Life:
     life.rounds = [Work("round 0", 0.0, 10.0), Work("round 1", 10.0, 20.0)]
     life.trainer = [Work(f"step {n}", 10.0 * n - 3, 10.0 * n) for n in (1, 2)]
     for n in range(25):
-        life.take_request(Request("engine0", 1, n, n + 1.0, "stop", f"{n}.0/0", 9, 0))
+        life.take_request(Request("engine-0", 1, n, n + 1.0, "stop", f"{n}.0/0", 9, 0))
         life.scoring.append(Work("group", n + 1.0, n + 1.1))
     life.open_waits = [Work("the schedule", 20.0, end_s)]
     for name, value in parts.items():
@@ -28,7 +28,7 @@ def life_at(end_s: float, **parts: Any) -> Life:
     return life
 
 
-def running(sample: str, start_s: float, *, engine: str = "engine0", outcome: str = "unfinished") -> Request:
+def running(sample: str, start_s: float, *, engine: str = "engine-0", outcome: str = "unfinished") -> Request:
     return Request(engine, 1, start_s, 0.0, outcome, sample, 0, 0)
 
 
@@ -55,13 +55,13 @@ def running(sample: str, start_s: float, *, engine: str = "engine0", outcome: st
             Doing("trainer-1: gradients, for 30 s; none has ended before"),
         ),
         (
-            {"open_waits": [Work("engine0: Load", 6.0, 36.0)]},
-            Doing("engine0: Load, for 30 s"),
+            {"open_waits": [Work("engine-0: Load", 6.0, 36.0)]},
+            Doing("engine-0: Load, for 30 s"),
         ),
         (
             {"unfinished": [running("7.0/1", 14.0), running("8.0/1", 30.0)]},
             Doing(
-                "open requests: 2, the oldest of sample 7.0/1 on engine0, for 22 s; "
+                "open requests: 2, the oldest of sample 7.0/1 on engine-0, for 22 s; "
                 "the longest before took 1.0 s",
                 is_late=True,
             ),
@@ -69,7 +69,7 @@ def running(sample: str, start_s: float, *, engine: str = "engine0", outcome: st
         (  # the tail of the first rounds is not known yet
             {"unfinished": [running("7.0/1", 14.0)], "rounds": []},
             Doing(
-                "open requests: 1, the oldest of sample 7.0/1 on engine0, for 22 s; "
+                "open requests: 1, the oldest of sample 7.0/1 on engine-0, for 22 s; "
                 "the longest before took 1.0 s"
             ),
         ),
@@ -105,8 +105,8 @@ def test_devices_that_are_all_idle_for_long_are_named(
 
 def test_an_engine_that_generates_no_token_is_named(tmp_path: Path) -> None:
     """It pauses for 15 s while it has a request, goes on, and then hangs."""
-    count, pace = tmp_path / "engine0-2.count", Pace(tmp_path)
-    life = life_at(10.0, path=Path("trace-2.json"), slots={"engine0": 2}, rounds=[])
+    count, pace = tmp_path / "engine-0-2.count", Pace(tmp_path)
+    life = life_at(10.0, path=Path("trace-2.json"), slots={"engine-0": 2}, rounds=[])
     life.unfinished = [running("7.0/1", 9.0), running("8.0/0", 12.0)]
     late = []
     for end_s, tokens in ((10.0, b"1"), (25.0, b"1"), (26.0, b"2"), (50.0, b"2"), (60.0, b"2")):
@@ -114,8 +114,8 @@ def test_an_engine_that_generates_no_token_is_named(tmp_path: Path) -> None:
         life.end_s = end_s
         pace.update(life)
         late.append([each.what for each in doing(life, pace.pauses(life)) if each.is_late])
-    said = "open requests: 2, the oldest of sample 7.0/1 on engine0"
-    assert late == [[], [], [], [], [f"engine0 has generated no token for 34 s; {said}"]]
+    said = "open requests: 2, the oldest of sample 7.0/1 on engine-0"
+    assert late == [[], [], [], [], [f"engine-0 has generated no token for 34 s; {said}"]]
     life.unfinished = []
     assert list(pace.pauses(life)) == []
 

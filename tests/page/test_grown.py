@@ -37,7 +37,7 @@ def random_events(seed: int) -> list[Event]:
             kind = chance.random()
             if kind < 0.45:
                 prompt = next(fresh)
-                running[prompt] = chance.choice(("engine0", "engine1"))
+                running[prompt] = chance.choice(("engine-0", "engine-1"))
                 found.append(RequestStarted(now, samples[prompt], running[prompt], 0))
             elif kind < 0.85 and running:
                 prompt = chance.choice(list(running))
@@ -49,7 +49,7 @@ def random_events(seed: int) -> list[Event]:
                 found.append(Accumulated(max(0.0, now - chance.choice((0.5, 3.0))), now, (), 9))
             else:
                 state = chance.choice(("dead", "open", "asleep"))
-                found.append(EngineStateChanged(now, chance.choice(("engine0", "engine2")), state, ""))
+                found.append(EngineStateChanged(now, chance.choice(("engine-0", "engine-2")), state, ""))
         found += [Published(now, now + 1.0, round + 1), RoundEnded(now + 1.0, round)]
         now += 1.0
     return found

@@ -106,7 +106,7 @@ def test_two_runs_stand_side_by_side(stories: Tab) -> None:
     }
     assert (stories.spans(0), stories.spans(1)) == (spans, spans)
     straggler = page.locator(".stragglers").first.inner_text().splitlines()[1].split("\t")
-    assert straggler == ["round 0", "1.0/1", "engine0", "20", "3"]
+    assert straggler == ["round 0", "1.0/1", "engine-0", "20", "3"]
     reward = "document.querySelectorAll('.chart')[0].data"
     assert page.evaluate(f"{reward}.map((trace) => [trace.name, [...trace.y]])") == [
         ["one: reward", [0.5, 1]],
@@ -127,7 +127,7 @@ def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     )
     page.mouse.move(*where)
     pointer = "document.querySelector('.controls p').textContent"
-    page.wait_for_function(f"{pointer}.startsWith('1.0/1 on engine0: 4.00 to 10.00 s, 0 to 20 tokens')")
+    page.wait_for_function(f"{pointer}.startsWith('1.0/1 on engine-0: 4.00 to 10.00 s, 0 to 20 tokens')")
     page.mouse.click(*where)
     page.wait_for_selector("dialog[open]")
     assert page.locator("#sample-title").inner_text() == "one: sample 1.0/1"
@@ -241,10 +241,10 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
         line = rows.count(b"\n") + 1
         said = f"metrics.jsonl, line {line}: the file ends within this line. The rest is shown."
         assert tab.page.locator(".defect").all_text_contents() == [said]
-        meter.on(Waiting(16.0, 6.0, "pool: a request of engine0"))
+        meter.on(Waiting(16.0, 6.0, "pool: a request of engine-0"))
         stalled = tab.page.locator(".advisory", has_text="stalled")
         stalled.wait_for()
-        assert "pool: a request of engine0\nThe oldest request is sample 1.0/0" in stalled.inner_text()
+        assert "pool: a request of engine-0\nThe oldest request is sample 1.0/0" in stalled.inner_text()
         for event in events[len(begun) :]:
             meter.on(event)
         meter.close()

@@ -23,7 +23,7 @@ def payload_of(folder: Path) -> dict[str, Any]:
 def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path) -> None:
     payload = payload_of(write_run(tmp_path / "first"))
     assert payload["name"] == "first" and payload["defects"] == [] and payload["state"]["kind"] == "written"
-    assert payload["engines"] == [{"name": "engine0", "slots": 2}]
+    assert payload["engines"] == [{"name": "engine-0", "slots": 2}]
     assert payload["requests"]["sample"] == ("0.0/0", "0.0/1", "1.0/0", "1.0/1")
     assert [row["reward"] for row in payload["rows"]] == [0.5, 1.0]
     assert [row["samples/trained"] for row in payload["rows"]] == [2, 2]
@@ -99,7 +99,7 @@ def test_a_sample_comes_with_its_requests(tmp_path: Path) -> None:
     sample = run.sample("1.0/1")
     assert sample["record"]["text"] == "answer 1"
     assert [(each["engine"], each["start_s"], each["end_s"]) for each in sample["requests"]] == [
-        ("engine0", 4.0, 10.0)
+        ("engine-0", 4.0, 10.0)
     ]
 
 

@@ -28,7 +28,7 @@ PROBLEM = Problem(
     run=RunSettings(rounds=1, group_size=2),
     groups_per_step=2,
     steps=16,
-    max_staleness=1,
+    max_lag=1,
 )
 
 
@@ -41,7 +41,7 @@ def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_th
     assert plan.best.samples_per_s == pytest.approx(4 / plan.best.step_s)
     assert plan.best.lag_max <= 1
     assert len(plan.ranking) + plan.pruned + sum(plan.excluded.values()) == plan.candidates
-    assert excluded["plan.max_staleness = 1"] == plan.excluded["plan.max_staleness = 1"] > 0
+    assert excluded["plan.max_lag = 1"] == plan.excluded["plan.max_lag = 1"] > 0
     # Races for responses favour short ones, on each division.
     assert plan.excluded["plan.max_length_bias = 0.02"] == 2
     over_all = [each.step_s for each in plan.ranking if each.steps == PROBLEM.steps]

@@ -72,7 +72,7 @@ class Story:
         self.told.extend(events)
 
     def request(
-        self, sample: Sample, start_s: float, end_s: float, *, engine: str = "engine0", outcome: str = "stop"
+        self, sample: Sample, start_s: float, end_s: float, *, engine: str = "engine-0", outcome: str = "stop"
     ) -> None:
         self.tell(
             RequestStarted(start_s, sample.id, engine, 0),

@@ -124,7 +124,7 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
     story = Story()
     slow, fast = make_group(0, [1] * 20, [1.0] * 20), make_group(1, [10, 10], [1.0, 0.0])
     straggler = make_group(2, [1], [1.0]).samples[0]
-    story.tell(RoundStarted(0.0, 0, version=0), RequestStarted(0.0, straggler.id, "engine0", 0))
+    story.tell(RoundStarted(0.0, 0, version=0), RequestStarted(0.0, straggler.id, "engine-0", 0))
     for number, sample in enumerate(slow.samples):
         story.request(sample, number, number + 1)
     story.train(slow, 20.0, 20.0, 25.0)
@@ -143,7 +143,7 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
         (
             0.0,
             "round 0: 96.0 s, bound 76.0 s (its first group, then all training); "
-            "the trainer waited 30.0 s for sample 2.0/0 on engine0",
+            "the trainer waited 30.0 s for sample 2.0/0 on engine-0",
         ),
         (
             40.0,

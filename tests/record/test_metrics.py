@@ -142,8 +142,8 @@ def test_what_went_wrong_is_counted_by_reason(tmp_path: Path) -> None:
         GroupEnded(12.0, 7, "dropped", "no reward"),
         GroupEnded(13.0, 8, "filtered", "zero variance"),
         RowSkipped(13.0, 9, "no prompt"),
-        EngineStateChanged(13.0, "engine0", "dead", "signal SIGKILL"),
-        EngineStateChanged(14.0, "engine0", "open", "it was restarted"),
+        EngineStateChanged(13.0, "engine-0", "dead", "signal SIGKILL"),
+        EngineStateChanged(14.0, "engine-0", "open", "it was restarted"),
     )
     first, last = write(story, tmp_path / "metrics.jsonl")
     assert first["completions/failed/not_a_number"] == 1
@@ -152,7 +152,7 @@ def test_what_went_wrong_is_counted_by_reason(tmp_path: Path) -> None:
     assert first["groups/dropped/no_reward"] == 1
     assert first["groups/filtered/zero_variance"] == 1
     assert first["rows/skipped/no_prompt"] == 1
-    assert first["engines/died/engine0"] == 1
+    assert first["engines/died/engine-0"] == 1
     assert last["tail/wasted_tokens/deferred"] == 3
     assert "tail/wasted_tokens/no_reward" not in last
 

@@ -28,7 +28,7 @@ def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     assert sum(summary.tokens.wasted.values()) == totals.wasted_tokens.total()
     assert summary.tokens.generated == totals.trained_tokens + totals.wasted_tokens.total() + parked
     assert (summary.groups.parked, summary.tokens.parked) == (len(outcome.run.parked), parked)
-    assert summary.ages.publications_max == max(
+    assert summary.ages.staleness_max == max(
         lag for step in outcome.of(Stepped) for lag in step.lags.publications
     )
 

@@ -19,7 +19,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             bound_s=pytest.approx(9.0),
             bound=RoundBound(
                 "round 0: 14.0 s, bound 9.0 s (its longest response); "
-                "the trainer waited 4.0 s for sample 0.0/1 on engine0",
+                "the trainer waited 4.0 s for sample 0.0/1 on engine-0",
                 run_time_s=14.0,
                 run_bound_s=pytest.approx(8.5),
             ),
@@ -76,7 +76,7 @@ def test_a_request_of_an_earlier_round_gives_tokens_but_does_not_lengthen_the_ro
     story = pipelined_round()
     carried = make_group(9, [7], [0.0]).samples[0]
     story.tell(
-        RequestStarted(5, carried.id, "engine0", 3), RequestEnded(23, carried.id, "engine0", 7, 4, "stop")
+        RequestStarted(5, carried.id, "engine-0", 3), RequestEnded(23, carried.id, "engine-0", 7, 4, "stop")
     )
     report = _only_report(story)
     assert report.rollout_time_s == 10.0

@@ -54,7 +54,6 @@ EXPECTED = RunSummary(
     ages=Ages(
         staleness_mean=0.0,
         staleness_max=0.0,
-        publications_max=0.0,
         lag_mean=0.0,
         lag_max=0.0,
         carried_tokens=0.0,
@@ -79,7 +78,7 @@ EXPECTED = RunSummary(
         share=pytest.approx(9 / 14),
         run_share=pytest.approx(8.5 / 14),
         worst="round 0: 14.0 s, bound 9.0 s (its longest response); "
-        "the trainer waited 4.0 s for sample 0.0/1 on engine0",
+        "the trainer waited 4.0 s for sample 0.0/1 on engine-0",
     ),
 )
 

@@ -12,10 +12,10 @@ from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar
 def test_bars_are_counted_from_the_first_rounds_start() -> None:
     play(pipelined_round().events, timeline := Timeline())
     assert timeline.requests == [
-        RequestBar("engine0", 0, 0, 0.0, 2.0),
-        RequestBar("engine0", 1, 0, 0.0, 4.0),
-        RequestBar("engine0", 0, 1, 2.0, 7.0),
-        RequestBar("engine0", 1, 1, 4.0, 10.0),
+        RequestBar("engine-0", 0, 0, 0.0, 2.0),
+        RequestBar("engine-0", 1, 0, 0.0, 4.0),
+        RequestBar("engine-0", 0, 1, 2.0, 7.0),
+        RequestBar("engine-0", 1, 1, 4.0, 10.0),
     ]
     assert timeline.trainer == [
         TrainerBar(1, 4.0, 5.0),
@@ -38,7 +38,7 @@ def test_a_picture_of_two_runs_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     story = pipelined_round()
     pipelined_round(story, round=1, start_s=40.0)
-    story.request(make_group(9, [5], [1.0]).samples[0], 41, 43, engine="engine1")
+    story.request(make_group(9, [5], [1.0]).samples[0], 41, 43, engine="engine-1")
     timelines = {"two rounds": Timeline(), "one round": Timeline(), "nothing": Timeline()}
     play(story.events, timelines["two rounds"])
     play(pipelined_round().events, timelines["one round"])
@@ -92,4 +92,4 @@ def test_the_last_rounds_are_kept_wherever_the_run_ends() -> None:
     assert timeline.rounds == [RoundSpan(0.0, 15.0), RoundSpan(100.0, 115.0)]
     assert [report.round for report in timeline.reports] == [2, 3]
     assert timeline.trainer[0] == TrainerBar(5, 4.0, 5.0) and timeline.trainer[-1].end_s == 114.0
-    assert timeline.requests[0] == RequestBar("engine0", 0, 4, 0.0, 2.0) and len(timeline.requests) == 8
+    assert timeline.requests[0] == RequestBar("engine-0", 0, 4, 0.0, 2.0) and len(timeline.requests) == 8

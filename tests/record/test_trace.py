@@ -73,7 +73,7 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (10_000, 1): "sample 1",
     }
     processes = {r["pid"]: r["args"]["name"] for r in trace if r["name"] == "process_name"}
-    assert processes == {1: "run", 2: "engine0", 10_000: "scoring"}
+    assert processes == {1: "run", 2: "engine-0", 10_000: "scoring"}
     slices = [
         (names[1, r["tid"]], r["name"], r["ts"], r["dur"]) for r in trace if r["ph"] == "X" and r["pid"] == 1
     ]
@@ -108,7 +108,7 @@ def test_a_cancelled_request_starts_no_arrow(tmp_path: Path) -> None:
 
 def test_two_engines_have_lanes_of_their_own(tmp_path: Path) -> None:
     story = pipelined_round()
-    story.request(make_group(5, [1], [0.0]).samples[0], 11, 12, engine="engine1")
+    story.request(make_group(5, [1], [0.0]).samples[0], 11, 12, engine="engine-1")
     trace = trace_of(story.events, tmp_path / "trace.json")
     assert [
         (r["pid"], r["tid"]) for r in trace if r["ph"] == "X" and r["name"] == "group 5" and r["pid"] < 10_000
@@ -117,7 +117,7 @@ def test_two_engines_have_lanes_of_their_own(tmp_path: Path) -> None:
 
 def test_what_still_runs_at_the_end_is_in_the_trace(tmp_path: Path) -> None:
     events = pipelined_round().events[:-1]
-    events.append(RequestStarted(24.5, make_group(5, [1], [0.0]).samples[0].id, "engine0", 0))
+    events.append(RequestStarted(24.5, make_group(5, [1], [0.0]).samples[0].id, "engine-0", 0))
     trace = trace_of(events, tmp_path / "trace.json")
     outcomes = [r["args"]["outcome"] for r in trace if r["name"] == "group 5"]
     assert outcomes == ["unfinished"]
@@ -146,9 +146,9 @@ def test_the_lowest_free_lane_is_taken() -> None:
 def test_a_sample_has_a_lane_from_its_last_token_to_its_reward(tmp_path: Path) -> None:
     """Two rewards are awaited at the same time; the third takes the lane that is free again."""
     ids = [SampleId(0, 0, number) for number in range(3)]
-    events: list[Event] = [RequestStarted(0.0, id, "engine0", 0) for id in ids]
+    events: list[Event] = [RequestStarted(0.0, id, "engine-0", 0) for id in ids]
     for id, end_s, scored_s in zip(ids, (1.0, 2.0, 5.0), (4.0, 6.0, 7.0), strict=True):
-        events.append(RequestEnded(end_s, id, "engine0", 9, 9, "stop"))
+        events.append(RequestEnded(end_s, id, "engine-0", 9, 9, "stop"))
         events.append(SampleScored(scored_s, id, 1.0, None, 9))
     events.sort(key=time_of)
     trace = trace_of(events, tmp_path / "trace.json")
@@ -165,8 +165,8 @@ def test_a_sample_that_is_never_scored_gives_its_lane_back(tmp_path: Path) -> No
     ids = [SampleId(0, 0, number) for number in range(2)]
     events: list[Event] = []
     for start_s, id in enumerate(ids):
-        events.append(RequestStarted(start_s, id, "engine0", 0))
-        events.append(RequestEnded(start_s + 0.25, id, "engine0", 9, 9, "stop"))
+        events.append(RequestStarted(start_s, id, "engine-0", 0))
+        events.append(RequestEnded(start_s + 0.25, id, "engine-0", 9, 9, "stop"))
         events.append(TokensWasted(start_s + 0.5, id, 9, "raced"))
     trace = trace_of(events, tmp_path / "trace.json")
     slices = [r for r in trace if r["ph"] == "X" and r["pid"] == 10_000]
@@ -184,25 +184,25 @@ def test_there_are_no_more_lanes_than_requests_at_once(tmp_path: Path) -> None:
     events: list[Event] = []
     for start_s, id in enumerate(ids):
         if start_s >= 3:
-            events.append(RequestEnded(start_s, ids[start_s - 3], "engine0", 9, 9, "cancelled"))
-        events.append(RequestStarted(start_s, id, "engine0", 0))
+            events.append(RequestEnded(start_s, ids[start_s - 3], "engine-0", 9, 9, "cancelled"))
+        events.append(RequestStarted(start_s, id, "engine-0", 0))
     trace = trace_of(events, tmp_path / "trace.json")
     assert {r["tid"] for r in trace if r["ph"] == "X" and r["pid"] == 2} == {1, 2, 3}
 
 
 def test_the_state_of_an_engine_is_a_mark_in_its_process(tmp_path: Path) -> None:
     events: list[Any] = [
-        RequestStarted(1.0, SampleId(0, 0, 0), "engine0", 0),
-        RequestEnded(2.0, SampleId(0, 0, 0), "engine0", 5, 5, "evicted"),
-        EngineStateChanged(2.0, "engine0", "dead", "signal SIGKILL"),
-        EngineStateChanged(3.0, "engine1", "open", "it was restarted"),
+        RequestStarted(1.0, SampleId(0, 0, 0), "engine-0", 0),
+        RequestEnded(2.0, SampleId(0, 0, 0), "engine-0", 5, 5, "evicted"),
+        EngineStateChanged(2.0, "engine-0", "dead", "signal SIGKILL"),
+        EngineStateChanged(3.0, "engine-1", "open", "it was restarted"),
     ]
     trace = trace_of(events, tmp_path / "trace.json")
     processes = {r["args"]["name"]: r["pid"] for r in trace if r["name"] == "process_name"}
     marks = [(r["pid"], r["name"], r["s"], r["ts"], r["args"]) for r in trace if r["ph"] == "i"]
     assert marks == [
-        (processes["engine0"], "engine0 is dead", "p", 1_000_000, {"why": "signal SIGKILL"}),
-        (processes["engine1"], "engine1 is open", "p", 2_000_000, {"why": "it was restarted"}),
+        (processes["engine-0"], "engine-0 is dead", "p", 1_000_000, {"why": "signal SIGKILL"}),
+        (processes["engine-1"], "engine-1 is open", "p", 2_000_000, {"why": "it was restarted"}),
     ]
 
 
@@ -211,13 +211,13 @@ def test_between_two_turns_a_sample_stands_among_those_that_are_scored(tmp_path:
     one, other = SampleId(0, 0, 0), SampleId(1, 0, 0)
     events: list[Event] = [
         RoundStarted(10.0, 0, version=0),
-        RequestStarted(10.0, one, "engine0", 0),
-        RequestEnded(12.0, one, "engine0", 4, 4, "stop"),
-        RequestStarted(13.0, one, "engine0", 4),
-        RequestEnded(15.0, one, "engine0", 6, 2, "stop"),
+        RequestStarted(10.0, one, "engine-0", 0),
+        RequestEnded(12.0, one, "engine-0", 4, 4, "stop"),
+        RequestStarted(13.0, one, "engine-0", 4),
+        RequestEnded(15.0, one, "engine-0", 6, 2, "stop"),
         SampleScored(16.0, one, 1.0, None, 6),
-        RequestStarted(17.0, other, "engine0", 0),
-        RequestEnded(18.0, other, "engine0", 1, 1, "stop"),
+        RequestStarted(17.0, other, "engine-0", 0),
+        RequestEnded(18.0, other, "engine-0", 1, 1, "stop"),
         SampleScored(19.0, other, 0.0, None, 1),
     ]
     slices = [

@@ -81,7 +81,7 @@ def world(environment: base.Environment, sim: SimSettings = EXACT, **changes: An
             return sample.turn_start + (10 if sim is EXACT else max(1, lengths(sample) // 3))
 
         count = sim.engines.count or 1
-        engines = [SimEngine(f"engine{number}", sim.engines, length_of) for number in range(count)]
+        engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
         return replace(simulated_parts(sim, 0), engines=engines, play=episodes(environment, **changes).play)
 
     return parts

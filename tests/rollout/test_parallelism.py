@@ -74,14 +74,14 @@ def test_engines_that_preempt_more_are_joined() -> None:
     )
     assert [event.time_s for event in outcome.of(RoundStarted)][:2] == [0, 15]
     states = [(event.engine, event.state) for event in outcome.of(EngineStateChanged)]
-    assert states[:4] == [(f"engine{number}", "asleep") for number in range(4)]
-    assert sorted(states[4:]) == [("engine0", "open"), ("engine2", "open")]
+    assert states[:4] == [(f"engine-{number}", "asleep") for number in range(4)]
+    assert sorted(states[4:]) == [("engine-0", "open"), ("engine-2", "open")]
     assert [engine.width for engine in outcome.parts.engines] == [2, 0, 2, 0]
     starts = [event.time_s for event in outcome.of(RoundStarted)]
     assert starts[3] - starts[2] == 20 * ((0.5 + 0.5 * 4) / 2 + 0.25)
     assert sum(usage.num_preempted for usage in outcome.usages) == 4
     counted = [(event.engine, event.num_requests) for event in outcome.of(Preempted)]
-    assert counted == [(f"engine{number}", 1) for number in range(4)]
+    assert counted == [(f"engine-{number}", 1) for number in range(4)]
 
 
 def test_the_largest_cache_is_when_a_request_ends() -> None:

@@ -66,23 +66,23 @@ def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
         partial(serial, groups_per_round=2, groups_per_step=2), settings, HAND, shared=Shared("colocated")
     )
     assert worked(outcome) == [(12, 56, 4), (71, 115, 4)]
-    asleep, awake = ("engine0", "asleep"), ("engine0", "open")
-    assert [(at, who) for at, *who in states(outcome) if who[0] == "engine0"] == [
+    asleep, awake = ("engine-0", "asleep"), ("engine-0", "open")
+    assert [(at, who) for at, *who in states(outcome) if who[0] == "engine-0"] == [
         (10, list(asleep)), (59, list(awake)), (69, list(asleep)), (118, list(awake))
     ]  # fmt: skip
 
 
 def test_elastic_lends_half_of_the_engines_at_a_milestone_and_all_of_them_at_the_end() -> None:
-    """Prompts of 1 token, lengths 10, 20, ... 100. Two of ten are done at 20 s, which is 20%: engine1 sleeps
+    """Prompts of 1 token, lengths 10, 20, ... 100. Two of ten are done at 20 s, which is 20%: engine-1 sleeps
     until 22 s. Replica 0, half as fast, takes 22 s for 11 positions, 42 s for 21, 62 s for 31. The rollout
-    ends meanwhile, and engine0 sleeps, too. Both replicas share the rest."""
+    ends meanwhile, and engine-0 sleeps, too. Both replicas share the rest."""
     roomy = change(HAND, engines=change(HAND.engines, slots=10))
     parts = worlds(roomy, lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), count=2, replicas=2)
     outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, shared=Shared("elastic"))
-    assert states(outcome)[:1] == [(20, "engine1", "asleep")]
+    assert states(outcome)[:1] == [(20, "engine-1", "asleep")]
     assert worked(outcome) == [(22, 44, 1), (44, 86, 1), (86, 148, 1), (150, 191, 1), (191, 647, 6)]
     moved = [event for event in outcome.of(RequestStarted) if event.num_tokens]
-    assert [(event.engine, event.num_tokens) for event in moved] == [("engine0", 20)] * 4
+    assert [(event.engine, event.num_tokens) for event in moved] == [("engine-0", 20)] * 4
     assert regenerated(outcome.events) == []
     assert [step.end_s for step in outcome.of(Stepped)] == [647]
 
@@ -171,7 +171,7 @@ def test_no_engine_generates_while_its_device_trains_and_promises_are_kept(name:
         elif isinstance(event, RequestStarted):
             assert event.engine not in asleep
         elif isinstance(event, Stepped):
-            assert asleep.keys() == {"engine0", "engine1"}
+            assert asleep.keys() == {"engine-0", "engine-1"}
         elif isinstance(event, RequestEnded) and kind == "colocated":
             assert not any(start < event.time_s < end for start, end in training)
 

@@ -28,7 +28,7 @@ def on_engine(
     cost: SimEngineSettings, main: Callable[[SimEngine], Coroutine[Any, Any, None]], length: int = 10
 ) -> None:
     async def whole() -> None:
-        await main(SimEngine("engine0", cost, lambda _: length))
+        await main(SimEngine("engine-0", cost, lambda _: length))
 
     clock.run(whole(), virtual=True)
 
@@ -224,7 +224,7 @@ def test_a_request_that_continues_costs_a_prefill_of_what_the_cache_does_not_hol
 @pytest.mark.parametrize(("length", "reason"), [(9, "stop"), (10, "length")])
 def test_a_response_as_long_as_the_limit_is_cut_off(length: int, reason: str) -> None:
     async def whole() -> None:
-        engine, one = SimEngine("engine0", TEN, lambda _: length, max_tokens=10), sample()
+        engine, one = SimEngine("engine-0", TEN, lambda _: length, max_tokens=10), sample()
         await engine.generate(one)
         assert (one.num_tokens, one.finish_reason) == (length, reason)
 

@@ -29,7 +29,7 @@ def test_engine_and_trainer_slow_each_other_down_while_both_work() -> None:
 
     async def main() -> None:
         host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=4.0))
-        engine = SimEngine("engine0", EXACT.engines, lambda _: 10, host=host)
+        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
         trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
         generation = asyncio.ensure_future(engine.generate(sample()))
         await asyncio.sleep(2)
@@ -47,7 +47,7 @@ def test_what_begins_in_the_middle_changes_the_rest_of_the_work() -> None:
 
     async def main() -> None:
         host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=2.0))
-        engine = SimEngine("engine0", EXACT.engines, lambda _: 2, host=host)
+        engine = SimEngine("engine-0", EXACT.engines, lambda _: 2, host=host)
         trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
         training = asyncio.ensure_future(trainer.step())
         await asyncio.sleep(1)
@@ -63,7 +63,7 @@ def test_a_judge_on_the_engines_devices_slows_them_down_while_it_judges() -> Non
 
     async def main() -> None:
         host = Host(SimHostSettings(judge_slowdown=3.0))
-        engine = SimEngine("engine0", EXACT.engines, lambda _: 10, host=host)
+        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
         rewards = SimRewards(SimRewardSettings(workers=1, median_s=3.0, sigma=0.0), seed=0, host=host)
         generation = asyncio.ensure_future(engine.generate(sample()))
         await asyncio.sleep(1)
@@ -86,7 +86,7 @@ def test_engines_die_with_the_rate_of_the_settings() -> None:
     states = []
 
     async def main() -> None:
-        engine = SimEngine("engine0", EXACT.engines, lambda _: 10)
+        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10)
         engine.on_state = lambda why: states.append((clock.now(), engine.state))
         let_die(engine, 0, SimFaultSettings(mean_life_s=100.0, restart_s=10.0), seed=0)
         await asyncio.sleep(110_000)

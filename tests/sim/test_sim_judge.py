@@ -84,7 +84,7 @@ def test_judge_and_engine_take_turns_on_their_device_and_what_arrives_meanwhile_
 
     async def main() -> None:
         host = Host(SimHostSettings(judge_slowdown=2.0, judged_slowdown=2.0))
-        engine = SimEngine("engine0", EXACT.engines, lambda _: 20, host=host)
+        engine = SimEngine("engine-0", EXACT.engines, lambda _: 20, host=host)
         judge, ends = SimJudge(forward(resident=3), host), []
 
         async def score(at_s: float) -> None:

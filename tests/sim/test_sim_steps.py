@@ -64,7 +64,7 @@ def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
         ends.append(clock.now())
 
     async def main() -> None:
-        engine = SimEngine("engine0", change(TEN, context_s=0.25), lambda _: 4)
+        engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
         first = asyncio.ensure_future(one(engine, 0, 2))
         await asyncio.sleep(3.25)
         assert engine.usage().kv_tokens == 4
@@ -78,7 +78,7 @@ def test_a_report_in_mid_step_changes_no_time() -> None:
     """One position, 4 tokens: 1 + 0.25 * (1 + 2 + 3 + 4) / 4 on average, 6.5 s in all."""
 
     async def main() -> None:
-        engine = SimEngine("engine0", change(TEN, context_s=0.25), lambda _: 4)
+        engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
         task = asyncio.ensure_future(engine.generate(sample(0, 1)))
         for _ in range(6):
             await asyncio.sleep(1.0)

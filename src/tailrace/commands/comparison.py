@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from tailrace.record.laps import FIGURES, Lap
 
 BASELINE = "serial"
-NESTED = ("staleness", "ess")
+NESTED = ("staleness", "lag", "ess")
 """Prefixes of figures that are grouped in the numbers: staleness_mean is staleness.mean."""
 
 Row = tuple[str, Callable[[str], str]]

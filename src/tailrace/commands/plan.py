@@ -93,7 +93,7 @@ def problem_of(config: RunConfig) -> Problem:
         run=config.run,
         groups_per_step=_groups_per_step(config),
         steps=limits.steps,
-        max_staleness=inf if limits.max_staleness is None else limits.max_staleness,
+        max_lag=inf if limits.max_lag is None else limits.max_lag,
         max_length_bias=limits.max_length_bias,
         reference=config.algorithm.needs_reference,
         compute_advantages=ComputeAdvantages(config.algorithm, sim_max_tokens(config)),

@@ -133,7 +133,7 @@ def simulated_parts(
     max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
     hosts = _hosts(settings)
     engines = [
-        _engine(f"engine{number}", settings.engines, lengths, max_tokens, host)
+        _engine(f"engine-{number}", settings.engines, lengths, max_tokens, host)
         for number, host in enumerate(hosts)
     ]
     if settings.faults:

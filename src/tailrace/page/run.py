@@ -199,6 +199,6 @@ def _columns(requests: Sequence[Request]) -> Mapping[str, Sequence[object]]:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """So that engine10 comes after engine9."""
+    """So that engine-10 comes after engine-9."""
     letters = name.rstrip("0123456789")
     return letters, int(name[len(letters) :] or 0)

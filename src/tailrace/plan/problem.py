@@ -44,7 +44,7 @@ class Problem:
         run: group size and seed.
         groups_per_step: groups of an optimizer step. What is learnt depends on it, so it is given.
         steps: optimizer steps over which the best candidates are measured.
-        max_staleness: largest age of a trained token, in optimizer steps.
+        max_lag: largest age of a trained token, in optimizer steps.
         max_length_bias: largest length bias (measure.py), as a share.
         reference: whether the algorithm needs a reference model.
     """
@@ -53,7 +53,7 @@ class Problem:
     run: RunSettings
     groups_per_step: int
     steps: int = 64
-    max_staleness: float = inf
+    max_lag: float = inf
     max_length_bias: float = 0.02
     reference: bool = False
     compute_advantages: ComputeAdvantages = GRPO
@@ -75,7 +75,7 @@ class Problem:
         return floor(entry.candidate, entry.sim, self.load(steps), self.groups_per_step)
 
     def entries(self) -> tuple[list[Entry], Counter[str]]:
-        """Return the candidates within max_staleness that fit the devices, and how many others each limit
+        """Return the candidates within max_lag that fit the devices, and how many others each limit
         excludes.
 
         Raises:
@@ -84,9 +84,9 @@ class Problem:
         entries: list[Entry] = []
         excluded: Counter[str] = Counter()
         refusals: list[ConfigError] = []
-        for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_staleness):
-            if candidate.work.lag > self.max_staleness:
-                excluded[f"plan.max_staleness = {self.max_staleness:g}"] += 1
+        for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
+            if candidate.work.lag > self.max_lag:
+                excluded[f"plan.max_lag = {self.max_lag:g}"] += 1
                 continue
             try:
                 sim = self._sim_of(candidate)
@@ -121,8 +121,8 @@ class Problem:
             steps=steps,
             step_s=self.groups_per_step * group_size / run.lap.samples_per_s,
             samples_per_s=run.lap.samples_per_s,
-            lag_max=run.lap.staleness_max,
-            lag_mean=run.lap.staleness_mean,
+            lag_max=run.lap.lag_max,
+            lag_mean=run.lap.lag_mean,
             length_bias=run.length_bias,
             over_bound=run.over_bound,
             wasted=run.lap.waste_share,

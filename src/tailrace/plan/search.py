@@ -124,6 +124,6 @@ def finalists(pairs: Sequence[Pair], number: int) -> list[Entry]:
 def _share(problem: Problem, share: float) -> int:
     """Return the steps of a rung: a schedule with a lag of n steps has up to n + 1 in flight, and the steps
     in which they fill up say little."""
-    lag = min(problem.max_staleness, max(LAGS))
+    lag = min(problem.max_lag, max(LAGS))
     steps = max(FEWEST_STEPS, round(share * max(problem.steps, FILLS * (lag + 1))))
     return min(problem.steps, steps)

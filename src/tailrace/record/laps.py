@@ -26,9 +26,13 @@ class Lap:
     rollout_tokens_per_s: float
     """Trained tokens over the time of the rollouts; over the whole time if the rollout never stops."""
     staleness_mean: float
-    """Lag in optimizer steps, mean over trained tokens. (Scripts read the lag under this name.)"""
+    """Publications between a token's generation and its training, mean over trained tokens."""
     staleness_max: float
-    """Largest lag of a trained token in optimizer steps."""
+    """The largest of a trained token."""
+    lag_mean: float
+    """Optimizer steps between a token's generation and its training, mean over trained tokens."""
+    lag_max: float
+    """The largest of a trained token."""
     carried_tokens: float
     """Share of the trained tokens that are older than the published weights."""
     carried_samples: float
@@ -49,8 +53,6 @@ class Lap:
     benchmarks/race measures it."""
     main_s_per_1000_samples: float = 0.0
     """Main time of all counted rounds over their thousands of trained samples."""
-    staleness_publications: float = 0.0
-    """Largest staleness of a trained token in publications."""
     length_mean: float = 0.0
     """Tokens of a trained sample."""
     length_max: float = 0.0
@@ -61,9 +63,9 @@ class Lap:
 
 
 FIGURES = (
-    ("staleness, max (publications)", "staleness_publications", "{:.0f}"),
-    ("lag, mean (optimizer steps)", "staleness_mean", "{:.2f}"),
-    ("lag, max (optimizer steps)", "staleness_max", "{:.0f}"),
+    ("staleness, max (publications)", "staleness_max", "{:.0f}"),
+    ("lag, mean (optimizer steps)", "lag_mean", "{:.2f}"),
+    ("lag, max (optimizer steps)", "lag_max", "{:.0f}"),
     ("effective sample size", "ess_mean", "{:.3f}"),
     ("carried tokens", "carried_tokens", "{:.1%}"),
     ("carried samples", "carried_samples", "{:.1%}"),
@@ -129,8 +131,10 @@ class LapMeter:
             samples_per_s=num_samples / whole_s,
             tokens_per_s=num_tokens / whole_s,
             rollout_tokens_per_s=num_tokens / rollout_s,
-            staleness_mean=fmean((row.lag_mean for row in steps), weights),
-            staleness_max=max(row.lag_max for row in steps),
+            staleness_mean=fmean((row.staleness_mean for row in steps), weights),
+            staleness_max=max(row.staleness_max for row in steps),
+            lag_mean=fmean((row.lag_mean for row in steps), weights),
+            lag_max=max(row.lag_max for row in steps),
             carried_tokens=fmean((row.carried_tokens for row in steps), weights),
             carried_samples=fmean((row.carried_samples for row in steps), self._num_samples),
             waste_share=sum(counts.wasted.values()) / counts.generated if counts.generated else 0.0,
@@ -138,7 +142,6 @@ class LapMeter:
             mismatch_kl=fmean((row.mismatch_kl for row in steps), weights),
             ess_mean=fmean(row.ess for row in steps),
             main_s_per_1000_samples=1000.0 * sum(row.main_time_s for row in rounds) / num_samples,
-            staleness_publications=max(row.staleness_max for row in steps),
             length_mean=num_tokens / num_samples,
             length_max=max(row.lengths.max for row in rounds),
             bound_s=fmean(row.bound_s or 0.0 for row in rounds),

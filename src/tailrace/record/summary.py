@@ -48,8 +48,6 @@ class Ages:
 
     staleness_mean: float
     staleness_max: float
-    publications_max: float
-    """The same as staleness_max."""
     lag_mean: float
     lag_max: float
     carried_tokens: float
@@ -170,7 +168,6 @@ class Summary:
             ages=Ages(
                 staleness_mean=_mean(steps, "staleness_mean"),
                 staleness_max=_max(steps, "staleness_max"),
-                publications_max=_max(steps, "staleness_max"),
                 lag_mean=_mean(steps, "lag_mean"),
                 lag_max=_max(steps, "lag_max"),
                 carried_tokens=_mean(steps, "carried_tokens"),
