@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,6 +96,18 @@ def test_a_wait_is_forgotten_when_it_ends_or_is_cancelled() -> None:
         return clock.who_waits()
 
     assert clock.run(main(), virtual=True) == "no wait is named"
+
+
+def test_two_runs_in_one_process_know_only_their_own_waits() -> None:
+    async def other() -> str:
+        with clock.waiting("noon"):
+            return clock.who_waits()
+
+    async def main() -> tuple[str, str]:
+        with clock.waiting("dawn"), ThreadPoolExecutor(1) as pool:
+            return pool.submit(clock.run, other(), virtual=True).result(), clock.who_waits()
+
+    assert clock.run(main(), virtual=True) == ("noon", "dawn")
 
 
 def test_a_signal_wakes_everyone_in_the_order_they_came_and_once() -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from tailrace.errors import Stuck
 
@@ -49,7 +50,6 @@ def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
     Raises:
         Stuck: in virtual time, when every task waits and no timer is set.
     """
-    waits.clear()
     with (
         asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner,
         rare_collections() if virtual else nullcontext(),
@@ -139,24 +139,28 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if ready:
             return
         if not self._timers:
-            raise Stuck(f"t = {self._now:.3f} s: every task waits: {who_waits()}")
+            raise Stuck(f"t = {self._now:.3f} s: every task waits: {who_waits(self)}")
         self._now = max(self._now, self._timers[0][0])
 
 
-waits: dict[int, tuple[str, float]] = {}
-"""What each waiting task waits for, and since when, in the order in which the waits began."""
+_waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, tuple[str, float]]] = WeakKeyDictionary()
+"""What each waiting task of a loop waits for, and since when, in the order in which the waits began."""
 _wait_ids = itertools.count()
 
 
-def who_waits() -> str:
+def who_waits(loop: asyncio.AbstractEventLoop | None = None) -> str:
     """The open waits in one line, for the watchdog, the display or an error."""
-    return "; ".join(open_waits()) or "no wait is named"
+    return "; ".join(open_waits(loop)) or "no wait is named"
 
 
-def open_waits() -> dict[str, float]:
-    """What tasks wait for, each with the time at which the first of them began to wait."""
+def open_waits(loop: asyncio.AbstractEventLoop | None = None) -> dict[str, float]:
+    """What tasks wait for, each with the time at which the first of them began to wait.
+
+    Args:
+        loop: of the tasks; None: the running one. Other threads name it.
+    """
     found: dict[str, float] = {}
-    for what, since_s in list(waits.values()):  # the display calls this from a thread of its own
+    for what, since_s in list(_waits.get(loop or asyncio.get_running_loop(), {}).values()):
         found.setdefault(what, since_s)
     return found
 
@@ -164,7 +168,7 @@ def open_waits() -> dict[str, float]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """The block inside waits for `what`."""
-    key = next(_wait_ids)
+    key, waits = next(_wait_ids), _waits.setdefault(asyncio.get_running_loop(), {})
     waits[key] = what, now()
     try:
         yield

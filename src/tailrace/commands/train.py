@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -181,7 +182,8 @@ def _recorder(
 ) -> tuple[Recorder, Summary]:
     earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
-    display = Display(config.run.rounds, clock.who_waits, config.record)
+    loop = asyncio.get_running_loop()  # the display asks from a thread of its own
+    display = Display(config.run.rounds, partial(clock.who_waits, loop), config.record)
     tracked = TrackedRun(
         config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.step
     )
