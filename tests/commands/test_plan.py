@@ -33,9 +33,10 @@ def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.
     planned, numbers = tmp_path / "planned.toml", tmp_path / "plan.json"
     arguments = ["plan", str(EXAMPLE), "--output", str(planned), "--json", str(numbers)]
     assert main([*arguments, *words(SMALL)]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     found = json.loads(numbers.read_text())
     best = found["ranking"][0]
+    assert f"{best['schedule']}, " in err and " over 16 optimizer steps" in err
     assert best["schedule"] in out
     assert "of 2 devices, a step needs at least" in " ".join(out.split())
     assert f"{found['excluded']['plan.max_lag = 1']} of {found['candidates']} candidates" in out

@@ -85,3 +85,26 @@ def test_a_simulation_does_not_replace_a_live_run(tmp_path: Path, capsys: pytest
     words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
     assert main(words) == 2
     assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
+
+
+CLUSTER = ["--sim.cluster.device", "H100", "--sim.cluster.devices", "2", "--sim.cluster.model", "Qwen3-1.7B"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "is_noted"),
+    [
+        ([], True),
+        (["--sim.engines.base_s", "0.02"], False),
+        ([*CLUSTER, "--placement.kind", "colocated"], False),
+    ],
+)
+def test_costs_that_belong_to_no_model_and_no_machine_are_said_to_be_defaults(
+    costs: list[str], is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        "[run]\nrounds = 1\ngroup_size = 2\n"
+        "[schedule]\nname = 'serial'\ngroups_per_round = 2\ngroups_per_step = 2\n"
+    )
+    assert main(["simulate", str(config), *costs]) == 0
+    assert ("the costs of engines and trainer are defaults" in capsys.readouterr().out) == is_noted

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
 from tailrace import clock
 from tailrace.commands.comparison import Comparison
 from tailrace.commands.race import Racer, race_live, race_virtual
+from tailrace.commands.tables import open_console, print_table
+from tailrace.commands.virtual import note_default_costs
 from tailrace.config import RunConfig, require_sections
 from tailrace.record.draw import draw
 from tailrace.schedules.resolve import (
@@ -34,7 +34,7 @@ def compare(
     Raises:
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
-    console = Console()
+    console = open_console()
     racers = _racers(config)
     if not virtual and config.model is None:
         console.print("the config has no [model]: the race is in virtual time", markup=False)
@@ -53,7 +53,9 @@ def compare(
     if folder:
         typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.laps}
         picture = draw(typical, folder / "timeline.png")
-    console.print(comparison.table(VIRTUAL if virtual else LIVE))
+    print_table(console, comparison.table(VIRTUAL if virtual else LIVE))
+    if virtual:
+        note_default_costs(config.sim, console)
     if folder:
         console.print(picture, f"files     {folder}/*/  (tailrace view {folder})", sep="\n", markup=False)
     for path in (json_path, folder and folder / "compare.json"):

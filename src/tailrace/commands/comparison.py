@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from tailrace.record.laps import FIGURES, Lap
 
@@ -49,7 +49,7 @@ class Comparison:
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
-        table = Table(Column("medians \\[lowest - highest]", width=26), title=title, title_justify="left")
+        table = Table("medians \\[lowest - highest]", title=title, title_justify="left")
         for name in self.laps:
             table.add_column(name, justify="right")
         for label, cell in self._rows():

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
-from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace.commands.folder import RunFolder
+from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
@@ -26,8 +26,8 @@ def fit_run(path: Path, *, output: Path | None = None) -> None:
     """
     fitted = fitted_run(path)
     text = tomli_w.dumps(fitted.tree)
-    console = Console()
-    console.print(_table(path, fitted))
+    console = open_console()
+    print_table(console, _table(path, fitted), keep=2)
     for note in _notes(fitted):
         console.print(f"note: {note}", markup=False, highlight=False)
     if output is None:

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig
 from tailrace.engine.counter import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
@@ -133,7 +133,7 @@ def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: boo
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
-    console = Console()
+    console = open_console()
     for table in _balance_tables(found) if isinstance(found, Balance) else [_group_table(found)]:
         if not console.is_terminal:
             table.box = None

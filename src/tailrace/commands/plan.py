@@ -3,18 +3,18 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.commands.folder import RunFolder
-from tailrace.commands.virtual import sim_max_tokens, without_rates
+from tailrace.commands.tables import open_console, print_table, progress
+from tailrace.commands.virtual import costs_given, sim_max_tokens, without_rates
 from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
@@ -25,12 +25,6 @@ from tailrace.plan.search import search
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.lengths import read_lengths, read_recorded
 from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
-
-OF_DEVICES = {
-    "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
-    "trainer": ("tokens_per_s", "step_s"),
-}
-"""Keys of [sim] that depend on the division of the devices."""
 
 FIGURES = [field.name for field in fields(Measured) if field.name not in ("candidate", "floor")]
 
@@ -56,10 +50,11 @@ def plan(
         if path and path.is_dir():
             raise ConfigError(option, str(path), "it is a folder", "choose a file in it")
     config = with_lengths(config, lengths)
-    found = search(problem_of(config))
+    with progress() as said:
+        found = search(replace(problem_of(config), progress=said))
     devices = config.sim.cluster.devices if config.sim.cluster else 0
-    console = Console()
-    console.print(_table(config, found, devices))
+    console = open_console()
+    print_table(console, _table(config, found, devices), keep=2)
     for reason in (*found.reasons, *_exclusions(found)):
         console.print(f"- {reason}", markup=False, highlight=False)
     if json_path:
@@ -82,11 +77,9 @@ def problem_of(config: RunConfig) -> Problem:
     if sim.cluster is None:
         remedy = "add [sim.cluster] with devices and a model"
         raise ConfigError("sim.cluster", None, "the planner needs the section", remedy)
-    for section, keys in OF_DEVICES.items():
-        for key in keys:
-            if key in (given := getattr(sim, section)).model_fields_set:
-                problem = "it would be the same for every division of the devices"
-                raise ConfigError(f"sim.{section}.{key}", getattr(given, key), problem, "remove it")
+    for section, key in costs_given(sim):
+        problem = "it would be the same for every division of the devices"
+        raise ConfigError(f"sim.{section}.{key}", getattr(getattr(sim, section), key), problem, "remove it")
     config = with_published_defaults(config)
     return Problem(
         sim=_with_table(without_rates(config)),
@@ -166,10 +159,10 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     cluster = config.sim.cluster
     of = f"{devices} x {cluster.device}" if cluster else ""
     table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("schedule (devices)", overflow="fold")
-    table.title_justify = table.caption_justify = "left"
+    table.add_column("schedule (devices)")
+    table.title_justify = "left"
     for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right")
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         table.add_row(str(number), each.candidate.name(devices), *_cells(each))
     table.caption = (

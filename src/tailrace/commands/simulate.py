@@ -12,7 +12,8 @@ from rich.table import Column, Table
 
 from tailrace import clock
 from tailrace.commands.folder import RunFolder
-from tailrace.commands.virtual import run_virtual, sim_settings
+from tailrace.commands.tables import open_console
+from tailrace.commands.virtual import note_default_costs, run_virtual, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
@@ -44,7 +45,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     sim = sim_settings(config)
     check_trackers(config.record.trackers)
-    console, timeline, meter = Console(), Timeline(), LapMeter()
+    console, timeline, meter = open_console(), Timeline(), LapMeter()
     summary = Summary(folder / "summary.json" if folder else None)
     sinks: list[Sink] = [meter, timeline]
     if folder:
@@ -53,6 +54,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
     console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
+    note_default_costs(config.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
     if folder:

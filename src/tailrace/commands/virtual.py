@@ -1,5 +1,7 @@
 """Running a config in virtual time: the set-up of [sim], completed from the other sections."""
 
+from rich.console import Console
+
 from tailrace import clock
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.commands.placement import sim_shared
@@ -12,6 +14,30 @@ from tailrace.schedules.resolve import BoundSchedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.lengths import law_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
+
+OF_DEVICES = {
+    "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
+    "trainer": ("tokens_per_s", "step_s"),
+}
+"""Keys of [sim] that depend on the model and on the devices."""
+
+
+def costs_given(sim: SimSettings) -> list[tuple[str, str]]:
+    """Return the section and the key of each cost that the config gives."""
+    return [
+        (section, key)
+        for section, keys in OF_DEVICES.items()
+        for key in keys
+        if key in getattr(sim, section).model_fields_set
+    ]
+
+
+def note_default_costs(sim: SimSettings, console: Console) -> None:
+    """Say so if the figures are those of no model and of no machine."""
+    costs = [key for _, key in costs_given(sim) if key != "count"]
+    if not costs and sim.cluster is None:
+        note = "note: the costs of engines and trainer are defaults; --like RUN takes those of a run"
+        console.print(f"{note}, [sim.cluster] those of a model on devices", markup=False, soft_wrap=True)
 
 
 def run_virtual(config: RunConfig, schedule: BoundSchedule, recorder: Recorder) -> float:

@@ -1,6 +1,7 @@
 """What a plan is asked for, and the candidates that can be built."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -47,6 +48,7 @@ class Problem:
         max_lag: largest age of a trained token, in optimizer steps.
         max_length_bias: largest length bias (measure.py), as a share.
         reference: whether the algorithm needs a reference model.
+        progress: is told in words what is measured next.
     """
 
     sim: SimSettings
@@ -57,6 +59,7 @@ class Problem:
     max_length_bias: float = 0.02
     reference: bool = False
     compute_advantages: ComputeAdvantages = GRPO
+    progress: Callable[[str], None] = lambda words: None
 
     def load(self, steps: int) -> Workload:
         """The responses to the prompts of the first optimizer steps."""
@@ -102,6 +105,8 @@ class Problem:
     def measure(self, entry: Entry, steps: int) -> Measured:
         """Run a candidate for some optimizer steps in virtual time."""
         work, group_size = entry.candidate.work, self.run.group_size
+        assert entry.sim.cluster
+        self.progress(f"{entry.candidate.name(entry.sim.cluster.devices)} over {steps} optimizer steps")
         rounds = max(1, steps // work.steps)
         endless = {"rounds": rounds, "give_up_s": 1e9, "patience_s": 1e9}
         run = measure(
@@ -114,7 +119,6 @@ class Problem:
             warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
             compute_advantages=self.compute_advantages,
         )
-        assert entry.sim.cluster
         return Measured(
             candidate=entry.candidate,
             floor=self.floor(entry, steps),

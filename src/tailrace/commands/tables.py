@@ -1,0 +1,67 @@
+"""What commands print: tables that keep one row a line, in any width, and what a long search does."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Column, Table
+
+WIDE = 10_000
+"""Columns of an output that is no terminal."""
+
+
+def open_console() -> Console:
+    """The console of a command. What goes to a file or to another program is not wrapped."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Show on standard error what a long command does: in one line of a terminal, or line by line."""
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield console.print
+
+
+def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
+    """Print a table in blocks of as many columns as there is room for.
+
+    Args:
+        keep: columns with which each block begins, because they say what a row is.
+    """
+    for block in _blocks(console, table, keep):
+        console.print(block)
+
+
+def _blocks(console: Console, table: Table, keep: int) -> Iterator[Table]:
+    labels, rest = table.columns[:keep], table.columns[keep:]
+    title: object = table.title
+    while rest:
+        num = 1
+        while num < len(rest) and _fits(console, _block(table, [*labels, *rest[: num + 1]])):
+            num += 1
+        block, rest = _block(table, [*labels, *rest[:num]]), rest[num:]
+        block.title, title = title, None  # type: ignore[assignment]
+        block.caption = None if rest else table.caption
+        yield block
+
+
+def _block(table: Table, columns: Sequence[Column]) -> Table:
+    """A table of some columns of another."""
+    block = Table(
+        box=table.box, padding=table.padding, title_justify=table.title_justify, caption_justify="left"
+    )
+    for column in columns:
+        block.add_column(column.header, justify=column.justify, no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        block.add_row(*cells)
+    return block
+
+
+def _fits(console: Console, table: Table) -> bool:
+    wide = console.options.update(max_width=WIDE)
+    return console.measure(table, options=wide).maximum <= console.width
