@@ -117,6 +117,25 @@ def test_two_runs_stand_side_by_side(stories: Tab) -> None:
     assert stories.errors == []
 
 
+@pytest.mark.parametrize("width", [500, 1300])
+def test_buttons_cover_no_title_and_no_table_is_cut(stories: Tab, width: int) -> None:
+    page = stories.page
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
+    overlaps = page.evaluate(
+        """[...document.querySelectorAll('.chart')].map((chart) => {
+        const [one, other] = ['.modebar', '.gtitle'].map((name) => chart.querySelector(name)
+          .getBoundingClientRect());
+        return one.width * other.width === 0 || (one.left < other.right && other.left < one.right
+          && one.top < other.bottom && other.top < one.bottom);})"""
+    )
+    assert overlaps and not any(overlaps)
+    cut = "[...document.querySelectorAll('.tables > div')].map((box) => box.scrollHeight > box.clientHeight)"
+    assert page.evaluate(cut) and not any(page.evaluate(cut))
+    page.set_viewport_size({"width": 1300, "height": 1000})
+    assert stories.errors == []
+
+
 def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     """On the middle of the request of sample 1.0/1: slot 2, from 4 to 10 s."""
     page = stories.page

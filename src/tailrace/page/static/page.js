@@ -20,6 +20,7 @@
   const FIXED_ROWS = ["rounds", "trainer", "publications", "rewards"];
   const ON_RUN_LANES = { yaxis: "y3" };
   const PLOT = { displaylogo: false, responsive: true };
+  const BUTTONS = { orientation: "v" };  // in the right margin, beside titles and curves
   const FONT = { family: "system-ui, sans-serif", size: 12 };
 
   const runs = Array.from({ length: data.num_runs }, (_, number) => ({
@@ -168,7 +169,7 @@
     const shown = names.filter((_, i) => i % every === 0);
     const ends = byId("same-scale").checked ? runs.map((each) => (each.payload ? each.payload.end_s : 0)) : [];
     return {
-      font: FONT, height: Math.min(950, 480 + 6 * rows.count), margin: { l: 110, r: 10, t: 10, b: 40 }, dragmode: "zoom",
+      font: FONT, height: Math.min(950, 480 + 6 * rows.count), margin: { l: 110, r: 40, t: 10, b: 40 }, modebar: BUTTONS, dragmode: "zoom",
       hovermode: "closest", uirevision: `${run.engines.join() || "all"} ${ends.length}`, legend: { orientation: "h", y: -0.12 },
       xaxis: { title: { text: "seconds" }, anchor: "y2", ...(ends.length ? { range: [0, Math.max(1e-3, ...ends)] } : {}) },
       yaxis: { domain: [0.28, 0.82], range: [rows.count - 0.5, -0.5], showgrid: false, zeroline: false,
@@ -394,7 +395,7 @@
     const axis = byId("x-axis").value, title = byId("x-axis").selectedOptions[0].text, known = runs.filter((run) => run.payload);
     for (const [number, [name, lines]] of CHARTS.entries()) {
       const traces = known.flatMap((run) => lines.map((line) => chartTrace(run, line, axis))).filter((trace) => trace.x.length);
-      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 10, t: 30, b: 70 },
+      await Plotly.react(charts[number], traces, { font: FONT, title: { text: name, font: { size: 13 } }, margin: { l: 50, r: 40, t: 30, b: 70 }, modebar: BUTTONS,
         uirevision: axis, hovermode: "x unified", showlegend: true, legend: { orientation: "h", y: -0.3, font: { size: 10 } }, xaxis: { title: { text: title, standoff: 5 } }, yaxis: { rangemode: "tozero" } }, PLOT);
     }
   }
