@@ -19,7 +19,7 @@ def test_the_committed_page_is_the_generated_one(tmp_path: Path) -> None:
     "row",
     [
         "| `max_prompt_tokens` | integer | none | >= 1 | A longer prompt is dropped with the reason ",
-        '| `kind` | string | `"sqlite"` | `sqlite`, `redis`, `memory` | `sqlite`: the file ',
+        '| `kind` | string | `"sqlite"` | `sqlite`, `memory` | `sqlite`: the file ',
         "| `flush_s` | number | `0.2` | > 0, <= 3600 | Seconds between two commits.",
         "| `path` | path | required |  | A JSONL file, a parquet file, or a Hugging Face dataset folder. |",
         "| `groups_per_round` | integer | required | >= 1 | ",

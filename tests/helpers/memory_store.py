@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tailrace.ledger.base import Cut, R, Row, Store, TokensRow
+from tailrace.ledger.base import Cut, R, Row, SampleRow, Store, TokensRow
 
 
 class MemoryStore:
@@ -19,6 +19,9 @@ class MemoryStore:
         tokens = self._tables.get(TokensRow, {})
         for key in [key for key in tokens if key[:3] in cut.pruned]:
             del tokens[key]
+        samples = self._tables.get(SampleRow, {})
+        for id in cut.pruned:
+            samples[id] = samples[id].without_content()
 
     def rows(self, kind: type[R]) -> list[R]:
         table = self._tables.get(kind, {})

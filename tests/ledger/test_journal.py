@@ -1,6 +1,8 @@
 """The journal: what changed, no more; committed in order, and never on the critical path."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,13 +14,13 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import Cut, GroupRow, Row, SampleRow, TokensRow
+from tailrace.ledger.base import Cut, GroupRow, Origin, Row, SampleRow, TokensRow
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
-from tailrace.types import Group, Prompt, Sample, SampleId, Turn
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn
 
 
 class Cuts(MemoryStore):
@@ -188,6 +190,58 @@ def test_each_change_of_an_episode_is_written() -> None:
         await journal.finish()
         (last,) = store.rows(SampleRow)
         assert isinstance(last, SampleRow) and last.pruned and last.ended_turns == []
+
+    clock.run(main(), virtual=True)
+
+
+def test_versions_that_are_corrected_after_a_commit_are_written() -> None:
+    """The last chunk of an aborted request may only say which versions generated the tokens before it."""
+
+    async def main() -> None:
+        store = Cuts()
+        journal, ledger = followed(store)
+        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+        sample = Sample(SampleId(0, 0, 0), group)
+        group.samples = [sample]
+        ledger.draw(group)
+        sample.extend([5] * 10, [-0.5] * 10, 7)
+        await journal.finish()
+        sample.attribute(0, [Span(3, 6), Span(7, 4)])
+        await journal.finish()
+        (row,) = store.rows(SampleRow)
+        assert isinstance(row, SampleRow)
+        assert row.origins == [Origin(1, 3, 6), Origin(1, 7, 4)]
+        assert [type(row) for row in store.cuts[-1].rows] == [SampleRow], "no token is written twice"
+
+    clock.run(main(), virtual=True)
+
+
+class Text(str):
+    """A text that can be found out to be forgotten."""
+
+
+def test_what_was_trained_and_committed_is_not_kept_in_memory() -> None:
+    """Also in a run without checkpoints, where all tokens stay in the store."""
+
+    class Forgetful(MemoryStore):
+        def commit(self, cut: Cut) -> None:
+            """Keep nothing."""
+
+    async def main() -> None:
+        journal, ledger = followed(Forgetful())
+        texts = []
+        for index in range(3):
+            group = Group(Prompt(index, [1]), 1, [], num_launched=1)
+            sample = Sample(SampleId(index, 0, 0), group, text=Text("a long response"))
+            group.samples = group.kept = [sample]
+            texts.append(weakref.ref(sample.text))
+            ledger.draw(group)
+            sample.extend([5, 6], [-0.5, -0.25], 0)
+            ledger.train([sample], index + 1)
+            await journal.finish()
+        del group, sample
+        gc.collect()
+        assert [text() for text in texts] == [None] * 3
 
     clock.run(main(), virtual=True)
 

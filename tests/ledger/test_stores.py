@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from helpers.memory_store import MemoryStore
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Book, change, reporting, simulate
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
@@ -29,8 +28,6 @@ from tailrace.ledger.base import (
 )
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
 from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
-from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.types import SampleId
 
@@ -56,19 +53,14 @@ ROWS = [
 Again = Callable[[], Store]
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis"])
+@pytest.fixture(params=["memory", "sqlite"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Again]:
     """A new store, and how its next life opens it."""
-    match request.param:
-        case "memory":
-            store = MemoryStore()
-            return store, lambda: store
-        case "sqlite":
-            path = tmp_path / "ledger.sqlite"
-            return SqliteStore.create(path), lambda: SqliteStore.open(path)
-        case _:
-            url = request.getfixturevalue("redis_url")
-            return RedisStore(url, str(tmp_path)), lambda: RedisStore(url, str(tmp_path))
+    if request.param == "memory":
+        store = MemoryStore()
+        return store, lambda: store
+    path = tmp_path / "ledger.sqlite"
+    return SqliteStore.create(path), lambda: SqliteStore.open(path)
 
 
 def test_what_was_committed_is_what_the_next_life_reads(stores: tuple[Store, Again]) -> None:
@@ -93,6 +85,9 @@ def test_a_row_replaces_the_one_with_its_key_and_pruned_tokens_are_gone(stores: 
     books = read_books(again())
     assert books.groups == {0: dropped}
     assert list(books.tokens) == [SampleId(0, 0, 0)]
+    pruned = books.samples[SampleId(0, 0, 1)]
+    assert (pruned.pruned, pruned.text, pruned.turns) == (True, "", "[]")
+    assert (pruned.reward, pruned.num_tokens, pruned.fate) == (0.5, 4, "trained")
 
 
 def test_tokens_that_do_not_add_up_are_damage(stores: tuple[Store, Again]) -> None:
@@ -225,67 +220,6 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
         read_books(store)
 
 
-# -- Redis -------------------------------------------------------------------------------------------
-
-
-def test_runs_on_one_server_do_not_see_each_other(redis_url: str, tmp_path: Path) -> None:
-    settings = LedgerSettings(kind="redis", url=redis_url)
-    one = create_store(settings, tmp_path / "one")
-    assert isinstance(one, RedisStore)
-    one.commit(Cut(ROWS))
-    other = RedisStore(redis_url, str(tmp_path / "other"))
-    other.commit(Cut([RunRow(FORMAT, 7, 0)]))
-    assert read_books(other).groups == {}
-    with pytest.raises(LedgerError, match="exists; add --resume"):
-        create_store(settings, tmp_path / "one")
-    one.forget()
-    assert read_books(other).run.num_drawn == 7
-    with pytest.raises(LedgerError, match="is missing"):
-        open_store(settings, tmp_path / "one")
-
-
-def test_a_run_in_redis_is_killed_and_resumed_and_its_books_close(redis_url: str, tmp_path: Path) -> None:
-    settings = change(SETTINGS, checkpoint_every=1)
-    book = Book(store=RedisStore(redis_url, str(tmp_path)))
-    for kill_at_s in (9.0, 17.0, None):
-        outcome = simulate(
-            SCHEDULES_BY_NAME["april"],
-            settings,
-            folder=tmp_path,
-            book=book,
-            kill_at_s=kill_at_s,
-            beside=reporting,
-        )
-    books = read_books(book.store)
-    assert len(books.lives) == 3 and set(books.groups) == set(range(books.run.num_drawn))
-    assert totals_of(books) == outcome.totals
-    assert outcome.totals.num_known_tokens + held_tokens_of(books) == book.num_generated
-
-
-def test_a_redis_server_that_is_full_takes_nothing_of_a_cut(redis_url: str, tmp_path: Path) -> None:
-    store = RedisStore(redis_url, str(tmp_path))
-    store.commit(Cut(ROWS))
-    store._redis.config_set("maxmemory", 1)
-    try:
-        with pytest.raises(LedgerError, match=r"cannot be written \(.*\); check the server, then --resume"):
-            store.commit(Cut([RunRow(FORMAT, 7, 0), GroupRow(1, 1, 0, 2, 2, 0, 0, "[]", None)]))
-    finally:
-        store._redis.config_set("maxmemory", 0)
-    assert read_books(store).run.num_drawn == 1
-
-
-def test_a_redis_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
-    with pytest.raises(LedgerError, match=r"redis://127\.0\.0\.1:1/0 .* cannot be read"):
-        open_store(LedgerSettings(kind="redis", url="redis://127.0.0.1:1/0"), tmp_path)
-
-
-def test_a_url_that_is_none_is_a_config_error(tmp_path: Path) -> None:
-    pytest.importorskip("redis", reason="no Redis client: pip install 'tailrace[redis]'")
-    with pytest.raises(ConfigError, match=r"ledger\.url = 'localhost'.*write redis://host:6379/0"):
-        RedisStore("localhost", str(tmp_path))
-
-
 # -- what a config names -----------------------------------------------------------------------------
 
 
@@ -296,12 +230,6 @@ def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
         open_store(settings, tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "redis"}, {"url": "redis://h"}])
-def test_redis_and_its_url_belong_together(wrong: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="kind 'redis' needs a url"):
-        LedgerSettings.model_validate(wrong)
-
-
 # -- runs that never began ---------------------------------------------------------------------------
 
 OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
@@ -309,12 +237,6 @@ DRAWN = [RunRow(FORMAT, 1, 0)]
 MARKED = [MarkRow(1, 0, 0, 0, "round_000000", "[]")]
 STEPPED = [MarkRow(1, 1, 1, 4, "round_000001", "[]")]
 TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def settings(request: pytest.FixtureRequest) -> LedgerSettings:
-    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
-    return LedgerSettings(kind=request.param, url=url)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +251,9 @@ def settings(request: pytest.FixtureRequest) -> LedgerSettings:
     ],
 )
 def test_a_run_that_drew_prompts_can_be_resumed_and_one_that_trained_is_not_replaced(
-    settings: LedgerSettings, tmp_path: Path, rows: list[Row], begun: bool, trained: bool
+    tmp_path: Path, rows: list[Row], begun: bool, trained: bool
 ) -> None:
+    settings = LedgerSettings()
     assert not has_begun(settings, tmp_path, tmp_path / "checkpoints")
     store = create_store(settings, tmp_path)
     assert store is not None

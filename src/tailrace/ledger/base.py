@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tailrace.errors import LedgerError
 from tailrace.settings import Settings
@@ -32,20 +32,12 @@ FORMAT = 5
 class LedgerSettings(Settings):
     """Where the ledger of the run is stored."""
 
-    kind: Literal["sqlite", "redis", "memory"] = "sqlite"
-    """`sqlite`: the file ledger.sqlite in the output directory. `redis`: a Redis server. `memory`: not
-    stored, so the run cannot be resumed."""
-    url: str | None = None
-    """URL of the Redis server, for example `redis://host:6379/0`. Only `kind = "redis"` has one."""
+    kind: Literal["sqlite", "memory"] = "sqlite"
+    """`sqlite`: the file ledger.sqlite in the output directory. `memory`: not stored, so the run cannot be
+    resumed."""
     flush_s: float = Field(default=0.2, gt=0, le=3600)
     """Seconds between two commits. A kill loses the tokens generated since the last one; they are counted as
     waste with the reason "crash"."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "LedgerSettings":
-        if (self.kind == "redis") != (self.url is not None):
-            raise ValueError("kind 'redis' needs a url (redis://host:6379/0), and no other kind has one")
-        return self
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +167,10 @@ class SampleRow(Row, frozen=True, array_like=True):
     def ended_turns(self) -> list[Turn]:
         return msgspec.json.decode(self.turns, type=list[Turn])
 
+    def without_content(self) -> "SampleRow":
+        """The row of the sample once the store has removed what it was made of."""
+        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns="[]")
+
 
 class TokensRow(Row, frozen=True, array_like=True):
     table: ClassVar[str] = "tokens"
@@ -226,7 +222,7 @@ class Cut:
 
     rows: Sequence[Row]
     pruned: Sequence[SampleId] = ()
-    """Samples whose tokens the store removes."""
+    """Samples of which the store removes tokens, turns, text and reference log-probs."""
 
 
 @dataclass(slots=True)
@@ -248,7 +244,7 @@ class Store(Protocol):
     """Keeps rows. Its methods block. They may run on another thread, one call at a time."""
 
     name: str
-    """Path or URL, for messages."""
+    """Path, for messages."""
 
     def commit(self, cut: Cut) -> None:
         """Commit the whole cut, or nothing of it.
@@ -265,7 +261,7 @@ class Store(Protocol):
         """
 
     def close(self) -> None:
-        """Release the file or the connection."""
+        """Release the file."""
 
 
 @contextmanager

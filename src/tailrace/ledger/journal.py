@@ -30,13 +30,15 @@ from tailrace.ledger.base import (
 )
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.types import Group, Sample, SampleId
+from tailrace.types import Group, Sample, SampleId, Span
 
 MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
 """After a scan of all groups the journal pauses at least this many times as long as the scan took; the second
 where someone waits for what is written."""
 
-_SampleState = tuple[int, str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]]
+_SampleState = tuple[tuple[Span, ...], str | None, float | None, str | None, bool, tuple[object, ...]]
+    tuple[Span, ...], str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]
+]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""
@@ -228,13 +230,13 @@ class Journal:
 
     def _collect_settled(self, sample: Sample, step: int | None) -> None:
         if step is None:
-            self._rows.append(_pruned(self._sample_row(sample)))
+            self._rows.append(self._sample_row(sample).without_content())
             if self._num_stored(sample):
                 self._pruned.append(sample.id)
         else:
             self._rows += self._sample_rows(sample)
             self._rows.append(TrainingRow(self._life, *sample.id, step))
-            self._trained.append((step, self._sample_row(sample)))
+            self._trained.append((step, sample.id))
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 
@@ -248,7 +250,8 @@ class Journal:
 
     def _num_stored(self, sample: Sample) -> int:
         """Return how many tokens of a sample are in rows already."""
-        return self._samples[sample][0] if sample in self._samples else 0
+        spans = self._samples[sample][0] if sample in self._samples else ()
+        return sum(span.num_tokens for span in spans)
 
     def _sample_row(self, sample: Sample) -> SampleRow:
         return SampleRow(
@@ -282,10 +285,8 @@ class Journal:
         for old in marks[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}", anchors="{}"))
         for last in marks[-2:-1]:
-            covered = [row for step, row in self._trained if step <= last.step]
-            self._rows += map(_pruned, covered)
-            self._pruned += (row.id for row in covered)
-            self._trained = [(step, row) for step, row in self._trained if step > last.step]
+            self._pruned += (id for step, id in self._trained if step <= last.step)
+            self._trained = [(step, id) for step, id in self._trained if step > last.step]
         self._marks = marks[-2:]
 
 
@@ -311,16 +312,12 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _pruned(row: SampleRow) -> SampleRow:
-    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"", turns="[]")
-
-
 def _state_of(sample: Sample) -> _SampleState:
     """Return the fields of a sample whose change makes it due to be written."""
     turns = tuple(
         (len(turn.observation_ids), len(turn.results), turn.results.count(None)) for turn in sample.turns
     )
-    state = (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
+    state = (tuple(sample.spans), sample.finish_reason, sample.reward, sample.failure)
     return (*state, sample.in_episode, turns)
 
 

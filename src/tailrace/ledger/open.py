@@ -4,9 +4,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from tailrace.errors import ConfigError, LedgerError
+from tailrace.errors import ConfigError
 from tailrace.ledger.base import LedgerSettings, MarkRow, RunRow, Store, TrainingRow
-from tailrace.ledger.redis import RedisStore
 from tailrace.ledger.sqlite import SqliteStore
 
 LEDGER_FILE = "ledger.sqlite"
@@ -29,12 +28,6 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
             for suffix in ("", "-wal", "-shm") if replaced else ():
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return SqliteStore.create(path)
-        case "redis":
-            store = _redis_store(settings, folder)
-            if not replaced:
-                raise LedgerError(f"{store.name} exists; add --resume, or choose another --output-dir")
-            store.forget()
-            return store
         case "memory":
             return None
 
@@ -49,11 +42,6 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
     match settings.kind:
         case "sqlite":
             return SqliteStore.open(folder / LEDGER_FILE, only_read=only_read)
-        case "redis":
-            store = _redis_store(settings, folder)
-            if not store.has_tables:
-                raise LedgerError(f"{store.name} is missing; name the run's own server and --output-dir")
-            return store
         case "memory":
             problem = "the ledger of the run ended with its process"
             raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
@@ -78,21 +66,10 @@ def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bo
     return saved or _holds(settings, folder, _trained)
 
 
-def _redis_store(settings: LedgerSettings, folder: Path) -> RedisStore:
-    return RedisStore(str(settings.url), run=str(folder.resolve()))
-
-
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
-    match settings.kind:
-        case "sqlite":
-            if not (folder / LEDGER_FILE).exists():
-                return False
-            opened: SqliteStore | RedisStore = SqliteStore.open(folder / LEDGER_FILE)
-        case "redis":
-            opened = _redis_store(settings, folder)
-        case "memory":
-            return False
-    with closing(opened) as store:
+    if settings.kind == "memory" or not (folder / LEDGER_FILE).exists():
+        return False
+    with closing(SqliteStore.open(folder / LEDGER_FILE)) as store:
         return store.has_tables and holds(store)
 
 

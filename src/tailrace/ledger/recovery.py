@@ -68,7 +68,7 @@ class StartingPoint:
     """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)
     """The base, if there is one."""
-    trained: list[tuple[int, SampleRow]] = field(default_factory=list)
+    trained: list[tuple[int, SampleId]] = field(default_factory=list)
     """(step, sample): samples trained before the base whose tokens are still stored."""
     opening: Cut = field(default_factory=lambda: Cut([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
@@ -128,7 +128,7 @@ def next_life(
         anchors=msgspec.json.decode(base.anchors, type=dict[int, float]),
         marks=[base] if base.checkpoint else [],
         trained=[
-            (training.step, books.samples[training.id])
+            (training.step, training.id)
             for training in books.trainings.values()
             if training.undone is None and not books.samples[training.id].pruned
         ],

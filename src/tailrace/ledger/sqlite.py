@@ -5,7 +5,7 @@ When the machine itself crashes, the last commits may be lost, and the rest is c
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -13,12 +13,14 @@ from zlib import crc32
 import msgspec
 
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import ROWS, Cut, R, Row, explained
+from tailrace.ledger.base import ROWS, Cut, R, Row, SampleRow, explained
+from tailrace.types import SampleId
 
 _explained = partial(explained, errors=(sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError))
 _readable = partial(
     _explained, problem="is damaged", remedy="put a copy back, or begin a new run in another --output-dir"
 )
+_OF_SAMPLE = "WHERE prompt = ? AND attempt = ? AND number = ?"
 
 
 class SqliteStore:
@@ -83,17 +85,26 @@ class SqliteStore:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for kind in ROWS:
-                    rows = [_with_checksum(row) for row in cut.rows if type(row) is kind]
-                    places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
-                    self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", rows)
-                self._connection.executemany(
-                    "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?", cut.pruned
-                )
+                    self._put(kind, (row for row in cut.rows if type(row) is kind))
+                for id in cut.pruned:
+                    self._prune(id)
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+
+    def _prune(self, id: SampleId) -> None:
+        found = f"SELECT {_columns(SampleRow)} FROM samples {_OF_SAMPLE}"
+        for values in self._connection.execute(found, id).fetchall():
+            self._put(SampleRow, [_checked(values, SampleRow).without_content()])
+        self._connection.execute(f"DELETE FROM tokens {_OF_SAMPLE}", id)
+
+    def _put(self, kind: type[Row], rows: Iterable[Row]) -> None:
+        places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
+        self._connection.executemany(
+            f"REPLACE INTO {kind.table} VALUES ({places})", map(_with_checksum, rows)
+        )
 
     def rows(self, kind: type[R]) -> list[R]:
         query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
