@@ -122,8 +122,8 @@ def test_an_interrupted_evaluation_is_counted(tmp_path: Path) -> None:
     assert totals.num_known_tokens == totals.evaluated_tokens == book.num_generated > 0
 
 
-@pytest.mark.parametrize("keep", [1, 2, 4])
-def test_only_the_newest_checkpoints_are_kept_if_asked(tmp_path: Path, keep: int) -> None:
+@pytest.mark.parametrize("keep", [1, 2, 4, 0])
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     (tmp_path / "round_000002_step_000004.partial").mkdir()  # left by a run that was killed
     settings = change(SETTINGS, checkpoint_every=1, keep_checkpoints=keep)
     simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)

@@ -37,8 +37,6 @@ MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
 where someone waits for what is written."""
 
 _SampleState = tuple[tuple[Span, ...], str | None, float | None, str | None, bool, tuple[object, ...]]
-    tuple[Span, ...], str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]
-]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""

@@ -55,14 +55,14 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
     Raises:
         LedgerError: the store is damaged, or cannot be reached.
     """
-    saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+    saved = any(checkpoints.glob("round_*"))
     return saved or _holds(settings, folder, _drew)
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
     """Return whether a run in the folder made an optimizer step, which a new run would lose. Raises as
     `has_begun`."""
-    saved = checkpoints.is_dir() and any(path.name != UNTRAINED for path in checkpoints.iterdir())
+    saved = any(path.name != UNTRAINED for path in checkpoints.glob("round_*"))
     return saved or _holds(settings, folder, _trained)
 
 
