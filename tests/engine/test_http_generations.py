@@ -42,6 +42,8 @@ every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 EACH_SERVER = ("vllm-0.18", "vllm-0.33", "sglang-0.5.23")
 each_server = pytest.mark.parametrize("generation", EACH_SERVER)
 Publish = Callable[[int], Weights]
+ENDS_REQUESTS = ("vllm-0.26", "vllm-0.28", "vllm-0.30")
+"""Servers that cannot say which weights generated a token, and can abort requests."""
 SLOW = {"step_s": 0.004}
 """Decode steps that leave time to do something between them."""
 
@@ -233,7 +235,7 @@ def test_an_update_in_flight_ends_nothing_and_signs_the_tokens_after_it(
             compare_with_records(samples, [fake])
             assert fake.model.violations == []
             num_prefills = sum(each.num_prefills for each in fake.model.requests if each.ids[0] in (1, 2, 3))
-            assert num_prefills == (3 if kv == "keep" else 6)
+            assert num_prefills == (3 if kv == "keep" and generation not in ENDS_REQUESTS else 6)
             assert salts_of(fake.model.requests)[-1] == "1"
 
     run(main())
@@ -556,17 +558,37 @@ def test_a_fake_refuses_what_the_released_server_refuses(
         assert httpx.post(f"{fake.url}{route}", json=body, trust_env=False).status_code == 400
 
 
-SPANS = [("vllm-0.30", False), ("vllm-0.32", True), ("vllm-0.33", True), ("sglang-0.5.20", True)]
+EXACT = [("vllm-0.22", False), ("vllm-0.30", True), ("vllm-0.32", True), ("sglang-0.5.20", True)]
 
 
-@pytest.mark.parametrize(("generation", "spans"), SPANS)
-def test_whether_a_server_tells_versions_is_found_out_without_a_flag(
-    generation: str, spans: bool, model: Path
+@pytest.mark.parametrize(("generation", "exact"), EXACT)
+def test_whether_versions_are_exact_is_found_out_without_a_flag(
+    generation: str, exact: bool, model: Path
 ) -> None:
     async def main() -> None:
         with fake_server(generation, model) as fake:
             async with connected(fake) as (engine,):
-                assert engine.capabilities.version_spans == spans
+                assert engine.capabilities.exact_versions == exact
+
+    run(main())
+
+
+@pytest.mark.parametrize("generation", ["vllm-0.26", "vllm-0.30", "vllm-0.32", "sglang-0.5.23"])
+def test_tokens_that_arrive_after_an_update_have_the_version_that_generated_them(
+    generation: str, model: Path, publish: Publish
+) -> None:
+    """Events reach the client later than the reply to the update."""
+
+    async def main() -> None:
+        with fake_server(generation, model, **SLOW, event_delay_s=0.2) as fake:
+            async with connected(fake) as (engine,):
+                samples = distinct_samples(4)
+                serving = asyncio.gather(*map(engine.generate, samples))
+                await arrived(samples)
+                await engine.load(publish(1), kv="keep")
+                await serving
+            assert {tuple(span.version for span in sample.spans) for sample in samples} == {(0, 1)}
+            compare_with_records(samples, [fake])
 
     run(main())
 
