@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from tailrace.api import load_config, train
+from tailrace.commands.live import _check_capabilities
+from tailrace.engine.base import Capabilities
+from tailrace.engine.counter import TokenCounter
+from tailrace.engine.life import EngineLife
+from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.model_folder import context_length
 
@@ -66,3 +71,17 @@ def test_a_url_at_which_nothing_answers_is_named_with_its_key(
         with pytest.raises(ConfigError, match=f"no {kind} server answers there .*ConnectError") as refusal:
             train(load_config(config_path, changes), tmp_path / "run")
     assert (refusal.value.key, refusal.value.value) == ("engine.urls", url)
+
+
+def test_an_engine_that_cannot_say_which_weights_generated_a_token_is_warned_of(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def never() -> EngineLife:
+        raise AssertionError
+
+    engine = SupervisedEngine("engine-0", 1, never, TokenCounter())
+    _check_capabilities(load_config(config_path), [engine])
+    assert "warning: engine-0 cannot say which weights generated a token: " in capsys.readouterr().err
+    engine.capabilities = Capabilities(exact_versions=True)
+    _check_capabilities(load_config(config_path), [engine])
+    assert capsys.readouterr().err == ""
