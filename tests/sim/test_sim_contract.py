@@ -14,6 +14,7 @@ from tailrace.weights.base import Weights
 
 class TestSimEngine(EngineContract):
     NUM_TOKENS = 10
+    SEEDED_NOISE = True
 
     def drive(self, main: Main) -> None:
         async def whole() -> None:

@@ -128,6 +128,7 @@ def expected(model: Path) -> list[GenerationOutput]:
 
 class TestRemoteEngine(EngineContract):
     NUM_TOKENS = NUM_TOKENS
+    SEEDED_NOISE = True
 
     @pytest.fixture(autouse=True)
     def _use(self, served: Served) -> None:

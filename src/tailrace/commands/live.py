@@ -31,6 +31,7 @@ from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.environments.open import tools_of
+from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.trackers import check_trackers
@@ -224,6 +225,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         broker=config.broker,
         life=life,
         devices=devices,
+        fills_context=isinstance(config.environment, EpisodeSettings),
     )
     if config.broker.url:
         for stage in config.broker.joined:
@@ -244,7 +246,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
             open_workers(spawner=spawner) as opened,
             open_judges(config.reward, opened.judges, text_of(tokenizer)) as with_judges,
         ):
-            _check_sleep(config, opened.engines)
+            _check_capabilities(config, opened.engines)
             prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
             anchors = Anchors()
             rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
@@ -263,8 +265,12 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 )
 
 
-def _check_sleep(config: RunConfig, engines: Sequence[Engine]) -> None:
+def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
     """Raises a ConfigError if the placement needs engines that sleep, and one cannot."""
+    if inexact := [engine.name for engine in engines if not engine.capabilities.exact_versions]:
+        problem = f"{', '.join(inexact)} cannot say which weights generated a token"
+        effect = "after an update in flight, some tokens may count as one version newer than they are"
+        print(f"tailrace: warning: {problem}: {effect}; update the server", file=sys.stderr)
     awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
     if awake and config.placement.kind != "disaggregated":
         problem = f"{awake} cannot give the memory of its devices back"

@@ -105,8 +105,8 @@ class Dialect(Protocol):
     alive_route: str
     """A route that a well server answers at any time, also while it loads weights."""
     ends_requests: bool
-    """An update needs a server without requests. Those in flight are ended and go on after it from their
-    tokens."""
+    """An update needs a server without requests, or the server cannot say which weights generated a token.
+    Requests in flight are ended and go on after the update from their tokens."""
     missing: tuple[str, ...]
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""

@@ -196,7 +196,7 @@ async def detect(
         can_retract="/begin_weight_update" in paths,  # both came with the same version
         config=config,
         capabilities=Capabilities(
-            version_spans="WeightVersionSpan" in schemas,
+            exact_versions="WeightVersionSpan" in schemas,
             sleep=bool(config.get("enable_memory_saver")),
             sampling_mask=True,  # its log-probs are those before top_p and top_k
         ),

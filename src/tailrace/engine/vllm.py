@@ -156,8 +156,8 @@ class Vllm:
     async def pause(self, kv: KV) -> None:
         """As Dialect.pause. The reply comes once no batch is being computed. The caches are cleared only when
         asked to; the default of the server depends on its version."""
-        clear = "true" if kv == "recompute" else "false"
-        await call(self.client, "POST", "/pause", params={"mode": "keep", "clear_cache": clear})
+        clear, mode = "true" if kv == "recompute" else "false", "abort" if self.ends_requests else "keep"
+        await call(self.client, "POST", "/pause", params={"mode": mode, "clear_cache": clear})
 
     async def resume(self) -> None:
         """As Dialect.resume."""
@@ -260,8 +260,10 @@ async def detect_as(
     if probe is not None:
         vllm.route = GENERATE
     tells_spans = "weight_versions" in probe if probe is not None else vllm.asks_spans
+    tells_versions = vllm.has_label and tells_spans
+    vllm.ends_requests |= not tells_versions and vllm.abort_route is not None
     vllm.capabilities = Capabilities(
-        version_spans=vllm.has_label and tells_spans,
+        exact_versions=tells_versions or vllm.ends_requests,
         sleep="/sleep" in paths and bool((config.get("model_config") or {}).get("enable_sleep_mode")),
         sampling_mask=raw and sampling.temperature == 1,
     )

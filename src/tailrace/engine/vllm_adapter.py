@@ -76,5 +76,4 @@ async def detect(
     found = await detect_as(VllmAdapters, client, sampling, end_of_text)
     if found.abort_route is None:
         found.missing += ("the route /abort_requests: update vLLM",)
-    found.capabilities = replace(found.capabilities, version_spans=False)
     return found

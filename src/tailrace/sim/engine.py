@@ -56,7 +56,7 @@ class SimEngine:
     ) -> None:
         self.name, self.version, self._cost = name, 0, cost
         self._set_width(1)
-        self.capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
+        self.capabilities = Capabilities(exact_versions=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self._newest = 0  # version of the weights that wait for the engine to open

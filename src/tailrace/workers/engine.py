@@ -46,7 +46,7 @@ class RemoteEngine(EngineProcess):
     Once the process has ended, every method raises EngineDied.
     """
 
-    capabilities = Capabilities(seeded_noise=True, version_spans=True, sleep=True)
+    capabilities = Capabilities(exact_versions=True, sleep=True)
 
     def __init__(self, process: Conversation, job: EngineJob) -> None:
         super().__init__(process, job)

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
@@ -24,9 +24,10 @@ from tailrace.engine.settings import (
     VllmEngineSettings,
 )
 from tailrace.engine.vllm_server import VllmInstallation
-from tailrace.model_folder import context_length, end_of_text_ids, read_config
+from tailrace.errors import ConfigError, EngineDied, ServerRefused
+from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
-from tailrace.trainer.base import LoraSettings
+from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
 from tailrace.workers.server import JoinedServer, ManagedServer, free_port
 from tailrace.workers.server_messages import ServerJob
@@ -41,30 +42,31 @@ class HttpEngines:
         model: the Hugging Face folder.
         spawner: starts servers.
         devices: of each engine.
-        min_context: tokens that a prompt and its completion may have together.
+        min_context: tokens of a prompt and its completion that a server must take.
+        max_context: those that a server which the run starts takes.
         trainer: publishes the weights. It may still be starting.
-        adapter: what is published in place of whole weights; None: whole weights are.
     """
 
     def __init__(
         self,
         model: Path,
-        settings: ServerEngineSettings,
+        settings: VllmEngineSettings | SglangEngineSettings,
         sampling: SamplingSettings,
         *,
         spawner: Spawner,
         devices: Sequence[Devices | None],
         min_context: int,
+        max_context: int,
         trainer: RemoteTrainer,
-        adapter: LoraSettings | None,
+        trainer_settings: TrainerSettings,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
         self._spawner, self._trainer = spawner, trainer
-        self._devices = devices
+        self._devices, self._max_context = devices, max_context
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
-        self._expected = Expected(settings, sampling, vocabulary, min_context)
-        self._adapter = adapter
+        self._expected = Expected(settings, sampling, vocabulary, min_context, trainer_settings.dtype)
+        self._adapter = adapter = trainer_settings.adapter
         self._tensors: Sequence[TensorInfo] = (
             adapter_tensors(model, adapter) if adapter else expected_tensors(model, settings.dtype)
         )
@@ -122,7 +124,7 @@ class HttpEngines:
         )
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
-        max_context = context_length(self._model)
+        max_context = self._max_context
         if isinstance(settings, SglangEngineSettings):
             return sglang_server.launch(settings, model=self._model, max_context=max_context, port=port)
         assert isinstance(settings, VllmEngineSettings)
@@ -138,10 +140,17 @@ class HttpEngines:
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
+        detect: Callable[..., Awaitable[Dialect]] = vllm_adapter.detect if self._adapter else vllm.detect
         if isinstance(self._settings, SglangEngineSettings):
-            return await sglang.detect(client, self._sampling, self._end_of_text)
-        detect = vllm_adapter.detect if self._adapter else vllm.detect
-        return await detect(client, self._sampling, self._end_of_text)
+            detect = sglang.detect
+        try:
+            return await detect(client, self._sampling, self._end_of_text)
+        except (EngineDied, ServerRefused) as error:
+            if not self._settings.urls:
+                raise
+            url, kind = str(client.base_url).rstrip("/"), self._settings.kind
+            problem = f"no {kind} server answers there ({error})"
+            raise ConfigError("engine.urls", url, problem, "start it, or correct the address") from error
 
     async def _check(self, engine: HttpEngine) -> None:
         await check_server(engine.connection, self._expected)

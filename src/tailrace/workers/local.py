@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.data.base import DataSettings, sources_of
+from tailrace.data.base import DataSettings
+from tailrace.data.open import longest_sequence
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
@@ -16,6 +18,7 @@ from tailrace.engine.life import EngineLife
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
+from tailrace.model_folder import context_length
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import Reference, TrainerSettings
 from tailrace.weights.base import WeightsSettings, in_run_folder
@@ -67,6 +70,7 @@ async def open_local(
     life: int | None = None,
     devices: DeviceMap | None = None,
     spawner: Spawner | None = None,
+    fills_context: bool = False,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
@@ -82,6 +86,7 @@ async def open_local(
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         devices: of each engine and rank of the trainer; None: any.
         spawner: starts the workers; None: on this host.
+        fills_context: the environment goes on until a sample fills the model's context.
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -140,8 +145,12 @@ async def open_local(
         processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
-            longest = sampling.max_completion_tokens + max(
-                source.max_prompt_tokens or 1 for source in sources_of(data)
+            context = context_length(model)
+            longest = partial(
+                longest_sequence,
+                data,
+                max_completion_tokens=sampling.max_completion_tokens,
+                max_context_tokens=context,
             )
             http_engines = HttpEngines(
                 model,
@@ -149,9 +158,10 @@ async def open_local(
                 sampling,
                 spawner=spawner,
                 devices=devices.engines,
-                min_context=longest,
+                min_context=longest(unbounded_prompt=1),
+                max_context=context if fills_context else longest(unbounded_prompt=context),
                 trainer=remote_trainer,
-                adapter=trainer.adapter,
+                trainer_settings=trainer,
             )
         judges = [await start(RemoteJudge, f"judge-{each.judge.name}", each) for each in judge_jobs(reward)]
         reference: Reference | None = None

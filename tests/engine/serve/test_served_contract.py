@@ -144,9 +144,8 @@ class TestServedEngine(EngineContract):
 
 def test_what_the_client_finds_out(joined: Joined) -> None:
     engine = joined.engines[0]
-    assert engine.capabilities.version_spans
+    assert engine.capabilities.exact_versions
     assert engine.capabilities.sleep
-    assert not engine.capabilities.seeded_noise
 
 
 def test_a_server_whose_engine_dies_ends(joined: Joined) -> None:

@@ -1,19 +1,16 @@
 """Every schedule learns on vLLM what it learns on the embedded engine: the quickstart's task, 64 steps."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_cases import DEADLINE_S
+from vllm_cases import running
 
 from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.engine.settings import VllmEngineSettings
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
-from tailrace.workers.server import ManagedServer, free_port
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.server import free_port
 
 pytestmark = pytest.mark.vllm
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm.toml"
@@ -50,17 +47,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port=port,
         plugins=write_plugin(folder / "plugin"),
     )
-    job, url = ServerJob(command=launch.command, env=dict(launch.env)), f"http://127.0.0.1:{port}"
-
-    async def start() -> ManagedServer:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
-        await server.ready()
-        return server
-
-    with asyncio.Runner() as runner:
-        server = runner.run(start())
+    with running(launch, port, folder) as url:
         yield url
-        runner.run(server.close())
 
 
 def accuracy(schedule: str, folder: Path, engine: dict[str, str]) -> float:

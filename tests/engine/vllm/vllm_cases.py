@@ -1,8 +1,8 @@
 """Two vLLM servers for several tests, and the server's own record of what it generated."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.dialect import Chunk
 from tailrace.engine.http import HttpEngine
+from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
@@ -173,6 +174,28 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         await asyncio.wait([watching])
     finally:
         await asyncio.gather(*(each.close() for each in servers.engines))
+
+
+@contextmanager
+def running(launch: Launch, port: int, folder: Path) -> Iterator[str]:
+    """Run one server, and yield its address.
+
+    Args:
+        folder: receives its log.
+    """
+    job = ServerJob(command=launch.command, env=dict(launch.env))
+
+    async def start() -> ManagedServer:
+        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
+        await server.ready()
+        return server
+
+    with asyncio.Runner() as runner:
+        server = runner.run(start())
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            runner.run(server.close())
 
 
 def told_spans(events: list[Mapping[str, Any]]) -> list[Span]:

@@ -40,6 +40,7 @@ class FakeServer:
         hidden: routes that it does not have.
         vocabulary, slots, step_s, report_every: as in `Model`.
         max_context: tokens of a prompt and its completion together.
+        event_delay_s: between the generation of tokens and the event of the stream that brings them.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class FakeServer:
         step_s: float = 0.001,
         report_every: int = 4,
         max_context: int = 65_536,
+        event_delay_s: float = 0.0,
     ) -> None:
         self.generation: Generation = GENERATIONS[generation]
         self.folder, self.dtype, self.max_context = model, dtype, max_context
+        self.event_delay_s = event_delay_s
         self.page = Page(generation, hidden)
         self.model = Model(vocabulary, slots, step_s, report_every)
         self.calls: list[str] = []
@@ -169,6 +172,7 @@ class FakeServer:
         sent = 0
         while True:
             await request.changed.wait()
+            await asyncio.sleep(self.event_delay_s)
             request.changed.clear()
             yield sent
             sent = len(request.tokens)
