@@ -42,7 +42,6 @@ from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
-from tailrace.rollout.episodes import NoRewards
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
@@ -291,7 +290,7 @@ async def _checked_rewards(
                 print(f"tailrace: warning: {warning}", file=sys.stderr)
     others = functions or (NoFunctions() if config.reward.judges else None)
     if code is None:
-        return others or NoRewards()
+        return others or NoFunctions()
     sandbox = Sandbox(config.reward.sandbox, code)
     await sandbox.check()
     workers = config.reward.workers
