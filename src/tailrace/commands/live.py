@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def check_live(config: RunConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     check_episodes(config, tokenizer)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-    _open_prompts(config, tokenizer, config.run.seed, "eval")
+    usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
     first = usable_prompts(prompts, CHECKED_ROWS)
     _check_rewards(config, [prompt.row for prompt in first])
     check_judges(config, first)
@@ -138,13 +138,21 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
-    """Return the first prompts of the run's order, without rows that have no usable prompt."""
+    """Return the first prompts of the run's order, without rows that have no usable prompt.
+
+    Raises:
+        ConfigError: there is none; with the reason of the first row.
+    """
     found: list[Prompt] = []
-    for index in range(num + MAX_BAD_ROWS):
-        with suppress(BadRow):
-            found.append(prompts[index])
-        if len(found) == num:
-            break
+    bad: list[BadRow] = []
+    while len(found) < num and len(bad) < MAX_BAD_ROWS:
+        try:
+            found.append(prompts[len(found) + len(bad)])
+        except BadRow as why:
+            bad.append(why)
+    if not found:
+        problem = f"none of the first {len(bad)} rows has a usable prompt; this is the reason of the first"
+        raise ConfigError("data", str(bad[0]), problem, "check the data and the model's chat template")
     return found
 
 
