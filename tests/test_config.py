@@ -77,11 +77,48 @@ def test_the_files_of_an_environment_are_relative_to_the_config(tmp_path: Path) 
 
 def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
     assert message(tmp_path, "", {"run.rounds": "many"}).startswith(
-        "run.rounds = 'many': input should be a valid integer"
+        "run.rounds = 'many': this is not a number"
     )
     assert message(tmp_path, "", {"run.rounds": "0"}).startswith(
         "run.rounds = 0: input should be greater than or equal to 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("run.rounds", "true", "run.rounds = True: this is not a number"),
+        ("run.rounds", '"3"', "run.rounds = '3': this is not a number"),
+        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': this is not a number"),
+        ("run.eval_temperature", "true", "run.eval_temperature = True: this is not a number"),
+        ("run.eval_greedy", "1", "run.eval_greedy = 1: write true or false"),
+        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': write true or false"),
+        ("run.rounds", "1" + "0" * 30, "an integer has at most 64 bits"),
+        ("run.group_size", "1" + "0" * 18, "less than or equal to 65536"),
+        ("model.path", '"a\\u0000b"', "model.path = 'a\\x00b': a path has no NUL character"),
+    ],
+)
+def test_a_value_is_not_turned_into_one_of_another_type(
+    tmp_path: Path, key: str, text: str, said: str
+) -> None:
+    assert said in message(tmp_path, "", {key: text})
+    section, _, name = key.partition(".")
+    if section not in BASE:
+        assert said in message(tmp_path, f"[{section}]\n{name} = {text if text != 'yes' else repr(text)}\n")
+
+
+def test_a_boolean_may_be_written_as_python_writes_it(tmp_path: Path) -> None:
+    assert load(tmp_path, overrides={"run.eval_greedy": str(False)}).run.eval_greedy is False
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert load_config(tmp_path / "config.toml").run.rounds == 3
+
+
+def test_a_file_with_thousands_of_open_brackets_is_refused(tmp_path: Path) -> None:
+    assert "this is not TOML" in message(tmp_path, "a = " + "[" * 5000 + "]" * 5000)
+    assert "there is no such key" in message(tmp_path, "", {"run.a": "[" * 5000})
 
 
 def test_all_that_is_wrong_comes_in_one_message(tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def test_a_bad_generation_config_is_named(folder: Path, content: str) -> None:
     assert refused(folder).startswith("generation_config.json")
 
 
+def test_an_end_of_text_token_outside_of_the_vocabulary_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 99999]}')
+    assert refused(folder) == "eos_token_id 99999 is outside of the vocabulary of 61 tokens"
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> None:
     edit(folder / "config.json", vocab_size=60)
     assert refused(folder) == "config.json: vocab_size = 60, but tokenizer.json has ids up to 60"

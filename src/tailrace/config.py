@@ -40,6 +40,9 @@ _KINDS = (
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
+NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
+"""Errors of Python's decoder: RecursionError of hundreds of open brackets."""
+
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
     *("reward.timeout_s", "reward.workers", "reward.max_failures"),
@@ -146,14 +149,14 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         ConfigError: everything that is wrong, in one message.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         there = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))[:5])
         remedy = f"choose from {there}" if there else "name a TOML file"
         raise ConfigError("CONFIG", str(path), "there is no such file", remedy) from None
     except (OSError, UnicodeDecodeError) as why:
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
-    except tomllib.TOMLDecodeError as why:
+    except NOT_TOML as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)
     for key, text in (overrides or {}).items():
@@ -276,8 +279,9 @@ def sections_in(annotation: Any) -> list[type[Settings]]:
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
     """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        toml = text.lower() if text in ("True", "False") else text  # as Python writes them
+        value: Any = tomllib.loads(f"value = {toml}")["value"]
+    except NOT_TOML:
         value = text
     *sections, name = key.split(".")
     for section in sections:
@@ -327,4 +331,5 @@ def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:
     if isinstance(value, list):
         return [_absolute(each, base, is_path=is_path) for each in value]
     has_path = is_path or str(value).partition(":")[0].endswith(".py")
-    return str((base / value).resolve()) if isinstance(value, str) and has_path else value
+    is_text = isinstance(value, str) and "\0" not in value
+    return str((base / value).resolve()) if is_text and has_path else value

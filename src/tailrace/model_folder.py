@@ -35,9 +35,11 @@ def check_files(path: Path) -> None:
     config = read_config(path)
     for problem in _impossible(config):
         raise folder_error(path, f"config.json: {problem}")
-    end_of_text_ids(path)
+    size = config["vocab_size"]
+    if outside := sorted(id for id in end_of_text_ids(path) if id >= size):
+        raise folder_error(path, f"eos_token_id {outside[0]} is outside of the vocabulary of {size} tokens")
     highest = _highest_token_id(path)
-    if highest >= (size := config["vocab_size"]):
+    if highest >= size:
         problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
     for file in weight_files(path):
