@@ -1,18 +1,22 @@
 """The config: read, overridden, resolved; what cannot work is one message in the user's words."""
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from tailrace.config import (
+    COUNTERPARTS,
     RunConfig,
     changed_keys,
     check_resumable,
     load_config,
     may_change,
     require_sections,
+    sections_in,
 )
 from tailrace.errors import ConfigError
+from tailrace.schedules import SCHEDULES
 
 BASE = """
 [run]
@@ -47,6 +51,32 @@ def test_an_unknown_key_is_refused_with_the_key_that_was_meant(tmp_path: Path) -
     assert message(tmp_path, "[sim.engines]\ncuont = 3\n") == (
         "sim.engines.cuont = 3: there is no such key; did you mean 'count'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("trainer.lr", "trainer.learning_rate"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("run.num_generations", "run.group_size"),
+        ("run.temperature", "sampling.temperature"),
+        ("algorithm.clip_ratio", "algorithm.clip_low and algorithm.clip_high"),
+        ("algorithm.num_iterations", "nothing: each sample is trained once"),
+    ],
+)
+def test_a_key_of_trl_or_verl_is_answered_with_what_it_is_here(tmp_path: Path, key: str, ours: str) -> None:
+    assert message(tmp_path, "", {key: "1"}) == f"{key} = 1: there is no such key; here this is {ours}"
+
+
+def test_what_keys_of_other_systems_are_here_exists() -> None:
+    schedules = {name for schedule in SCHEDULES.values() for name in signature(schedule).parameters}
+    for ours in (key for keys in COUNTERPARTS if ":" not in keys for key in keys.split(" and ")):
+        section, _, name = ours.partition(".")
+        kinds = sections_in(RunConfig.model_fields[section].annotation)
+        known = {key for kind in kinds for key in kind.model_fields} if kinds else schedules
+        assert name in known, ours
+    theirs = [name for names in COUNTERPARTS.values() for name in names.split()]
+    assert len(theirs) == len(set(theirs))
 
 
 def test_a_key_like_no_other_is_answered_with_all_that_the_section_has(tmp_path: Path) -> None:

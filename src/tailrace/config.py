@@ -4,7 +4,6 @@ Each section is defined in the room that it configures. This module joins the se
 overrides from the command line, checks them against one another, and explains what is wrong in one message.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.data.base import TASKSET_KEYS, DataSettings
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
@@ -40,6 +39,47 @@ _KINDS = (
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
+COUNTERPARTS: Mapping[str, str] = {
+    "trainer.learning_rate": "lr learning_rate",
+    "trainer.warmup_steps": "warmup_ratio lr_warmup_steps",
+    "trainer.betas": "adam_beta1 adam_beta2",
+    "trainer.max_grad_norm": "grad_clip clip_grad",
+    "trainer.dtype and engine.dtype": "bf16 fp16",
+    "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "trainer.max_tokens_per_microbatch": "per_device_train_batch_size ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu",
+    "schedule.groups_per_step": "gradient_accumulation_steps ppo_mini_batch_size",
+    "schedule.groups_per_round": "steps_per_generation generation_batch_size train_batch_size",
+    "algorithm.kl_coef": "beta kl_loss_coef use_kl_loss",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+    "algorithm.kl_in": "use_kl_in_reward",
+    "algorithm.clip_low": "epsilon clip_ratio_low",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high",
+    "algorithm.clip_low and algorithm.clip_high": "clip_ratio",
+    "algorithm.normalize": "loss_type loss_agg_mode",
+    "algorithm.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
+    "algorithm.loss": "importance_sampling_level",
+    "algorithm.gae_lambda": "lam",
+    "run.group_size": "num_generations n rollout_n",
+    "run.rounds": "max_steps num_train_epochs total_epochs total_training_steps",
+    "run.checkpoint_every": "save_steps save_freq",
+    "run.keep_checkpoints": "save_total_limit",
+    "run.eval_every": "eval_steps test_freq",
+    "sampling.max_completion_tokens": "max_completion_length max_response_length response_length",
+    "sampling.temperature": "temperature",
+    "sampling.top_p": "top_p",
+    "sampling.top_k": "top_k",
+    "data.max_prompt_tokens": "max_prompt_length prompt_length",
+    "data.path": "dataset_name train_files",
+    "data.eval_path": "val_files",
+    "data.prompt_column": "prompt_key",
+    "model.path": "model_name_or_path model_name",
+    "engine.tensor_parallel_size": "tensor_model_parallel_size",
+    "reward.functions": "reward_funcs",
+    "record.trackers": "report_to",
+    "nothing: each sample is trained once": "num_iterations ppo_epochs",
+}
+"""Our keys, and what TRL and verl call them."""
 NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets."""
 
@@ -257,16 +297,15 @@ def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:
 
 
 def _suggest(parts: Sequence[str]) -> str:
-    """Return a remedy for an unknown key: the most similar key of the section, or all of its keys."""
+    """Return a remedy for an unknown key of a section."""
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
         sections = [section for field in fields for section in sections_in(field.annotation)]
-    keys = list(dict.fromkeys(key for section in sections for key in section.model_fields))
-    if not keys:
-        return "remove it"
-    close = difflib.get_close_matches(parts[-1], keys, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
+    ours = [key for key, theirs in COUNTERPARTS.items() if parts[-1] in theirs.split()]
+    if ours:
+        return f"here this is {ours[0]}"
+    return did_you_mean(parts[-1], dict.fromkeys(key for section in sections for key in section.model_fields))
 
 
 def sections_in(annotation: Any) -> list[type[Settings]]:
