@@ -22,6 +22,7 @@ from tailrace.engine.settings import EngineSettings, NativeEngineSettings, Sampl
 from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
 from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings
+from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.placement import PlacementSettings
@@ -102,7 +103,8 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     path: Path
-    """A Hugging Face folder with config.json, safetensors files and a tokenizer."""
+    """A Hugging Face folder with config.json, safetensors files and a tokenizer, or the id of such a model on
+    the hub, `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
 
 class CompareSettings(Settings):
@@ -216,6 +218,13 @@ def require_sections(config: RunConfig, *names: str) -> None:
     for name in names:
         if getattr(config, name) is None:
             raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
+
+
+def with_model_folder(config: RunConfig) -> RunConfig:
+    """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
+    if config.model is None:
+        return config
+    return config.model_copy(update={"model": ModelSettings(path=find_folder(config.model.path))})
 
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
@@ -339,7 +348,10 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
         table = _section(tree, section)
         for each in (table, *_tables_in(table)):
             if name in each:
-                each[name] = _absolute(each[name], base, is_path=key in paths)
+                is_id = (
+                    key == "model.path" and is_hub_id(str(each[name])) and not (base / each[name]).exists()
+                )
+                each[name] = _absolute(each[name], base, is_path=key in paths and not is_id)
     _make_sim_paths_absolute(tree.get("sim"), base)
 
 

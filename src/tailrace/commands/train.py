@@ -18,7 +18,7 @@ from tailrace import clock
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.commands.signals import signals_received
-from tailrace.config import RunConfig, check_resumable
+from tailrace.config import RunConfig, check_resumable, with_model_folder
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
@@ -65,7 +65,7 @@ def train(
         schedule: in place of the schedule that the config names; checked by the caller.
         interruption: lets another thread end the run in order.
     """
-    config = with_published_defaults(config)
+    config = with_published_defaults(with_model_folder(config))
     schedule = schedule or resolve(config)
     check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
