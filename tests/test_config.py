@@ -1,18 +1,22 @@
 """The config: read, overridden, resolved; what cannot work is one message in the user's words."""
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from tailrace.config import (
+    COUNTERPARTS,
     RunConfig,
     changed_keys,
     check_resumable,
     load_config,
     may_change,
     require_sections,
+    sections_in,
 )
 from tailrace.errors import ConfigError
+from tailrace.schedules import SCHEDULES
 
 BASE = """
 [run]
@@ -49,6 +53,32 @@ def test_an_unknown_key_is_refused_with_the_key_that_was_meant(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("trainer.lr", "trainer.learning_rate"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("run.num_generations", "run.group_size"),
+        ("run.temperature", "sampling.temperature"),
+        ("algorithm.clip_ratio", "algorithm.clip_low and algorithm.clip_high"),
+        ("algorithm.num_iterations", "nothing: each sample is trained once"),
+    ],
+)
+def test_a_key_of_trl_or_verl_is_answered_with_what_it_is_here(tmp_path: Path, key: str, ours: str) -> None:
+    assert message(tmp_path, "", {key: "1"}) == f"{key} = 1: there is no such key; here this is {ours}"
+
+
+def test_what_keys_of_other_systems_are_here_exists() -> None:
+    schedules = {name for schedule in SCHEDULES.values() for name in signature(schedule).parameters}
+    for ours in (key for keys in COUNTERPARTS if ":" not in keys for key in keys.split(" and ")):
+        section, _, name = ours.partition(".")
+        kinds = sections_in(RunConfig.model_fields[section].annotation)
+        known = {key for kind in kinds for key in kind.model_fields} if kinds else schedules
+        assert name in known, ours
+    theirs = [name for names in COUNTERPARTS.values() for name in names.split()]
+    assert len(theirs) == len(set(theirs))
+
+
 def test_a_key_like_no_other_is_answered_with_all_that_the_section_has(tmp_path: Path) -> None:
     assert message(tmp_path, "[model]\npath = 'm'\nxyz = 1\n") == (
         "model.xyz = 1: there is no such key; it has: path"
@@ -77,11 +107,48 @@ def test_the_files_of_an_environment_are_relative_to_the_config(tmp_path: Path) 
 
 def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
     assert message(tmp_path, "", {"run.rounds": "many"}).startswith(
-        "run.rounds = 'many': input should be a valid integer"
+        "run.rounds = 'many': this is not a number"
     )
     assert message(tmp_path, "", {"run.rounds": "0"}).startswith(
         "run.rounds = 0: input should be greater than or equal to 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("run.rounds", "true", "run.rounds = True: this is not a number"),
+        ("run.rounds", '"3"', "run.rounds = '3': this is not a number"),
+        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': this is not a number"),
+        ("run.eval_temperature", "true", "run.eval_temperature = True: this is not a number"),
+        ("run.eval_greedy", "1", "run.eval_greedy = 1: write true or false"),
+        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': write true or false"),
+        ("run.rounds", "1" + "0" * 30, "an integer has at most 64 bits"),
+        ("run.group_size", "1" + "0" * 18, "less than or equal to 65536"),
+        ("model.path", '"a\\u0000b"', "model.path = 'a\\x00b': a path has no NUL character"),
+    ],
+)
+def test_a_value_is_not_turned_into_one_of_another_type(
+    tmp_path: Path, key: str, text: str, said: str
+) -> None:
+    assert said in message(tmp_path, "", {key: text})
+    section, _, name = key.partition(".")
+    if section not in BASE:
+        assert said in message(tmp_path, f"[{section}]\n{name} = {text if text != 'yes' else repr(text)}\n")
+
+
+def test_a_boolean_may_be_written_as_python_writes_it(tmp_path: Path) -> None:
+    assert load(tmp_path, overrides={"run.eval_greedy": str(False)}).run.eval_greedy is False
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert load_config(tmp_path / "config.toml").run.rounds == 3
+
+
+def test_a_file_with_thousands_of_open_brackets_is_refused(tmp_path: Path) -> None:
+    assert "this is not TOML" in message(tmp_path, "a = " + "[" * 5000 + "]" * 5000)
+    assert "there is no such key" in message(tmp_path, "", {"run.a": "[" * 5000})
 
 
 def test_all_that_is_wrong_comes_in_one_message(tmp_path: Path) -> None:

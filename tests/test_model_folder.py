@@ -1,13 +1,17 @@
 """Damaged model folders: one message that names the file."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.tiny_models import save_tiny_model
+from tailrace.config import load_config
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
 from tailrace.model_folder import check_files, context_length, weight_files
@@ -134,6 +138,11 @@ def test_a_bad_generation_config_is_named(folder: Path, content: str) -> None:
     assert refused(folder).startswith("generation_config.json")
 
 
+def test_an_end_of_text_token_outside_of_the_vocabulary_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 99999]}')
+    assert refused(folder) == "eos_token_id 99999 is outside of the vocabulary of 61 tokens"
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> None:
     edit(folder / "config.json", vocab_size=60)
     assert refused(folder) == "config.json: vocab_size = 60, but tokenizer.json has ids up to 60"
@@ -148,3 +157,52 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> No
 
 def test_the_context_length_is_the_number_of_positions(whole: Path) -> None:
     assert context_length(whole) == 512
+
+
+def found(home: Path, name: str, **environment: str) -> str:
+    """What a process whose cache of the hub is in `home` finds under a name, or its error."""
+    code = (
+        "import sys, tailrace\n"
+        "from tailrace.config import with_model_folder\n"
+        "try:\n"
+        "    config = tailrace.load_config('run.toml', {'model.path': sys.argv[1]})\n"
+        "    print(with_model_folder(config).model.path)\n"
+        "except tailrace.ConfigError as why:\n"
+        "    print(why)\n"
+    )
+    (home / "run.toml").write_text("[run]\nrounds = 1\ngroup_size = 2\n[schedule]\nname = 'serial'\n")
+    given = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", **environment}
+    command = [sys.executable, "-c", code, name]
+    return subprocess.run(
+        command, cwd=home, env=given, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_model_of_the_hub_is_taken_from_the_cache_without_the_network(whole: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "hub" / "models--our-lab--tiny"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    shutil.copytree(whole, snapshot)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    assert found(tmp_path, "our-lab/tiny") == str(snapshot)
+    check_files(snapshot)
+    (tmp_path / "our-lab").mkdir()
+    shutil.copytree(whole, tmp_path / "our-lab" / "tiny")
+    assert found(tmp_path, "our-lab/tiny") == "our-lab/tiny"
+
+
+def test_a_model_that_the_hub_does_not_give_is_refused_with_the_other_ways(tmp_path: Path) -> None:
+    said = found(tmp_path, "our-lab/other", HF_HUB_OFFLINE="1")
+    assert said.startswith("model.path = 'our-lab/other': there is no such folder, and the Hugging Face hub")
+    assert said.endswith("unset HF_HUB_OFFLINE, or name a folder")
+    assert found(tmp_path, "our-lab/other").endswith("; name a folder")
+
+
+def test_the_id_of_a_model_in_a_config_stays_unless_there_is_such_a_folder(tmp_path: Path) -> None:
+    text = "[run]\nrounds = 1\ngroup_size = 2\n[schedule]\nname = 'serial'\n[model]\npath = 'our-lab/tiny'\n"
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(tmp_path / "run.toml")
+    assert config.model and config.model.path == Path("our-lab/tiny")
+    (tmp_path / "our-lab" / "tiny").mkdir(parents=True)
+    config = load_config(tmp_path / "run.toml")
+    assert config.model and config.model.path == tmp_path / "our-lab" / "tiny"

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tailrace import clock
 from tailrace import config as configs
@@ -41,7 +41,12 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
 
 
 def train(
-    config: RunConfig, output_dir: str | Path, *, resume: bool = False, schedule: Schedule | None = None
+    config: RunConfig,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    schedule: Schedule | None = None,
+    reward: Callable[..., Any] | None = None,
 ) -> RunSummary:
     """Train a model, as `tailrace train` does.
 
@@ -53,6 +58,9 @@ def train(
         resume: continue the run in the folder, if one has begun there.
         schedule: an async function of a `Run`, in place of the one that the config names. Its other
             parameters are the keys of [schedule].
+        reward: a reward function, in place of those that the config names, for example one that a notebook
+            defines. It is called in other processes, with copies of what it uses, and saved as reward.pkl in
+            the output directory, where --resume and `tailrace eval` find it.
 
     Returns:
         The totals of the run, as in its summary.json.
@@ -82,7 +90,12 @@ def train(
     def work() -> RunSummary:
         named, bound = _named(config, schedule)
         return command.train(
-            named, Path(output_dir), resume=resume, schedule=bound, interruption=interruption
+            named,
+            Path(output_dir),
+            resume=resume,
+            schedule=bound,
+            reward=reward,
+            interruption=interruption,
         )
 
     return _outside_of_loops(work, lambda: interruption.request(SIGINT))

@@ -75,10 +75,12 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.live import check_live
     from tailrace.commands.memory import memory_table, run_memory
     from tailrace.commands.train import train
+    from tailrace.config import with_model_folder
     from tailrace.schedules.resolve import resolve
 
     config = _config(arguments.config, overrides)
     if arguments.dry_run:
+        config = with_model_folder(config)
         resolve(config)
         check_live(config)
         print(config.toml(), end="")

@@ -4,7 +4,6 @@ Each section is defined in the room that it configures. This module joins the se
 overrides from the command line, checks them against one another, and explains what is wrong in one message.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from tailrace.controller.base import RunSettings
 from tailrace.data.base import TASKSET_KEYS, DataSettings
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings
+from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.placement import PlacementSettings
@@ -39,6 +39,50 @@ _KINDS = (
     *("uniform", "table", "empirical"),
 )
 """Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
+
+COUNTERPARTS: Mapping[str, str] = {
+    "trainer.learning_rate": "lr learning_rate",
+    "trainer.warmup_steps": "warmup_ratio lr_warmup_steps",
+    "trainer.betas": "adam_beta1 adam_beta2",
+    "trainer.max_grad_norm": "grad_clip clip_grad",
+    "trainer.dtype and engine.dtype": "bf16 fp16",
+    "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "trainer.max_tokens_per_microbatch": "per_device_train_batch_size ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu",
+    "schedule.groups_per_step": "gradient_accumulation_steps ppo_mini_batch_size",
+    "schedule.groups_per_round": "steps_per_generation generation_batch_size train_batch_size",
+    "algorithm.kl_coef": "beta kl_loss_coef use_kl_loss",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+    "algorithm.kl_in": "use_kl_in_reward",
+    "algorithm.clip_low": "epsilon clip_ratio_low",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high",
+    "algorithm.clip_low and algorithm.clip_high": "clip_ratio",
+    "algorithm.normalize": "loss_type loss_agg_mode",
+    "algorithm.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
+    "algorithm.loss": "importance_sampling_level",
+    "algorithm.gae_lambda": "lam",
+    "run.group_size": "num_generations n rollout_n",
+    "run.rounds": "max_steps num_train_epochs total_epochs total_training_steps",
+    "run.checkpoint_every": "save_steps save_freq",
+    "run.keep_checkpoints": "save_total_limit",
+    "run.eval_every": "eval_steps test_freq",
+    "sampling.max_completion_tokens": "max_completion_length max_response_length response_length",
+    "sampling.temperature": "temperature",
+    "sampling.top_p": "top_p",
+    "sampling.top_k": "top_k",
+    "data.max_prompt_tokens": "max_prompt_length prompt_length",
+    "data.path": "dataset_name train_files",
+    "data.eval_path": "val_files",
+    "data.prompt_column": "prompt_key",
+    "model.path": "model_name_or_path model_name",
+    "engine.tensor_parallel_size": "tensor_model_parallel_size",
+    "reward.functions": "reward_funcs",
+    "record.trackers": "report_to",
+    "nothing: each sample is trained once": "num_iterations ppo_epochs",
+}
+"""Our keys, and what TRL and verl call them."""
+NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
+"""Errors of Python's decoder: RecursionError of hundreds of open brackets."""
 
 MAY_CHANGE = (
     *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
@@ -59,7 +103,8 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     path: Path
-    """A Hugging Face folder with config.json, safetensors files and a tokenizer."""
+    """A Hugging Face folder with config.json, safetensors files and a tokenizer, or the id of such a model on
+    the hub, `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
 
 class CompareSettings(Settings):
@@ -146,14 +191,14 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         ConfigError: everything that is wrong, in one message.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         there = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))[:5])
         remedy = f"choose from {there}" if there else "name a TOML file"
         raise ConfigError("CONFIG", str(path), "there is no such file", remedy) from None
     except (OSError, UnicodeDecodeError) as why:
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
-    except tomllib.TOMLDecodeError as why:
+    except NOT_TOML as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
     _make_paths_absolute(tree, path.parent)
     for key, text in (overrides or {}).items():
@@ -173,6 +218,13 @@ def require_sections(config: RunConfig, *names: str) -> None:
     for name in names:
         if getattr(config, name) is None:
             raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
+
+
+def with_model_folder(config: RunConfig) -> RunConfig:
+    """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
+    if config.model is None:
+        return config
+    return config.model_copy(update={"model": ModelSettings(path=find_folder(config.model.path))})
 
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
@@ -254,16 +306,15 @@ def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:
 
 
 def _suggest(parts: Sequence[str]) -> str:
-    """Return a remedy for an unknown key: the most similar key of the section, or all of its keys."""
+    """Return a remedy for an unknown key of a section."""
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
         sections = [section for field in fields for section in sections_in(field.annotation)]
-    keys = list(dict.fromkeys(key for section in sections for key in section.model_fields))
-    if not keys:
-        return "remove it"
-    close = difflib.get_close_matches(parts[-1], keys, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(keys)}"
+    ours = [key for key, theirs in COUNTERPARTS.items() if parts[-1] in theirs.split()]
+    if ours:
+        return f"here this is {ours[0]}"
+    return did_you_mean(parts[-1], dict.fromkeys(key for section in sections for key in section.model_fields))
 
 
 def sections_in(annotation: Any) -> list[type[Settings]]:
@@ -276,8 +327,9 @@ def sections_in(annotation: Any) -> list[type[Settings]]:
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
     """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        toml = text.lower() if text in ("True", "False") else text  # as Python writes them
+        value: Any = tomllib.loads(f"value = {toml}")["value"]
+    except NOT_TOML:
         value = text
     *sections, name = key.split(".")
     for section in sections:
@@ -296,7 +348,10 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
         table = _section(tree, section)
         for each in (table, *_tables_in(table)):
             if name in each:
-                each[name] = _absolute(each[name], base, is_path=key in paths)
+                is_id = (
+                    key == "model.path" and is_hub_id(str(each[name])) and not (base / each[name]).exists()
+                )
+                each[name] = _absolute(each[name], base, is_path=key in paths and not is_id)
     _make_sim_paths_absolute(tree.get("sim"), base)
 
 
@@ -327,4 +382,5 @@ def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:
     if isinstance(value, list):
         return [_absolute(each, base, is_path=is_path) for each in value]
     has_path = is_path or str(value).partition(":")[0].endswith(".py")
-    return str((base / value).resolve()) if isinstance(value, str) and has_path else value
+    is_text = isinstance(value, str) and "\0" not in value
+    return str((base / value).resolve()) if is_text and has_path else value

@@ -26,6 +26,9 @@ TailraceError
 `-- BadRow               a row of the data has no usable prompt: data, not a crash
 """
 
+import difflib
+from collections.abc import Collection
+
 
 class TailraceError(Exception):
     """The base class of all errors of this package."""
@@ -192,6 +195,14 @@ class BadRow(TailraceError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return the remedy for an unknown name: the most similar names, or all."""
+    close = difflib.get_close_matches(name, known)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"it has: {', '.join(known)}" if known else "remove it"
 
 
 def first_cause(error: BaseException) -> BaseException:

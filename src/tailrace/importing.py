@@ -1,10 +1,15 @@
-"""Import of user code that the config names: 'package.module:name' or 'path/to/file.py:name'."""
+"""Import of user code that the config names: 'package.module:name' or 'path/to/file.py:name'.
+
+A function of a script or a notebook is no part of a module that another process can import. It is saved with
+the run, as 'path/to/reward.pkl:name'.
+"""
 
 import importlib
 import importlib.util
+import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +36,8 @@ def import_function(spec: str, key: str) -> Any:
             key, spec, "this names no function", "write 'package.module:name' or 'path/to/file.py:name'"
         )
     try:
+        if place.endswith(".pkl"):
+            return pickle.loads(Path(place).read_bytes())
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as why:
         problem = f"it cannot be imported ({_describe(why)})"
@@ -39,6 +46,24 @@ def import_function(spec: str, key: str) -> Any:
     if not callable(function):
         raise ConfigError(key, spec, f"{place} has no function {name!r}", "name a function that it defines")
     return function
+
+
+def saved_function(function: Callable[..., Any], key: str) -> bytes:
+    """Return the content of a .pkl file of a function, with what it uses of a script or a notebook.
+
+    Raises:
+        ConfigError: it is not callable, or uses what belongs to this process.
+    """
+    import cloudpickle
+
+    remedy = "give a function that opens what it needs itself"
+    if not callable(function):
+        raise ConfigError(key, function, "it is not callable", "give a function")
+    try:
+        content: bytes = cloudpickle.dumps(function)
+    except Exception as why:  # whatever the objects that it uses raise
+        raise ConfigError(key, function, f"it cannot be sent to another process ({why})", remedy) from why
+    return content
 
 
 def _from_file(path: Path) -> ModuleType:

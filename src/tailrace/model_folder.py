@@ -4,6 +4,8 @@ This imports no torch and loads no weights, so a damaged folder is refused befor
 """
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,7 +16,42 @@ from tailrace.errors import ConfigError
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = "max_position_embeddings"
 _INDEX = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this may be the id of a model on the Hugging Face hub."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def find_folder(path: Path) -> Path:
+    """The folder of a model that is named by its path, or by its id on the Hugging Face hub: then it is taken
+    from the cache, or downloaded into it.
+
+    Raises:
+        ConfigError: there is no such folder, and the hub does not give it.
+    """
+    name = str(path)
+    if not is_hub_id(name) or path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+        weight_files(cached)
+        return cached
+    except (LocalEntryNotFoundError, ConfigError):  # it is not there, or not whole
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as why:  # of the hub, of the network, or of HF_HUB_OFFLINE
+        offline = os.environ.get("HF_HUB_OFFLINE")
+        problem = f"there is no such folder, and the Hugging Face hub gives no such model ({why})"
+        remedy = "unset HF_HUB_OFFLINE, or " if offline else ""
+        raise ConfigError("model.path", name, problem, f"{remedy}name a folder") from why
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -35,9 +72,11 @@ def check_files(path: Path) -> None:
     config = read_config(path)
     for problem in _impossible(config):
         raise folder_error(path, f"config.json: {problem}")
-    end_of_text_ids(path)
+    size = config["vocab_size"]
+    if outside := sorted(id for id in end_of_text_ids(path) if id >= size):
+        raise folder_error(path, f"eos_token_id {outside[0]} is outside of the vocabulary of {size} tokens")
     highest = _highest_token_id(path)
-    if highest >= (size := config["vocab_size"]):
+    if highest >= size:
         problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
     for file in weight_files(path):

@@ -4,10 +4,52 @@ A section is defined in the `base.py` of the room that it configures; `config.py
 these modules imports torch, so a config is checked before torch is loaded.
 """
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, LiteralString, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class Settings(BaseModel):
-    """One section of the config. Numbers are finite."""
+    """One section of the config. Numbers are finite, and no value is turned into one of another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_types(cls, tree: Any) -> Any:
+        given = tree if isinstance(tree, dict) else {}
+        fields = {name: field for name, field in cls.model_fields.items() if name in given}
+        problems = {name: type_problem(given[name], field.annotation) for name, field in fields.items()}
+        errors = [
+            InitErrorDetails(type=PydanticCustomError("type", problem), loc=(name,), input=given[name])
+            for name, problem in problems.items()
+            if problem
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return tree
+
+
+def type_problem(value: object, annotation: Any) -> LiteralString | None:
+    """Return why a value is none of an annotation, where pydantic would convert it: booleans, numbers and
+    texts. Its strict mode would also refuse the lists and texts of TOML for tuples and paths."""
+    types = _types_in(annotation) - {NoneType}
+    wrong = {bool: bool not in types, int: types == {bool}, float: types == {bool}, str: str not in types}
+    if types & {bool, int, float} and types <= wrong.keys() and wrong.get(type(value)):
+        return "write true or false" if types == {bool} else "this is not a number"
+    if Path in types and "\0" in str(value):
+        return "a path has no NUL character"
+    return "an integer has at most 64 bits" if isinstance(value, int) and abs(value) >= 2**63 else None
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """The types of a union, or the one type."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _types_in(parts[0])
+    if origin in (Union, UnionType):
+        return {each for part in parts for each in _types_in(part)}
+    return {type(each) for each in parts} if origin is Literal else {annotation}

@@ -4,13 +4,16 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from small_run import trained_prompts, write_small_run
 
 import tailrace
+from tailrace.importing import import_function
 
 SIMULATED = """
 [run]
@@ -114,3 +117,69 @@ def test_the_package_exports_its_names_and_loads_nothing_heavy() -> None:
     assert done.stdout == "[] [] False\n"
     with pytest.raises(AttributeError, match="module 'tailrace' has no attribute 'nonsense'"):
         _ = tailrace.nonsense
+
+
+SCRIPT = """
+import re
+import sys
+
+import tailrace
+
+DIGITS = re.compile(r"[0-9]")
+
+def count(text):
+    return len(DIGITS.findall(text))
+
+def score(completion):
+    return 0.5 + count(completion)
+
+tailrace.train(tailrace.load_config(sys.argv[1], {"run.rounds": 1}), sys.argv[2], reward=score)
+"""
+
+
+def rewards_are(folder: Path, offset: float) -> bool:
+    """Whether each sample was rewarded with the number of its digits and the offset."""
+    lines = (folder / "samples" / "round_000000.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    found = [(each["reward"], offset + sum(map(str.isdigit, each["text"]))) for each in samples]
+    return bool(found) and all(given == expected for given, expected in found)
+
+
+def test_a_reward_function_of_a_script_scores_and_is_found_again_by_its_run(tmp_path: Path) -> None:
+    """The script has no guard: another process that imported it would train again."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", str(write_small_run(tmp_path)), "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert rewards_are(tmp_path / "out", 0.5)
+    spec = tailrace.load_config(tmp_path / "out" / "config.toml").reward.function
+    assert spec == f"{tmp_path}/out/reward.pkl:score"
+    assert import_function(spec, "reward.function")("a1b2") == 2.5
+
+
+def test_a_reward_function_of_a_cell_may_be_a_closure(tmp_path: Path) -> None:
+    cell = """
+def make(offset):
+    return lambda completion: offset + sum(letter.isdigit() for letter in completion)
+async def train():
+    return tailrace.train(config, folder, reward=make(0.25))
+"""
+    config, folder = tailrace.load_config(write_small_run(tmp_path), {"run.rounds": 1}), tmp_path / "out"
+    names: dict[str, Any] = {"__name__": "__main__", "tailrace": tailrace, "config": config, "folder": folder}
+    exec(cell, names)
+    assert asyncio.run(names["train"]()).rounds == 1
+    assert rewards_are(folder, 0.25)
+    with pytest.raises(tailrace.ConfigError, match="it holds a run already"):
+        tailrace.train(config, folder, reward=lambda completion: 1.0)
+    spec = tailrace.load_config(folder / "config.toml").reward.function
+    assert spec and import_function(spec, "reward.function")("1") == 1.25
+
+
+def test_a_reward_function_that_only_this_process_can_call_is_refused(tmp_path: Path) -> None:
+    config = tailrace.load_config(write_small_run(tmp_path))
+    lock = threading.Lock()
+    with pytest.raises(tailrace.ConfigError, match=r"reward = .*it cannot be sent to another process"):
+        tailrace.train(config, tmp_path / "out", reward=lambda completion: float(lock.locked()))
+    with pytest.raises(tailrace.ConfigError, match=r"'answer' is no column"):
+        tailrace.train(config, tmp_path / "out", reward=lambda completion, answer: 1.0)
+    assert not (tmp_path / "out").exists()

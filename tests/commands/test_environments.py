@@ -1,6 +1,8 @@
 """Live runs with environments of several turns: one start of the workers for all schedules."""
 
 import json
+import os
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tailrace import clock
 from tailrace.api import load_config
 from tailrace.commands.environments import calls_reward_functions, open_play, unused_rewards
-from tailrace.commands.live import check_live, open_parts, rewind
+from tailrace.commands.live import check_live, open_parts, rewind, training_prompts
 from tailrace.controller.execution import execute
 from tailrace.data.tokenizer import load_tokenizer, text_of
 from tailrace.errors import ConfigError
@@ -211,6 +213,46 @@ def test_tools_need_a_chat_template_and_data_that_use_it(changes: dict[str, obje
     with pytest.raises(ConfigError) as error:
         check_live(load_config(EXAMPLE, changes))
     assert said in str(error.value)
+
+
+def without_tools(folder: Path) -> Path:
+    """The example's model with a chat template that has no branch for tools, as SmolLM2's."""
+    shutil.copytree(MODEL, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return folder / "model"
+
+
+def test_tools_that_the_chat_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"model.path": without_tools(tmp_path)}
+    with pytest.raises(ConfigError) as error:
+        check_live(load_config(EXAMPLE, changes))
+    assert error.value.key == "environment.functions"
+    assert "leaves tools out" in str(error.value)
+    assert "set data.tools_in_system_prompt = true" in str(error.value)
+
+
+def test_tools_in_the_system_prompt_reach_a_template_that_has_none(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"model.path": without_tools(tmp_path), "data.tools_in_system_prompt": True}
+    config = load_config(EXAMPLE, changes)
+    check_live(config)
+    prompt = training_prompts(config, 0)[0]
+    assert prompt.text.startswith("<|im_start|>system\n# Tools\n")
+    assert '"name": "calculator"' in prompt.text and "<tool_call>" in prompt.text
+    with pytest.raises(ConfigError, match=r"environment\.parser = 'llama3_json'"):
+        check_live(load_config(EXAMPLE, changes | {"environment.parser": "llama3_json"}))
+
+
+@pytest.mark.skipif("TAILRACE_SMOLLM2" not in os.environ, reason="TAILRACE_SMOLLM2 names no model folder")
+def test_smollm2_gets_a_calculator_described_or_is_refused() -> None:
+    changes: dict[str, object] = {"model.path": os.environ["TAILRACE_SMOLLM2"]}
+    with pytest.raises(ConfigError, match="leaves tools out"):
+        check_live(load_config(EXAMPLE, changes))
+    described = changes | {"data.tools_in_system_prompt": True, "run.group_size": 2}
+    text = training_prompts(load_config(EXAMPLE, described), 0)[0].text
+    assert '"name": "calculator"' in text.partition("<|im_end|>")[0]
 
 
 @pytest.mark.parametrize(

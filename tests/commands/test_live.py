@@ -1,5 +1,7 @@
 """What a live run refuses before a process is started."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ def test_a_sound_config_passes(config_path: Path) -> None:
     check_live(load_config(config_path))
 
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICKSTART = EXAMPLES / "quickstart" / "quickstart.toml"
 
 
 def test_a_reward_function_whose_parameter_is_no_column_is_refused(tmp_path: Path) -> None:
@@ -34,6 +37,40 @@ def test_a_reward_function_whose_parameter_is_no_column_is_refused(tmp_path: Pat
 def test_a_reward_function_that_takes_columns_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completion, answer, finish_reason):\n    return 0.0\n")
     check_live(load_config(QUICKSTART, {"reward.function": f"{tmp_path}/mine.py:f"}))
+
+
+TOOLS = EXAMPLES / "tools" / "model"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "said"),
+    [
+        ("{{ nothing.at.all }}", "", "messages that the chat template refuses: 'nothing' is undefined"),
+        ("{{ raise_exception('No!') }}", "", "messages that the chat template refuses: No!"),
+        ("{% if %}", "", "messages that the chat template refuses: Expected an expression"),
+        ("", "", "empty prompt: the chat template writes no token for it"),
+        (None, "[{", "tools that are not JSON: "),
+    ],
+)
+def test_a_template_or_tools_that_spoil_every_row_are_no_fault_of_the_reward(
+    template: str | None, tools: str, said: str, tmp_path: Path
+) -> None:
+    shutil.copytree(TOOLS, tmp_path / "model")
+    if template is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": str(number), "answer": "3", "tools": tools} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def f(completion, answer):\n    return 0.0\n")
+    data = f'{{ kind = "rows", path = "{tmp_path}/rows.jsonl" }}'
+    changes = {
+        "model.path": str(tmp_path / "model"),
+        "data": data,
+        "reward.function": f"{tmp_path}/mine.py:f",
+    }
+    with pytest.raises(ConfigError) as error:
+        check_live(load_config(QUICKSTART, changes))
+    assert error.value.key == "data" and str(error.value.value).startswith(said)
+    assert "check the data and the model's chat template" in str(error.value)
 
 
 MIXTURE = """[data]

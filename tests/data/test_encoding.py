@@ -1,5 +1,7 @@
 """From strings and chat messages to text: the chat template, the system message, template arguments."""
 
+from pathlib import Path
+
 import pytest
 from tests.data.conftest import character_tokenizer
 
@@ -82,6 +84,44 @@ def test_settings_that_need_a_template_are_refused_without_one(plain_tokenizer, 
 def test_settings_that_contradict_one_another_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         settings(**given)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+
+
+def test_tools_in_the_system_prompt_are_what_qwens_template_writes():
+    template = (Path(__file__).parents[1] / "helpers" / "qwen3_chat_template.jinja").read_text()
+    tokenizer = character_tokenizer(template)
+    for prompt in ("add 1 and 1", [SYSTEM, USER]):
+        written = PromptEncoder(settings(), tokenizer).encode(prompt, [TOOL])
+        assert (
+            PromptEncoder(settings(tools_in_system_prompt=True), tokenizer).encode(prompt, [TOOL]) == written
+        )
+        assert '"name": "add"' in written[0]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0]['content'] }}", "{{ messages[-1]['content'] }}{% if tools %}tools{% endif %}"],
+)
+def test_a_prompt_whose_tools_the_template_leaves_out_is_a_bad_row(template):
+    with pytest.raises(BadRow, match=r"add; data\.tools_in_system_prompt = true") as bad:
+        PromptEncoder(settings(), character_tokenizer(template)).encode("add 1 and 1", [TOOL])
+    assert bad.value.reason == "tools that the chat template leaves out"
+
+
+@pytest.mark.parametrize("template", ["", "{% if messages[0]['role'] == 'user' %}?{% endif %}"])
+def test_a_prompt_without_a_token_is_a_bad_row(template):
+    with pytest.raises(BadRow) as bad:
+        PromptEncoder(settings(), character_tokenizer(template)).encode([SYSTEM])
+    assert bad.value.reason == "empty prompt"
+
+
+def test_a_chat_template_without_an_end_is_an_error(monkeypatch):
+    monkeypatch.setattr("tailrace.data.tokenizer.TEMPLATE_TIMEOUT_S", 0.05)
+    loop = "{% for a in range(6000) %}{% for b in range(6000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"its chat template did not end within 0\.05 s"):
+        PromptEncoder(settings(), character_tokenizer(loop)).encode("1+1")
 
 
 @pytest.mark.parametrize("prompt", [None, 3, "", [], ["hi"], {"role": "user"}])

@@ -139,11 +139,11 @@ def test_a_task_with_one_prompt_has_none_to_hold_out(plain_tokenizer):
     [
         (
             {"task": "chain_sums"},
-            "data.task = 'chain_sums': reasoning-gym has no such task; did you mean chain_sum",
+            "data.task = 'chain_sums': reasoning-gym has no such task; did you mean 'chain_sum'",
         ),
         (
             {"params": {"max_digit": 3}},
-            "data.params.max_digit = 3: chain_sum has no such parameter; did you mean max_dig",
+            "data.params.max_digit = 3: chain_sum has no such parameter; did you mean 'max_dig",
         ),
         ({"params": {"seed": 3}}, "data.params.seed = 3: chain_sum has no such parameter"),
         ({"params": {"max_digits": 0}}, "data.task = 'chain_sum': the task refuses its parameters"),

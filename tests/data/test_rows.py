@@ -14,7 +14,8 @@ from tailrace.errors import BadRow, ConfigError
 
 
 def write(path, rows):
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    lines = [row if isinstance(row, str | bytes) else json.dumps(row) + "\n" for row in rows]
+    path.write_bytes(b"".join(line.encode() if isinstance(line, str) else line for line in lines))
     return RowsSettings(path=path)
 
 
@@ -101,6 +102,9 @@ def test_chat_messages_go_through_the_chat_template(tmp_path, tokenizer):
         ({"prompt": ["hi"]}, "no prompt"),
         ("not json\n", "not a JSON object"),
         ("[1]\n", "not a JSON object"),
+        (b'{"prompt": "\xff"}\n', "not a JSON object"),
+        (b'{"prompt": "7", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "not a JSON object"),
+        ({"prompt": "h", "tools": "[" * 100_000}, "tools that are not JSON"),
     ],
 )
 def test_a_bad_row_costs_its_own_index_alone(tmp_path, plain_tokenizer, row, reason):

@@ -99,3 +99,15 @@ async def asking_twice(messages: list[Any], base_url: str, api_key: str, model: 
         second = await client.chat.completions.create(model=model, messages=again, max_tokens=3)
         assert second.usage
         return float(len(first.choices[0].message.content or "") % 2)
+
+
+async def cut_short(messages: list[Any], base_url: str, api_key: str, model: str) -> float:
+    """It asks again after a turn that was cut off, and raises when that is refused. Where the last number of
+    the prompt is even, its first turn has room."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        room = {} if int(messages[0]["content"].split()[-1]) % 2 == 0 else {"max_tokens": 1}
+        first = await client.chat.completions.create(model=model, messages=messages, **room)
+        if room:
+            again = [*messages, first.choices[0].message, {"role": "user", "content": "12 * 34"}]
+            await client.chat.completions.create(model=model, messages=again)
+        return float(len(first.choices[0].message.content or "") % 2)

@@ -70,3 +70,15 @@ def test_an_agent_trains_through_the_endpoint_and_its_parked_episodes_go_on(tmp_
             assert first["begins_branch"] == forgets and len(sample["messages"]) == (1 if forgets else 3)
             num_branched += forgets
     assert num_branched > 0
+
+
+def test_an_agent_whose_turns_are_cut_trains_on_and_its_samples_say_why(tmp_path: Path) -> None:
+    prompts = [f"Solve the following multiplication: {n} * {n + 1}" for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    serial = CONFIG.replace("april", "serial").replace("groups_launched = 5", "groups_per_step = 3")
+    (tmp_path / "run.toml").write_text(serial.replace("asking_twice", "cut_short"))
+    summary = tailrace.train(tailrace.load_config(tmp_path / "run.toml"), tmp_path / "run")
+    assert summary.steps == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("completions/failed/environment_no_reward", 0) for row in rows) > 0
+    assert not any("not_applicable" in key for row in rows for key in row)

@@ -131,3 +131,10 @@ def test_rewards_that_fail_are_named_by_their_reason() -> None:
     assert advisories([row], None) == [
         ("rewards fail", "8 samples of the last step have no reward, most by: ValueError")
     ]
+
+
+def test_steps_without_a_call_of_a_tool_are_named() -> None:
+    (found,) = advisories([GOOD | {"rewards/environment/calls": 0.0}] * 3, None)
+    assert found.kind == "no calls" and found.text.startswith("No sample of the last 3 steps calls a tool.")
+    called = [GOOD | {"rewards/environment/calls": calls} for calls in (0.0, 0.5, 0.0)]
+    assert advisories(called, None) == []

@@ -57,6 +57,16 @@ def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
     assert len(Notices().of(mixed)) == 1
 
 
+def test_a_first_step_without_a_call_of_a_tool_is_said_once() -> None:
+    (line,) = Notices().of(step_row(step=1, rewards={"environment/calls": 0.0}))
+    assert line.startswith("No sample of step 1 calls a tool | ")
+    for quiet in (
+        {"rewards": {"environment/calls": 0.1}},
+        {"step": 2, "rewards": {"environment/calls": 0.0}},
+    ):
+        assert Notices().of(step_row(**{"step": 1} | quiet)) == []
+
+
 def test_a_dead_engine_is_named_at_once_with_the_cause() -> None:
     event = EngineStateChanged(1.0, "engine-0", "dead", "engine-0 (process 7) ended: signal SIGKILL")
     assert Notices().of(event) == ["engine-0 is dead: engine-0 (process 7) ended: signal SIGKILL"]

@@ -21,9 +21,10 @@ from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
-from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
+from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped
-from tailrace.rollout.episodes import Episodes, NoRewards
+from tailrace.reward.judge import NoFunctions
+from tailrace.rollout.episodes import Episodes
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimSettings
@@ -203,16 +204,40 @@ def test_an_answer_is_in_the_ledger_before_it_is_used(tmp_path: Path) -> None:
 
 def test_an_environment_that_gives_rewards_needs_no_reward_function() -> None:
     environment = Calls(reward=0.25)
-    parts = world(environment)
-    outcome = simulate(one_group, ONE_GROUP, EXACT, parts=lambda: replace(parts(), rewards=NoRewards()))
+    parts = world(environment, must_reward=True)
+    outcome = simulate(one_group, ONE_GROUP, EXACT, parts=lambda: replace(parts(), rewards=NoFunctions()))
     assert the_sample(outcome).reward == 0.25
     assert [(event.reward, event.failure) for event in outcome.of(SampleScored)] == [(0.25, None)]
 
 
-def test_an_environment_without_rewards_and_without_reward_functions_is_refused_at_the_first_sample() -> None:
-    parts = world(Calls())
-    with pytest.raises(ConfigError, match="the environment gave no reward to episode"):
-        simulate(one_group, ONE_GROUP, EXACT, parts=lambda: replace(parts(), rewards=NoRewards()))
+class Cut:
+    """Every episode of an odd sample has no room for a second turn, and its agent raises."""
+
+    async def run(self, prompt: Prompt, policy: Policy) -> base.Outcome:
+        await policy.complete()
+        if policy.id.number % 2 == 0:
+            return base.Outcome(1.0)
+        raise EpisodeOver from ValueError("context_length_exceeded")
+
+
+def test_a_cut_episode_without_a_reward_fails_alone_and_says_what_its_agent_raised() -> None:
+    run = RunSettings(rounds=2, group_size=4)
+    parts = world(Cut(), must_reward=True)
+    outcome = simulate(one_group, run, EXACT, parts=lambda: replace(parts(), rewards=NoFunctions()))
+    assert [len(event.samples) for event in outcome.of(Stepped)] == [2, 2]
+    failed = [event for event in outcome.of(SampleScored) if event.failure]
+    assert {event.failure for event in failed} == {"environment no reward"} and len(failed) == 4
+    assert all(event.detail.startswith("no room was left for another turn") for event in failed)
+    assert all("ValueError('context_length_exceeded')" in event.detail for event in failed)
+
+
+def test_an_environment_that_never_gives_a_reward_ends_a_run_without_reward_functions() -> None:
+    parts = world(Calls(), must_reward=True, max_failures=3)
+    run = RunSettings(rounds=1, group_size=4)
+    with pytest.raises(
+        EnvironmentBroken, match=r"the last 3 episodes .* no reward: the environment gave none"
+    ):
+        simulate(one_group, run, EXACT, parts=lambda: replace(parts(), rewards=NoFunctions()))
 
 
 class Raising:

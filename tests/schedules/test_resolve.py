@@ -112,7 +112,7 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
         (
             "serial",
             {"groups_per_round": "many", "groups_per_step": 2},
-            "schedule.groups_per_round = 'many': input should be a valid integer",
+            "schedule.groups_per_round = 'many': this is not a number",
         ),
         (
             "serial",
@@ -310,3 +310,24 @@ def test_a_correction_of_recorded_log_probs_is_refused_for_every_schedule_that_r
     assert with_published_defaults(april).algorithm.correction == "truncate"
     with pytest.raises(ConfigError, match=r"algorithm\.correction"):
         with_published_defaults(RunConfig(run=SETTINGS, schedule={"name": "serial"}, algorithm=truncated))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("serial", {"groups_per_round": 10**18, "groups_per_step": 10**18}),
+        ("conventional", {"groups_per_step": 60_000, "steps_per_round": 60_000}),
+        ("april", {"groups_per_round": 8, "groups_launched": 10**18}),
+    ],
+)
+def test_a_schedule_of_endless_rounds_is_refused_with_its_numbers(
+    name: str, parameters: dict[str, int]
+) -> None:
+    said = message(name, **parameters)
+    assert "a rehearsal of two rounds draws more than 50000 prompts" in said
+    assert all(f"'{key}': {value}" in said for key, value in parameters.items())
+
+
+@pytest.mark.parametrize(("value", "said"), [(True, "this is not a number"), (10**30, "at most 64 bits")])
+def test_a_parameter_is_not_turned_into_one_of_another_type(value: object, said: str) -> None:
+    assert said in message("serial", groups_per_round=value, groups_per_step=1)

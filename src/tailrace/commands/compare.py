@@ -9,7 +9,7 @@ from tailrace.commands.comparison import Comparison
 from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.commands.virtual import note_default_costs
-from tailrace.config import RunConfig, require_sections
+from tailrace.config import RunConfig, require_sections, with_model_folder
 from tailrace.record.draw import draw
 from tailrace.schedules.resolve import (
     check_parameter_names,
@@ -35,7 +35,7 @@ def compare(
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     console = open_console()
-    racers = _racers(config)
+    racers = _racers(config if virtual else with_model_folder(config))
     if not virtual and config.model is None:
         console.print("the config has no [model]: the race is in virtual time", markup=False)
         virtual = True

@@ -5,12 +5,13 @@ from contextlib import asynccontextmanager
 
 from tailrace.config import RunConfig
 from tailrace.data.base import ProceduralSettings, Prompts, sources_of
+from tailrace.data.encoding import LEFT_OUT, PromptEncoder
 from tailrace.data.tokenizer import Tokenizer, text_of
 from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.environments.chat import Chat
 from tailrace.environments.open import check_environment, gives_every_reward, open_environment, tools_of
 from tailrace.environments.settings import AgentSettings, EpisodeSettings, PythonSettings, ToolsSettings
-from tailrace.errors import ConfigError
+from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import context_length
 from tailrace.rollout.episodes import Episodes
 from tailrace.rollout.router import Play
@@ -27,14 +28,31 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
     if not isinstance(config.environment, EpisodeSettings):
         return
     _chat(config, tokenizer)
-    check_environment(config.environment)
+    settings = config.environment
+    check_environment(settings)
     assert config.data
     for source in sources_of(config.data):
-        settings = config.environment
         needs_template = isinstance(settings, ToolsSettings) or _begins_with_data(settings)
         if needs_template and source.chat_template == "never":
             problem = "the model reads the tools and the messages of agents through its chat template"
             raise ConfigError("data.chat_template", "never", problem, 'set it to "auto"')
+        if isinstance(settings, ToolsSettings):
+            _check_tools(settings, PromptEncoder(source, tokenizer, tools=tools_of(settings)))
+        parser = "hermes" if isinstance(settings, PythonSettings) else settings.parser
+        if source.tools_in_system_prompt and parser != "hermes":
+            problem = 'data.tools_in_system_prompt asks the model for calls in the format "hermes"'
+            raise ConfigError("environment.parser", parser, problem, 'set it to "hermes"')
+
+
+def _check_tools(settings: ToolsSettings, encoder: PromptEncoder) -> None:
+    """Raises a ConfigError if the model would not see the tools."""
+    try:
+        encoder.encode("Why?")
+    except BadRow as why:
+        if why.reason == LEFT_OUT:
+            problem = "the model's chat template leaves tools out, so the model would not know of them"
+            remedy = "set data.tools_in_system_prompt = true, or choose a model whose template has them"
+            raise ConfigError("environment.functions", list(settings.functions), problem, remedy) from why
 
 
 def request_encoder(config: RunConfig, tokenizer: Tokenizer) -> RequestEncoder:
@@ -100,6 +118,7 @@ async def open_play(
             grace_s=settings.grace_s,
             max_failures=settings.max_failures,
             timeout_s=settings.timeout_s,
+            must_reward=not (calls_reward_functions(config) or config.reward.judges or config.reward.code),
             reference=reference,
             max_branches=max_branches,
             history=(lambda prompt: encoder.history(prompt, max_branches)) if sends_new else None,

@@ -11,7 +11,7 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import check_live, open_parts
-from tailrace.config import ModelSettings, RunConfig, load_config
+from tailrace.config import ModelSettings, RunConfig, load_config, with_model_folder
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
@@ -48,6 +48,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
+    config = with_model_folder(config)
     check_live(config)
     assert config.model
     console = Console(soft_wrap=True)

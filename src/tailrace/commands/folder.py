@@ -12,6 +12,7 @@ ledger.sqlite    the fate of each token and prompt, and the state of the run at 
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
 tensorboard/     what trackers write here, as does wandb/
+reward.pkl       the reward function, where a script or a notebook gave it
 lock             held by the process that trains here; the system releases it when that process ends. Its time
                  is that at which workers began to start
 """
@@ -44,6 +45,7 @@ class RunFolder:
         self.timeline = path / "timeline.png"
         self.counts = path / COUNTS_FOLDER
         self.lock = path / "lock"
+        self.reward = path / "reward.pkl"
 
     def require_run(self) -> None:
         """Raises ConfigError if no run has begun here."""

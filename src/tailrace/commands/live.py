@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,6 @@ from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
-from tailrace.rollout.episodes import NoRewards
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
@@ -75,7 +74,7 @@ def check_live(config: RunConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     check_episodes(config, tokenizer)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-    _open_prompts(config, tokenizer, config.run.seed, "eval")
+    usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
     first = usable_prompts(prompts, CHECKED_ROWS)
     _check_rewards(config, [prompt.row for prompt in first])
     check_judges(config, first)
@@ -140,13 +139,21 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
-    """Return the first prompts of the run's order, without rows that have no usable prompt."""
+    """Return the first prompts of the run's order, without rows that have no usable prompt.
+
+    Raises:
+        ConfigError: there is none; with the reason of the first row.
+    """
     found: list[Prompt] = []
-    for index in range(num + MAX_BAD_ROWS):
-        with suppress(BadRow):
-            found.append(prompts[index])
-        if len(found) == num:
-            break
+    bad: list[BadRow] = []
+    while len(found) < num and len(bad) < MAX_BAD_ROWS:
+        try:
+            found.append(prompts[len(found) + len(bad)])
+        except BadRow as why:
+            bad.append(why)
+    if not found:
+        problem = f"none of the first {len(bad)} rows has a usable prompt; this is the reason of the first"
+        raise ConfigError("data", str(bad[0]), problem, "check the data and the model's chat template")
     return found
 
 
@@ -297,7 +304,7 @@ async def _checked_rewards(
                 print(f"tailrace: warning: {warning}", file=sys.stderr)
     others = functions or (NoFunctions() if config.reward.judges else None)
     if code is None:
-        return others or NoRewards()
+        return others or NoFunctions()
     sandbox = Sandbox(config.reward.sandbox, code)
     await sandbox.check()
     workers = config.reward.workers

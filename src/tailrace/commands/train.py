@@ -6,12 +6,14 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 
@@ -19,12 +21,13 @@ from tailrace import clock
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.commands.signals import signals_received
-from tailrace.config import RunConfig, check_resumable
+from tailrace.config import RunConfig, check_resumable, with_model_folder
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
+from tailrace.importing import saved_function
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
@@ -52,6 +55,7 @@ def train(
     *,
     resume: bool = False,
     schedule: BoundSchedule | None = None,
+    reward: Callable[..., Any] | None = None,
     interruption: Interruption | None = None,
 ) -> RunSummary:
     """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
@@ -64,17 +68,22 @@ def train(
     Args:
         resume: continue the run in the output directory, if one has begun there.
         schedule: in place of the schedule that the config names; checked by the caller.
+        reward: in place of the reward functions that the config names.
         interruption: lets another thread end the run in order.
     """
-    config = with_published_defaults(config)
+    config = with_published_defaults(with_model_folder(config))
     schedule = schedule or resolve(config)
-    check_live(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
+    saved = None if reward is None else saved_function(reward, "reward")
+    with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
+        check_live(_with_reward(config, reward, saved, Path(scratch) / "reward.pkl"))
+    config = _with_reward(config, reward, None, folder.reward)
     with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
         num_restarts = 0
         while True:
             try:
-                return _one_life(config, schedule, folder, resume or num_restarts > 0, interruption)
+                is_resumed = resume or num_restarts > 0
+                return _one_life(config, schedule, folder, is_resumed, saved, interruption)
             except WorkerDied as died:
                 limit = config.host.restarts
                 if num_restarts == limit or interruption.signal is not None:
@@ -83,13 +92,33 @@ def train(
                 print(f"tailrace: {died}\ntailrace: restart {num_restarts} of {limit}", file=sys.stderr)
 
 
+def _with_reward(
+    config: RunConfig, reward: Callable[..., Any] | None, saved: bytes | None, path: Path
+) -> RunConfig:
+    """The config with a reward function that is saved in a file."""
+    if reward is None:
+        return config
+    if saved:
+        path.write_bytes(saved)
+    name = getattr(reward, "__name__", "reward")
+    settings = config.reward.model_copy(update={"function": f"{path.resolve()}:{name}", "functions": ()})
+    return config.model_copy(update={"reward": settings})
+
+
 def _one_life(
-    config: RunConfig, schedule: BoundSchedule, folder: RunFolder, resume: bool, interruption: Interruption
+    config: RunConfig,
+    schedule: BoundSchedule,
+    folder: RunFolder,
+    resume: bool,
+    reward: bytes | None,
+    interruption: Interruption,
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
     timeline = Timeline()
     folder.lock.touch()  # for `tailrace view`: the trace that is there is of an earlier life
     with opened(config, folder, resume) as (store, start):
+        if reward:
+            folder.reward.write_bytes(reward)
         try:
             run = _train(config, schedule, folder, store, start, timeline, interruption)
             outcome, summary = clock.run(run, virtual=False)

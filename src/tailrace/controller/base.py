@@ -20,7 +20,7 @@ class RunSettings(Settings):
 
     rounds: int = Field(ge=1)
     """Rounds of the schedule."""
-    group_size: int = Field(ge=1)
+    group_size: int = Field(ge=1, le=65_536)
     """Samples of one prompt (K)."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompt order and of the sampling noise."""

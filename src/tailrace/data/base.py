@@ -14,6 +14,8 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     | {"tokenize", "return_dict", "return_tensors", "chat_template"}
 )
 """Arguments of `apply_chat_template` that the data room sets itself."""
+TEMPLATE_KEYS = {"system_prompt", "chat_template_kwargs", "tools_in_system_prompt"}
+"""Keys of [data] that need a chat template."""
 HELD_OUT_ONE_IN = 16
 """Share of the different prompts that is held out for evaluation when there is no evaluation set."""
 
@@ -34,6 +36,9 @@ class PromptSettings(Settings):
     message keep their own. It needs the chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Arguments passed to the chat template, for example `{ enable_thinking = false }` for Qwen3."""
+    tools_in_system_prompt: bool = False
+    """Whether the tools of a prompt are described at the end of its system message, in the words of Qwen's
+    template (calls are then in the format "hermes"). For models whose chat template leaves tools out."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
     the model's context leaves no room for one completion token."""
@@ -47,10 +52,9 @@ class PromptSettings(Settings):
 
     @model_validator(mode="after")
     def _check_that_the_template_is_used(self) -> "PromptSettings":
-        if self.chat_template == "never" and (self.system_prompt or self.chat_template_kwargs):
-            raise ValueError(
-                "system_prompt and chat_template_kwargs need the chat template, and chat_template is 'never'"
-            )
+        if self.chat_template == "never" and self.model_dump(include=TEMPLATE_KEYS, exclude_defaults=True):
+            named = " and ".join(sorted(TEMPLATE_KEYS))
+            raise ValueError(f"{named} need the chat template, and chat_template is 'never'")
         return self
 
 

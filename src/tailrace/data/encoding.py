@@ -1,14 +1,33 @@
 """From the prompt of a row, a string or chat messages, to text and token ids."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-from tailrace.data.base import PromptSettings
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.base import TEMPLATE_KEYS, PromptSettings
+from tailrace.data.tokenizer import Tokenizer, render
 from tailrace.errors import BadRow, ConfigError
 
 TOO_LONG = "prompt too long"
 """Reason under which dropped prompts are counted."""
+
+LEFT_OUT = "tools that the chat template leaves out"
+"""Reason under which prompts are dropped whose tools the model would not see."""
+TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""What Qwen's chat templates write at the end of the system message."""
 
 Messages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
@@ -38,8 +57,8 @@ class PromptEncoder:
         self._max_tokens = min((limit for limit in limits if limit is not None), default=None)
         self.has_template = tokenizer.chat_template is not None
         if not self.has_template and settings.chat_template != "never":
-            needing = {"chat_template", "system_prompt", "chat_template_kwargs"}
-            for name, value in settings.model_dump(include=needing, exclude_defaults=True).items():
+            needing = settings.model_dump(include={"chat_template"} | TEMPLATE_KEYS, exclude_defaults=True)
+            for name, value in needing.items():
                 problem = "the model's tokenizer has no chat template"
                 remedy = "remove it, or add a template to the model folder"
                 raise ConfigError(f"data.{name}", value, problem, remedy)
@@ -52,7 +71,8 @@ class PromptEncoder:
             tools: tools that the model may call; they need the chat template.
 
         Raises:
-            BadRow: it is neither, it is empty, the template refuses it, or it is too long.
+            BadRow: it is neither, it is empty, the template refuses it or leaves out its tools, or it has no
+                token or too many.
         """
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
@@ -67,6 +87,8 @@ class PromptEncoder:
             text = self._apply_template(messages, tools)
             # The template has written the special tokens.
             ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise BadRow("empty prompt", "the chat template writes no token for it")
         if self._max_tokens is not None and len(ids) > self._max_tokens:
             raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {self._max_tokens} fit")
         return text, ids
@@ -98,17 +120,39 @@ class PromptEncoder:
         system = self._settings.system_prompt
         if system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
+        if not tools:
+            return self._render(messages)
+        bare = self._render(messages)
+        moved = self._settings.tools_in_system_prompt
+        text = self._render(_with_tools(messages, tools)) if moved else self._render(messages, tools)
+        for name in map(_name_of, tools):
+            if text.count(name) <= bare.count(name):  # a tool without a name makes the text longer
+                raise BadRow(LEFT_OUT, f"{name}; data.tools_in_system_prompt = true describes them")
+        return text
+
+    def _render(self, messages: Messages, tools: Tools | None = None) -> str:
+        given = {"tools": tools, "add_generation_prompt": True, **self._settings.chat_template_kwargs}
         try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._settings.chat_template_kwargs,
-            )
+            return render(self._tokenizer, messages, given)
+        except ConfigError:
+            raise
         except Exception as why:
             # Templates are programs: they raise errors of their own on messages they do not know.
             raise BadRow("messages that the chat template refuses", str(why)) from why
+
+
+def _with_tools(messages: Messages, tools: Tools) -> Messages:
+    described = TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages[0].get("role") != "system":
+        return [{"role": "system", "content": described}, *messages]
+    content: Any = messages[0]["content"]
+    added = f"\n\n{described}" if isinstance(content, str) else [{"type": "text", "text": described}]
+    return [{**messages[0], "content": content + added}, *messages[1:]]
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, Mapping) else tool).get("name", ""))
 
 
 def is_prompt(prompt: object) -> TypeGuard[str | list[Mapping[str, object]]]:

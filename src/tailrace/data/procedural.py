@@ -5,7 +5,6 @@ A prompt is a function of (settings, seed, split) and its index, or its row numb
 is drawn again, so training and evaluation share no prompt, whatever their seeds.
 """
 
-import difflib
 import math
 import re
 import zlib
@@ -21,7 +20,7 @@ import msgspec
 from tailrace.data.base import HELD_OUT_ONE_IN, ProceduralSettings, Split, TermsSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.epochs import Epochs
-from tailrace.errors import BadRow, ConfigError
+from tailrace.errors import BadRow, ConfigError, did_you_mean
 from tailrace.types import Prompt
 
 MAX_DRAWS = 400
@@ -97,13 +96,13 @@ class Task:
         for name, value in self._settings.params.items():
             if name not in known:
                 problem = f"{task} has no such parameter"
-                raise ConfigError(f"data.params.{name}", value, problem, _suggest(name, known))
+                raise ConfigError(f"data.params.{name}", value, problem, did_you_mean(name, known))
         ranges = [name[4:] for name in known if name.startswith("min_") and f"max_{name[4:]}" in known]
         for name, terms in self._settings.lengths.items():
             key = f"data.lengths.{name}"
             if name not in ranges:
                 problem = f"{task} has no min_{name} and max_{name}"
-                raise ConfigError(key, name, problem, _suggest(name, ranges))
+                raise ConfigError(key, name, problem, did_you_mean(name, ranges))
             if terms.minimum > terms.maximum:
                 remedy = f"choose at most {terms.maximum}"
                 raise ConfigError(f"{key}.minimum", terms.minimum, "it is larger than the maximum", remedy)
@@ -217,12 +216,7 @@ def _find_task(name: str) -> tuple[Any, Any]:
         ) from why
     tasks: dict[str, tuple[Any, Any]] = reasoning_gym.factory.DATASETS
     if name not in tasks:
-        raise ConfigError("data.task", name, "reasoning-gym has no such task", _suggest(name, sorted(tasks)))
+        raise ConfigError(
+            "data.task", name, "reasoning-gym has no such task", did_you_mean(name, sorted(tasks))
+        )
     return tasks[name]
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"it has {', '.join(known)}" if known else "remove it"

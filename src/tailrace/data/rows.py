@@ -12,7 +12,7 @@ import msgspec
 from tailrace.data.base import HELD_OUT_ONE_IN, RowsSettings, Split
 from tailrace.data.encoding import PromptEncoder, Tools, is_prompt
 from tailrace.data.epochs import Epochs
-from tailrace.data.tables import Table, open_table
+from tailrace.data.tables import NOT_JSON, Table, open_table
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt
 
@@ -47,7 +47,7 @@ class RowPrompts:
         text, ids = self._encoder.encode(row.get(self._column), _tools(row.get(self._tools_column)))
         try:
             carried: dict[str, object] = msgspec.to_builtins(dict(row))
-        except TypeError as why:
+        except (TypeError, RecursionError) as why:
             raise BadRow("a column cannot be sent to another process", str(why)) from why
         source = row.get("data_source")
         named = source if isinstance(source, str) else ""
@@ -75,7 +75,7 @@ def _tools(column: object) -> Tools | None:
     """
     try:
         tools = msgspec.json.decode(column) if isinstance(column, str) and column else column
-    except msgspec.DecodeError as why:
+    except NOT_JSON as why:
         raise BadRow("tools that are not JSON", str(why)) from why
     if not tools:
         return None
@@ -88,9 +88,9 @@ def _digest(table: Table, place: int, column: str) -> int | None:
     """Return a number that is equal for equal prompts, or None where the row has no prompt."""
     try:
         prompt = table[place].get(column)
-    except BadRow:
+        return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
+    except (BadRow, RecursionError):
         return None
-    return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
 
 
 def hold_out(key: str, path: str, digests: list[int | None]) -> set[int]:

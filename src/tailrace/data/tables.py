@@ -12,6 +12,9 @@ from tailrace.errors import BadRow, ConfigError
 EVAL_SPLITS = ("test", "validation")
 """Splits that are the evaluation set when none is named, in this order."""
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec's decoder: also of bytes that are not UTF-8, and of thousands of open brackets."""
+
 
 class Table(Protocol):
     """Rows by number."""
@@ -37,7 +40,7 @@ class JsonLines:
     def __getitem__(self, place: int) -> dict[str, Any]:
         try:
             return msgspec.json.decode(self._lines[place], type=dict[str, Any])
-        except msgspec.DecodeError as why:
+        except NOT_JSON as why:
             raise BadRow("not a JSON object", str(why)) from why
 
 

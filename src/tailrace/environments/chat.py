@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.tokenizer import Tokenizer, render
 from tailrace.environments.base import Message
 from tailrace.errors import ConfigError, EnvironmentFailed
 
@@ -66,9 +66,9 @@ class Chat:
             *messages,
         ]
         try:
-            text = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **self._arguments
-            )
+            text = render(self._tokenizer, conversation, {"add_generation_prompt": True, **self._arguments})
+        except ConfigError:
+            raise
         except Exception as why:
             # Templates are programs: they raise errors of their own on messages they do not know.
             raise EnvironmentFailed("template", str(why)) from why

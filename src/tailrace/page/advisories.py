@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tailrace.page.doing import Doing
 from tailrace.page.life import EVALUATION, Life, Request
 from tailrace.page.state import State
+from tailrace.record.rows import CALLS
 
 NUM_STEPS = 5
 """The steps that are looked at."""
@@ -44,7 +45,7 @@ def advisories(
         doing: what the life does, or did last.
     """
     recent = steps[-NUM_STEPS:]
-    found = [_zero_variance(recent), _truncation(recent), _failures(recent)]
+    found = [_zero_variance(recent), _truncation(recent), _failures(recent), _no_calls(recent)]
     if life:
         found = [_said(life), *_dead_engines(life), _abort_storm(life, recent), *found]
         found.insert(0, _silent(life, state, doing) if state else None)
@@ -170,6 +171,15 @@ def _failures(steps: Sequence[StepRow]) -> Advisory | None:
     reason = max(failed, key=lambda name: failed[name])
     text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
     return Advisory("rewards fail", text)
+
+
+def _no_calls(steps: Sequence[StepRow]) -> Advisory | None:
+    if not steps or any(row.get(f"rewards/{CALLS}") != 0.0 for row in steps):
+        return None
+    text = (
+        f"No sample of {_last(steps)} calls a tool. Either the model does not know the tools, or it writes "
+    )
+    return Advisory("no calls", text + "calls in another format than environment.parser: look at samples.")
 
 
 def _last(steps: Sequence[StepRow]) -> str:

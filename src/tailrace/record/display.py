@@ -17,7 +17,7 @@ from rich.text import Text
 from tailrace.record.base import RecordSettings
 from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Waiting
 from tailrace.record.progress import Progress, duration, lengths, number, sparkline, step_line
-from tailrace.record.rows import StepRow
+from tailrace.record.rows import CALLS, StepRow
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
@@ -50,7 +50,7 @@ class Notices:
                 self._failures.add(reason)
                 return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
             case StepRow():
-                return self._mismatch(event)
+                return [*self._mismatch(event), *_no_call(event)]
         return []
 
     def _mismatch(self, row: StepRow) -> list[str]:
@@ -73,6 +73,15 @@ class Notices:
         what = "engine and trainer disagree on tokens of the same weights"
         remedy = "compare their dtype, temperature and weights"
         return [f"ALARM | Step {step} | {what}: {figures} | {remedy}"] if began else []
+
+
+def _no_call(row: StepRow) -> list[str]:
+    if row.step > 1 or row.rewards.get(CALLS) != 0.0:
+        return []
+    return [
+        "No sample of step 1 calls a tool | look at prompts and answers in samples/; the format of calls "
+        "is environment.parser"
+    ]
 
 
 class Display:

@@ -21,6 +21,9 @@ from tailrace.record.moments import LengthStats
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+CALLS = "environment/calls"
+"""Calls of tools in a sample: a key of `StepRow.rewards` in runs of the environment "tools"."""
+
 
 class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is counted as it happens. Values of consecutive rows add up to those of the run."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 from tailrace.clock import now
 from tailrace.environments.base import Environment, EpisodeOver, Outcome
 from tailrace.environments.episode import Episode, Observe, Rewritten, Serve, Written, not_written
-from tailrace.errors import ConfigError, EnvironmentBroken, EnvironmentFailed
+from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
 from tailrace.trainer.base import Reference
 from tailrace.types import Prompt, Sample
@@ -31,6 +31,7 @@ class Episodes:
         timeout_s: of one episode, without the time in which the policy generates. None: no limit.
         max_branches: as Episode.
         history: makes what Episode takes as `rewritten`. None: turns extend what the policy wrote.
+        must_reward: an episode without a reward fails, because nothing else gives it one.
         reference: log-probs of the samples that the environment rewards; the others get theirs when they are
             scored. None: the algorithm needs none.
     """
@@ -46,6 +47,7 @@ class Episodes:
         grace_s: float,
         max_failures: int,
         timeout_s: float | None = None,
+        must_reward: bool = False,
         reference: Reference | None = None,
         max_branches: float = math.inf,
         history: Callable[[Prompt], Rewritten] | None = None,
@@ -56,7 +58,7 @@ class Episodes:
             "max_context_tokens": max_context_tokens,
         }
         self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
-        self._timeout_s = timeout_s
+        self._timeout_s, self._must_reward = timeout_s, must_reward
         self._max_branches, self._history = max_branches, history
         self._num_failures, self._first_failure = 0, ""
 
@@ -103,8 +105,6 @@ class Episodes:
             outcome = await self._run(sample, episode, limit)
             if outcome.reward is not None and self._reference:
                 sample.reference_logprobs = _checked(await kept(self._reference.logprobs(sample)))
-        except EpisodeOver:
-            outcome = Outcome()
         # An environment may raise CancelledError by itself: a task that it awaits was cancelled.
         except (Exception, asyncio.CancelledError, SystemExit) as why:
             if broken:
@@ -122,6 +122,13 @@ class Episodes:
         try:
             async with limit:
                 outcome = await self._environment.run(sample.prompt, episode)
+        except EpisodeOver as why:
+            if self._must_reward:
+                agent = f", and the agent raised {why.__cause__!r}" if why.__cause__ else ""
+                is_cut = sample.turns and sample.turns[-1].finish_reason == "length"
+                what = "its last turn was cut off" if is_cut else "no room was left for another turn"
+                raise _no_reward(what + agent) from why
+            return Outcome()
         except TimeoutError as why:
             if not limit.expired():
                 raise
@@ -129,6 +136,8 @@ class Episodes:
         _raise_if_cancelled()
         if not sample.turns:
             raise EnvironmentFailed("no turn", "it ended before the first turn of the policy")
+        if outcome.reward is None and self._must_reward:
+            raise _no_reward("the environment gave none")
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             raise EnvironmentFailed("reward", f"its reward is {outcome.reward}")
         metrics = {name: float(value) for name, value in outcome.metrics.items()}
@@ -179,6 +188,11 @@ def _paused(limit: asyncio.Timeout) -> Iterator[None]:
         limit.reschedule(None if left_s is None else now() + left_s)
 
 
+def _no_reward(why: str) -> EnvironmentFailed:
+    remedy = "let the environment give a reward then, or name reward.function"
+    return EnvironmentFailed("no reward", f"{why}, and no reward function is named; {remedy}")
+
+
 def _raise_if_cancelled() -> None:
     """Raises CancelledError if the episode is parked or discarded, whatever its environment made of that."""
     task = asyncio.current_task()
@@ -190,13 +204,3 @@ def _checked(logprobs: list[float]) -> list[float]:
     if not all(map(math.isfinite, logprobs)):
         raise EnvironmentFailed("reference", "a log-prob under the reference model is not finite")
     return logprobs
-
-
-class NoRewards:
-    """`Rewards` (reward/base.py) of a run whose environment gives the rewards."""
-
-    async def score(self, sample: Sample) -> float:
-        """Raises a ConfigError: the environment gave no reward."""
-        problem = f"the environment gave no reward to episode {sample.id}, and no reward function is named"
-        remedy = "name one, or let the environment return Outcome(reward=...)"
-        raise ConfigError("reward.function", None, problem, remedy)

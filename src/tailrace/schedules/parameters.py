@@ -32,6 +32,6 @@ def require_divisible(groups_per_round: int, groups_per_step: int) -> None:
         ConfigError: it does not.
     """
     R, U = groups_per_round, groups_per_step
-    divisors = ", ".join(str(n) for n in range(1, R + 1) if R % n == 0)
+    divisors = ", ".join(str(n) for n in range(1, min(R, 1024) + 1) if R % n == 0)
     problem = f"groups_per_round = {R} is not divisible by it"
     require(R % U == 0, "groups_per_step", U, problem, f"choose from {divisors}")

@@ -7,6 +7,7 @@ own.
 
 import inspect
 from collections.abc import Collection, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, get_type_hints
@@ -20,13 +21,18 @@ from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
+from tailrace.data.base import Prompts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Recorder
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
+from tailrace.settings import type_problem
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
+from tailrace.types import Prompt
 
+MAX_REHEARSED = 50_000
+"""Prompts of a rehearsal, which takes half a millisecond for each."""
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
 
@@ -146,11 +152,26 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(schedule, include_extras=True)
     checked = {}
     for name, value in given.items():
+        if problem := type_problem(value, hints.get(name, Any)):
+            raise ConfigError(f"schedule.{name}", value, problem, "change it")
         try:
             checked[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
         except ValidationError as why:
             raise explain(why, f"schedule.{name}") from None
     return checked
+
+
+class FewPrompts:
+    """Prompts of a rehearsal, of which there is an end."""
+
+    def __init__(self, prompts: Prompts, parameters: Mapping[str, object]) -> None:
+        self._prompts, self._parameters = prompts, parameters
+
+    def __getitem__(self, index: int) -> Prompt:
+        if index >= MAX_REHEARSED:
+            problem = f"a rehearsal of two rounds draws more than {MAX_REHEARSED} prompts"
+            raise ConfigError("schedule", dict(self._parameters), problem, "lower the numbers of groups")
+        return self._prompts[index]
 
 
 def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> None:
@@ -169,7 +190,8 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
 
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))
-        await execute(watched, parts, rehearsal, Recorder())
+        few = FewPrompts(parts.prompts, schedule.keywords)
+        await execute(watched, replace(parts, prompts=few), rehearsal, Recorder())
 
     try:
         clock.run(two_rounds(), virtual=True)
