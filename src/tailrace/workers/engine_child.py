@@ -48,6 +48,7 @@ class EngineLoop:
         engine: NativeEngine,
         channel: WorkerChannel[ToEngine],
         report_every_s: float,
+        device: str = "cpu",
     ) -> None:
         self._engine, self._channel = engine, channel
         self._report_every_s = report_every_s
@@ -55,7 +56,7 @@ class EngineLoop:
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
         self._paused = False
-        self._receiver = WeightReceiver()
+        self._receiver = WeightReceiver(device=device)
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
@@ -134,7 +135,7 @@ def main() -> None:
         scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
         engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
     channel.send(Ready())
-    EngineLoop(engine, channel, job.report_every_s).run()
+    EngineLoop(engine, channel, job.report_every_s, job.engine.device).run()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def open_transport(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> WeightSend
     """Open the configured transport; a ConfigError goes to the controller and ends the process."""
     with config_errors_sent(channel):
         adapter = job.trainer.adapter
-        return open_sender(job.weights, job.model, peft_config(job.model, adapter) if adapter else None)
+        config = peft_config(job.model, adapter) if adapter else None
+        return open_sender(job.weights, job.model, config, job.trainer.device)
 
 
 def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
