@@ -22,7 +22,7 @@ from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel, WorkerEnd
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -51,6 +51,8 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
             return messages.Referred(logprobs(sample))
         case messages.Publish(version=version):
             return publish(trainer.publish(), version)
+        case messages.Release():
+            give_memory_back()
         case messages.Restore(folder=folder):
             trainer.restore(Path(folder))
     return Done()
