@@ -50,15 +50,15 @@ ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
         ),
         (
             {"weights": NCCL, "trainer.device": "cuda"},
-            r"weights.backend = 'nccl': engine.device is not a GPU; write \"gloo\"",
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, .*; write \"gloo\"",
         ),
         (
             {"weights": NCCL, "trainer.device": "cuda:0", "engine.device": "cuda"},
-            r"weights.backend = 'nccl': an engine has the GPU from which the trainer sends",
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, and different ones",
         ),
         (
             {"weights": NCCL, "placement": ONE_GPU, "trainer.device": "cuda", "engine.device": "cuda"},
-            r"weights.backend = 'nccl': an engine has the GPU from which the trainer sends",
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, and different ones",
         ),
     ],
 )

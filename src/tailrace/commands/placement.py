@@ -125,18 +125,14 @@ def _check_nccl(config: RunConfig) -> None:
     placement, engine = config.placement, config.engine
     if not isinstance(config.weights, ProcessGroupSettings) or config.weights.backend != "nccl":
         return
-    devices = {"trainer.device": config.trainer.device}
-    if isinstance(engine, NativeEngineSettings):
-        devices["engine.device"] = engine.device
-    if no_gpu := [key for key, device in devices.items() if device == "cpu"]:
-        raise ConfigError("weights.backend", "nccl", f"{no_gpu[0]} is not a GPU", 'write "gloo"')
-    used = ["cuda:0" if device == "cuda" else device for device in devices.values()]
+    native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
+    used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]
     is_one = len(set(used)) < len(used) and config.host.kind != "ray"
     if placement.engines or placement.trainer:  # a process with a list sees no other GPUs
         is_one = not {gpus[0] for gpus in placement.trainer[:1]}.isdisjoint(chain(*placement.engines))
-    if is_one:
-        problem = "an engine has the GPU from which the trainer sends, and NCCL refuses two processes on one"
-        raise ConfigError("weights.backend", "nccl", problem, 'write "gloo", or name different GPUs')
+    if is_one or "cpu" in used:
+        problem = "trainer and engines must have GPUs, and different ones"
+        raise ConfigError("weights.backend", "nccl", problem, 'write "gloo", or change the devices')
 
 
 def tensor_parallel_size(config: RunConfig) -> int:

@@ -111,23 +111,16 @@ class Placement:
 
 
 class Colocated(Placement):
-    """All devices generate until the rollout is over; then all train.
-
-    The trainer gives unused memory back before engines wake.
-    """
+    """All devices generate until the rollout is over; then all train. Before engines wake, the trainer gives
+    memory back."""
 
     kind: Kind = "colocated"
 
     def __init__(
-        self,
-        planner: ParallelismPlanner,
-        engines: Sequence[Engine],
-        trainer: Trainer,
-        pool: Pool,
-        tasks: asyncio.TaskGroup,
+        self, planner: ParallelismPlanner, trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
     ) -> None:
         super().__init__(planner)
-        self._engines, self._trainer, self._pool, self._tasks = engines, trainer, pool, tasks
+        self._engines, self._trainer, self._pool, self._tasks = planner.engines, trainer, pool, tasks
         self._lent: list[Engine] = []
         self._lock = asyncio.Lock()
         pool.on_launch = self._launched
@@ -202,13 +195,12 @@ class Elastic(Colocated):
     def __init__(
         self,
         planner: ParallelismPlanner,
-        engines: Sequence[Engine],
         trainer: Trainer,
         pool: Pool,
         tasks: asyncio.TaskGroup,
         shared: Sequence[bool],
     ) -> None:
-        super().__init__(planner, engines, trainer, pool, tasks)
+        super().__init__(planner, trainer, pool, tasks)
         self._shared = shared
         self._tested = -1
 
@@ -285,7 +277,7 @@ def make_placement(
         case "disaggregated":
             return Placement(planner)
         case "colocated":
-            return Colocated(planner, engines, trainer, pool, tasks)
+            return Colocated(planner, trainer, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            return Elastic(planner, engines, trainer, pool, tasks, shared.engines or half)
+            return Elastic(planner, trainer, pool, tasks, shared.engines or half)

@@ -30,10 +30,7 @@ from tailrace.weights.tensors import manifest
 
 
 def open_sender(
-    settings: WeightsSettings,
-    model: Path,
-    adapter: Mapping[str, object] | None = None,
-    device: str = "cpu",
+    settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None, device: str
 ) -> WeightSender:
     """Return the trainer's half of a transport.
 

@@ -134,9 +134,6 @@ class Model:
     def restore(self, path: Path, on_file: Callable[[], None]) -> None:
         """Take the memory back, with the weights of a Hugging Face folder.
 
-        Args:
-            on_file: called after each file that was read.
-
         Raises:
             RuntimeError: there is not enough memory.
             ConfigError: the folder does not have them any more.
