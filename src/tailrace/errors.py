@@ -17,6 +17,7 @@ TailraceError
 |-- EnginesLost          all engines are dead and none came back in time
 |-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
 |-- WeightsRefused       published tensors are not those of the served model; nothing was touched
+|-- NotWoken             an engine could not take the memory of its device back; it sleeps on
 |-- ServerRefused        an inference server answered with an error
 |-- SandboxFailed        a sandbox did not start its program; starting it again may succeed
 |-- EnvironmentBroken    the environment fails in every episode; carries the first cause
@@ -108,6 +109,10 @@ class TransferFailed(TailraceError):
 class WeightsRefused(TailraceError):
     """The published tensors are not those of the served model. The message names them. The engine was not
     touched. Sending again does not help."""
+
+
+class NotWoken(TailraceError):
+    """An engine could not take the memory of its device back. It sleeps on."""
 
 
 class ServerRefused(TailraceError):

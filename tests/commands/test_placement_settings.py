@@ -11,6 +11,8 @@ from tailrace.rollout.placement import Shared
 from tailrace.schedules.resolve import resolve
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
+NCCL = "{ transport = 'process_group', backend = 'nccl' }"
+ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
 
 
 @pytest.mark.parametrize(
@@ -46,11 +48,28 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart
             {"engine.replicas": "2", "placement.max_tensor_parallel_size": "2"},
             r"only vLLM servers that the run starts",
         ),
+        (
+            {"weights": NCCL, "trainer.device": "cuda"},
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, .*; write \"gloo\"",
+        ),
+        (
+            {"weights": NCCL, "trainer.device": "cuda:0", "engine.device": "cuda"},
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, and different ones",
+        ),
+        (
+            {"weights": NCCL, "placement": ONE_GPU, "trainer.device": "cuda", "engine.device": "cuda"},
+            r"weights.backend = 'nccl': trainer and engines must have GPUs, and different ones",
+        ),
     ],
 )
 def test_a_placement_without_enough_devices_is_refused(overrides: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_placement(load_config(QUICKSTART, overrides))
+
+
+def test_nccl_between_different_gpus_is_not_refused() -> None:
+    overrides = {"weights": NCCL, "trainer.device": "cuda:0", "engine.device": "cuda:1"}
+    check_placement(load_config(QUICKSTART, overrides))
 
 
 def test_a_schedule_that_never_stops_generating_is_refused_on_shared_devices() -> None:

@@ -21,12 +21,14 @@ from helpers.virtual import (
     worlds,
 )
 from tailrace.controller.base import RunSettings
-from tailrace.errors import ScheduleError
+from tailrace.errors import ConfigError, NotWoken, ScheduleError, ServerRefused
 from tailrace.record.events import Accumulated, EngineStateChanged, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.placement import Shared
 from tailrace.schedules.april import april
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.trainer import SimTrainer
 from tailrace.types import Sample
 
 ONE_EACH = RunSettings(rounds=1, group_size=1)
@@ -70,6 +72,48 @@ def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
     assert [(at, who) for at, *who in states(outcome) if who[0] == "engine-0"] == [
         (10, list(asleep)), (59, list(awake)), (69, list(asleep)), (118, list(awake))
     ]  # fmt: skip
+
+
+@KINDS
+def test_the_trainer_gives_memory_back_before_an_engine_wakes(kind, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    order: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        async def noted(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+            await original(*args, **kwargs)
+            order.append(name)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(SimTrainer, "accumulate")
+    note(SimTrainer, "release")
+    note(SimEngine, "wake")
+    simulate(partial(serial, groups_per_round=2, groups_per_step=2), TWO_ROUNDS, SMALL, shared=Shared(kind))
+    after_training = " ".join(order).split("accumulate ")[1:]
+    assert len(after_training) == 2
+    assert all(what.startswith("release wake wake") for what in after_training)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "why", [NotWoken("CUDA out of memory"), ServerRefused("POST http://e/wake_up", 500, "CUDA out of memory")]
+)
+def test_an_engine_that_cannot_wake_beside_the_trainer_ends_the_run_with_a_remedy(
+    kind,  # type: ignore[no-untyped-def]
+    why: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(self: SimEngine) -> None:
+        raise why
+
+    monkeypatch.setattr(SimEngine, "wake", refuse)
+    schedule = partial(serial, groups_per_round=2, groups_per_step=2)
+    with pytest.raises(
+        ConfigError, match=rf"placement.kind = '{kind}': .*CUDA out of memory\); give the engines"
+    ):
+        simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared(kind))
 
 
 def test_elastic_lends_half_of_the_engines_at_a_milestone_and_all_of_them_at_the_end() -> None:

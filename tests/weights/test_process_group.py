@@ -4,10 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from transport_cases import (
     HASTY,
     SETTINGS,
@@ -196,6 +200,62 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_backend_that_torch_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"weights\.backend = 'nccl': this torch was built without it"):
         ProcessGroupSender(ProcessGroupSettings(backend="nccl"))
+
+
+class Nccl:
+    """Notes how NCCL is used, where there is none. The peer never comes."""
+
+    made: ClassVar[list["Nccl"]] = []
+    Options = SimpleNamespace
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        self.place, self.timeout = (rank, size), options._timeout
+        self.environment = {name: value for name, value in os.environ.items() if "TORCH_NCCL" in name}
+        self.sent: list[Tensor] = []
+        self.num_aborted = 0
+        self.made.append(self)
+
+    def broadcast(self, data: Tensor, root: int) -> "Nccl":
+        self.sent.append(data)
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout == self.timeout
+        raise RuntimeError("the collective timed out")
+
+    def abort(self) -> None:
+        self.num_aborted += 1
+
+
+def test_nccl_gets_the_process_s_device_and_one_bucket_raises_its_errors_and_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A "meta" tensor stands for one on a GPU."""
+    for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT"):
+        monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    sender = ProcessGroupSender(ProcessGroupSettings(backend="nccl", bucket_bytes=1000, timeout_s=9), "meta")
+    link, address = new_link("engine-0"), sender.publish(some_tensors(0), 1)
+    with ThreadPoolExecutor() as pool:
+        receiving = pool.submit(WeightReceiver(device="meta").receive, address, link)
+        with pytest.raises(
+            TransferFailed, match=r"engine-0 did not take version 1 .*: the collective timed out"
+        ):
+            sender.send(1, link)
+        with pytest.raises(TransferFailed, match="did not send version 1: the collective timed out"):
+            receiving.result()
+    assert sorted(group.place for group in Nccl.made) == [(0, 2), (1, 2)]
+    for group in Nccl.made:
+        assert group.timeout == timedelta(seconds=9)
+        # Without these torch ends the process in place of an error.
+        assert group.environment == {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        }
+        assert [data.device.type for data in group.sent] == ["meta"]
+        assert group.sent[0].numel() <= 1000
+        assert group.num_aborted == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailrace.weights import tensors as module
 from tailrace.weights.base import DTYPE, TensorInfo, new_link
 from tailrace.weights.filesystem import FilesystemSender
-from tailrace.weights.tensors import Publisher
+from tailrace.weights.tensors import COMPARED, Publisher
 from tailrace.weights.transports import WeightReceiver
 
 
@@ -33,12 +32,8 @@ def test_weights_are_published_in_the_type_of_the_engines(sender: FilesystemSend
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("chunk", [2, 2**20])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_weight_has_changed_if_its_bfloat16_value_has(
-    sender: FilesystemSender, dtype: DTYPE, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHUNK", chunk)
+def test_a_weight_has_changed_if_its_bfloat16_value_has(sender: FilesystemSender, dtype: DTYPE) -> None:
     current = weights(1.0)
     publisher = Publisher(sender, dtype, current.items())
     assert publisher.publish(current.items(), 1).changed == 0.0
@@ -52,3 +47,17 @@ def test_a_weight_has_changed_if_its_bfloat16_value_has(
     current["b"][6] = torch.nan
     assert publisher.publish(current.items(), 5).changed == 3 / 22
     assert publisher.publish(current.items(), 6).changed == 0.0
+
+
+def test_of_a_large_tensor_a_sample_is_compared_that_has_all_columns(sender: FilesystemSender) -> None:
+    """A quarter of the columns of a matrix changes, and a small tensor whose elements all count."""
+    current = {"a": torch.zeros(1024, 512), "b": torch.zeros(COMPARED)}
+    publisher = Publisher(sender, "float32", current.items())
+    current["a"][:, :128] = 1.0
+    current["b"][:100] = 1.0
+    changed = publisher.publish(current.items(), 1).changed
+    assert changed == pytest.approx((1024 * 128 + 100) / (1024 * 512 + COMPARED), rel=1e-3)
+    current["a"][0, 0] = 2.0  # one element of nine is compared
+    current["b"][0] = 2.0
+    assert publisher.publish(current.items(), 2).changed == pytest.approx(10 / (9 * COMPARED), abs=1e-5)
+    assert max(len(last) for last in publisher._last.values()) <= COMPARED

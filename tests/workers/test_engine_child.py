@@ -9,7 +9,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from helpers.tiny_models import save_tiny_model
+from helpers.tiny_models import save_tiny_model, tiny_model
 from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
@@ -17,7 +17,18 @@ from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import Weights, new_link
 from tailrace.workers.channel import WorkerChannel
 from tailrace.workers.engine_child import EngineLoop
-from tailrace.workers.messages import Alive, FromEngine, Load, Ping, Refused, Report, ToEngine
+from tailrace.workers.messages import (
+    Alive,
+    Done,
+    FromEngine,
+    Load,
+    Ping,
+    Refused,
+    Report,
+    Sleep,
+    ToEngine,
+    Wake,
+)
 
 LIMIT = 40
 
@@ -71,6 +82,30 @@ def test_the_engine_s_own_count_is_what_was_reported(tmp_path: Path) -> None:
     reports = reports_of(tmp_path, staggered(8), report_every_s=math.inf)
     num_reported = sum(len(output.ids) for report in reports for output in report.outputs)
     assert reports[-1].usage.num_counted == num_reported == sum(range(1, 9))
+
+
+def test_a_file_that_is_read_while_an_engine_wakes_is_a_sign_of_life(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    tiny_model().save_pretrained(tmp_path, max_shard_size="8KB")
+    engine = NativeEngine.from_pretrained(
+        tmp_path, NativeEngineSettings(), SamplingSettings(max_completion_tokens=LIMIT)
+    )
+    num_files = len(list(tmp_path.glob("*.safetensors")))
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
+        loop = EngineLoop(engine, WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine)), 0.0)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        for message in (Sleep(), Wake()):
+            controller.send(message)
+        answers: list[msgspec.Struct] = []
+        while answers.count(Done()) < 2:
+            answers += controller.receive(wait=True) or []
+        mine.shutdown(socket.SHUT_WR)
+        thread.join()
+    assert num_files > 1
+    assert answers == [Done(), *[Alive()] * num_files, Done()]
 
 
 def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_cannot_read(

@@ -14,7 +14,7 @@ from tailrace.engine.settings import (
 )
 from tailrace.errors import ConfigError
 from tailrace.reward.base import RewardSettings
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.weights.base import (
     FilesystemSettings,
     ProcessGroupSettings,
@@ -47,6 +47,17 @@ def test_each_worker_of_a_run_is_a_bundle_of_its_role() -> None:
         Bundles("engine", ["engine-0", "engine-1"], {"GPU": 1, "fast": 0.5}),
         Bundles("reward", ["scorer-0"], {"CPU": 0.1}),
     ]
+
+
+def test_nothing_is_reserved_for_the_reference_that_a_trainer_with_an_adapter_is_itself() -> None:
+    found = plan_bundles(
+        RAY,
+        engine=NativeEngineSettings(),
+        trainer=TrainerSettings(lora=LoraSettings()),
+        reward=RewardSettings(workers=1),
+        needs_reference=True,
+    )
+    assert [bundles.role for bundles in found] == ["trainer", "engine", "reward"]
 
 
 def test_the_bundles_of_the_trainer_have_the_names_of_its_processes() -> None:

@@ -1,6 +1,7 @@
 """An engine that sleeps gives its memory back to the machine."""
 
 import asyncio
+import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from helpers.tiny_models import save_tiny_model
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
-from tailrace.errors import Evicted
+from tailrace.errors import Evicted, NotWoken
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob
 from tailrace.workers.spawner import LocalSpawner
@@ -94,5 +95,33 @@ def test_a_sleeping_engine_gives_back_its_weights_and_cache_and_goes_on_with_equ
         finally:
             with suppress(Evicted):
                 await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process")
+def test_an_engine_without_the_memory_to_wake_says_so_and_sleeps_on(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, **SHAPE)
+    sampling = SamplingSettings(max_completion_tokens=24)
+    job = EngineJob(model=tmp_path, engine=NativeEngineSettings(), sampling=sampling)
+
+    async def main() -> None:
+        engine = await RemoteEngine.spawn("engine", job, LocalSpawner(tmp_path / "logs"))
+        try:
+            await engine.ready()
+            await engine.sleep()
+            pid = engine.process.pid
+            present = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * PAGE
+            no_limit = resource.prlimit(pid, resource.RLIMIT_AS)
+            resource.prlimit(pid, resource.RLIMIT_AS, (present + weight_bytes(tmp_path) // 2, no_limit[1]))
+            with pytest.raises(NotWoken, match="memory"):
+                await engine.wake()
+            resource.prlimit(pid, resource.RLIMIT_AS, no_limit)
+            await engine.wake()
+            (sample,) = fresh_samples(1)
+            await engine.generate(sample)
+            assert sample.num_tokens == 24
+        finally:
+            await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

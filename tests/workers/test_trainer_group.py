@@ -142,6 +142,7 @@ def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
             async with started(model_path, tmp_path, replicas=2) as trainer:
                 await trainer.accumulate([unit(0, 2), unit(1, 9), unit(2, 5)], version=0)
                 await trainer.accumulate([unit(3, 4)], version=0, replica=1)
+                await trainer.release()  # the gradients stay
                 stats = await trainer.step()
                 prompts = [id.prompt for id in stats.samples]
                 assert prompts == [1, 1, 0, 0, 2, 2, 3, 3], "the longest unit first, to the emptiest replica"

@@ -17,7 +17,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
-from tailrace.errors import EngineDied, TransferFailed, WeightsRefused
+from tailrace.errors import EngineDied, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Sample
 from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, WeightsSettings
@@ -156,5 +156,30 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
                 await loading
             await engine.load(weights, kv="recompute")
             assert await completions(engine) == expected
+
+    execute(main())
+
+
+def test_engines_load_and_live_while_the_trainer_computes(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+) -> None:
+    """Training follows a publication at once. One engine loads then, another one later, as after a death."""
+
+    async def main() -> None:
+        async with started(models, ProcessGroupSettings(timeout_s=60.0), tmp_path, 2) as (trainer, engines):
+            weights = await trainer.publish(1)
+            unit = fresh_samples(3000)  # some 30 s of work
+            for sample in unit:
+                sample.extend(expected[0], [-1.0] * NUM_TOKENS, 0)
+                sample.advantage = 1.0
+            training = asyncio.create_task(trainer.accumulate([unit], version=1))
+            await asyncio.sleep(0)  # the message is under way
+            for engine in engines:
+                await engine.load(weights, kv="recompute")
+                assert await completions(engine) == expected
+            assert not training.done()
+            trainer.processes[0].process.kill()
+            with pytest.raises(WorkerDied):
+                await training
 
     execute(main())

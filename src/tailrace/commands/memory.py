@@ -42,7 +42,6 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
     if "trainer" not in joined:
         work = TrainerWork(
             adapter_parameters=adapter if trainer.lora else None,
-            published_parameters=adapter if trainer.adapter else shape.num_parameters,
             published_bytes=published,
             kept_publications=KEPT_VERSIONS if isinstance(config.weights, ProcessGroupSettings) else 0,
             has_critic=config.algorithm.advantage == "gae",

@@ -1,5 +1,7 @@
 """The placement of a config: the devices of its processes, and their checks."""
 
+from itertools import chain
+
 from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap
 from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
@@ -8,6 +10,7 @@ from tailrace.model_folder import read_config
 from tailrace.rollout.device_map import plan_devices, shared_devices
 from tailrace.rollout.placement import PlacementSettings, Shared
 from tailrace.sim.settings import SimSettings
+from tailrace.weights.base import ProcessGroupSettings
 
 
 def device_map(config: RunConfig) -> DeviceMap:
@@ -74,11 +77,13 @@ def check_placement(config: RunConfig) -> None:
 
     Raises:
         ConfigError: there are too few devices, several processes of the trainer would use one GPU, a process
-            does not see its device, or a tensor-parallel size does not divide the model's heads.
+            does not see its device, NCCL would have to send within one GPU or to a CPU, or a tensor-parallel
+            size does not divide the model's heads.
     """
     assert config.model
     _check_gpus_of_ranks(config)
     _check_numbers(config)
+    _check_nccl(config)
     heads = read_config(config.model.path).get("num_attention_heads")
     sizes = {
         "engine.tensor_parallel_size": tensor_parallel_size(config),
@@ -113,6 +118,21 @@ def _check_numbers(config: RunConfig) -> None:
         if placement.devices == "gpus" and lists and device.startswith("cuda:"):
             problem = "placement gives the process its GPUs, and it sees no others"
             raise ConfigError(key, device, problem, 'write "cuda"')
+
+
+def _check_nccl(config: RunConfig) -> None:
+    """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
+    placement, engine = config.placement, config.engine
+    if not isinstance(config.weights, ProcessGroupSettings) or config.weights.backend != "nccl":
+        return
+    native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
+    used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]
+    is_one = len(set(used)) < len(used) and config.host.kind != "ray"
+    if placement.engines or placement.trainer:  # a process with a list sees no other GPUs
+        is_one = not {gpus[0] for gpus in placement.trainer[:1]}.isdisjoint(chain(*placement.engines))
+    if is_one or "cpu" in used:
+        problem = "trainer and engines must have GPUs, and different ones"
+        raise ConfigError("weights.backend", "nccl", problem, 'write "gloo", or change the devices')
 
 
 def tensor_parallel_size(config: RunConfig) -> int:

@@ -91,7 +91,7 @@ class Run:
             compute_advantages=compute_advantages,
             synchronous_rewards=parts.synchronous_rewards,
         )
-        self._placement = make_placement(parts.shared, parts.engines, self.pool, tasks)
+        self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
         self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 

@@ -206,8 +206,8 @@ class RoundRow(msgspec.Struct, frozen=True, kw_only=True):
     waits between two dispatches."""
     publish_s: float
     changed_weights: float | None = None
-    """Share of the weights whose bfloat16 value changed from one publication to the next; mean over the
-    round's publications, None without one and in a simulation."""
+    """Share of the weights whose bfloat16 value changed from one publication to the next, by 65,536 elements
+    of each larger tensor; mean over the round's publications, None without one and in a simulation."""
     num_steps: int
     num_groups: int
     """Trained, like num_samples and num_tokens."""

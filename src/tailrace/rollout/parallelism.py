@@ -58,7 +58,7 @@ class ParallelismPlanner:
     """
 
     def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, largest: int) -> None:
-        self._engines, self._progress, self._largest = engines, progress, largest
+        self.engines, self._progress, self._largest = engines, progress, largest
         self._rule = TensorParallelRule(largest)
         self._before = self._num_preempted()
 
@@ -68,11 +68,11 @@ class ParallelismPlanner:
             return
         before, self._before = self._before, self._num_preempted()
         width = self._rule.round_ended(self._before - before, is_race=self._progress.is_race)
-        wanted = [0 if number % width else width for number in range(len(self._engines))]
-        changed = [pair for pair in zip(self._engines, wanted, strict=True) if pair[0].width != pair[1]]
+        wanted = [0 if number % width else width for number in range(len(self.engines))]
+        changed = [pair for pair in zip(self.engines, wanted, strict=True) if pair[0].width != pair[1]]
         # All give their devices up before one takes those of another.
         await asyncio.gather(*(engine.regroup(0) for engine, _ in changed))
         await asyncio.gather(*(engine.regroup(width) for engine, width in changed if width))
 
     def _num_preempted(self) -> int:
-        return sum(engine.usage().num_preempted for engine in self._engines)
+        return sum(engine.usage().num_preempted for engine in self.engines)

@@ -18,11 +18,12 @@ from typing import Literal
 from pydantic import Field
 
 from tailrace.engine.base import Engine
-from tailrace.errors import ScheduleError
+from tailrace.errors import ConfigError, NotWoken, ScheduleError, ServerRefused
 from tailrace.rollout.parallelism import ParallelismPlanner
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.progress import peak_kv
 from tailrace.settings import Settings
+from tailrace.trainer.base import Trainer
 
 Kind = Literal["disaggregated", "colocated", "elastic"]
 MILESTONES = (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
@@ -110,16 +111,23 @@ class Placement:
 
 
 class Colocated(Placement):
-    """All devices generate until the rollout is over; then all train."""
+    """All devices generate until the rollout is over; then all train. Before engines wake, the trainer gives
+    memory back."""
+
+    kind: Kind = "colocated"
 
     def __init__(
-        self, planner: ParallelismPlanner, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
+        self, planner: ParallelismPlanner, trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
     ) -> None:
         super().__init__(planner)
-        self._engines, self._pool, self._tasks = engines, pool, tasks
+        self._engines, self._trainer, self._pool, self._tasks = planner.engines, trainer, pool, tasks
         self._lent: list[Engine] = []
         self._lock = asyncio.Lock()
         pool.on_launch = self._launched
+
+    async def round_ended(self) -> None:
+        await self._trainer.release()  # engines may start with another size
+        await super().round_ended()
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
@@ -148,7 +156,13 @@ class Colocated(Placement):
 
     async def _wake(self) -> None:
         lent, self._lent = self._lent, []
-        await asyncio.gather(*(engine.wake() for engine in lent))
+        await self._trainer.release()
+        try:
+            await asyncio.gather(*(engine.wake() for engine in lent))
+        except (NotWoken, ServerRefused) as why:
+            problem = f"an engine cannot take its memory back beside what the trainer keeps ({why})"
+            remedy = 'give the engines less memory, or devices of their own ("disaggregated")'
+            raise ConfigError("placement.kind", self.kind, problem, remedy) from why
 
     def _check_end(self) -> None:
         if self._pool.is_endless:
@@ -176,15 +190,17 @@ class Elastic(Colocated):
         shared: for each engine, whether replica 0 has its devices.
     """
 
+    kind = "elastic"
+
     def __init__(
         self,
         planner: ParallelismPlanner,
-        engines: Sequence[Engine],
+        trainer: Trainer,
         pool: Pool,
         tasks: asyncio.TaskGroup,
         shared: Sequence[bool],
     ) -> None:
-        super().__init__(planner, engines, pool, tasks)
+        super().__init__(planner, trainer, pool, tasks)
         self._shared = shared
         self._tested = -1
 
@@ -254,14 +270,14 @@ DISAGGREGATED = Shared()
 
 
 def make_placement(
-    shared: Shared, engines: Sequence[Engine], pool: Pool, tasks: asyncio.TaskGroup
+    shared: Shared, engines: Sequence[Engine], trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
 ) -> Placement:
     planner = ParallelismPlanner(engines, pool.progress, shared.max_width)
     match shared.kind:
         case "disaggregated":
             return Placement(planner)
         case "colocated":
-            return Colocated(planner, engines, pool, tasks)
+            return Colocated(planner, trainer, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            return Elastic(planner, engines, pool, tasks, shared.engines or half)
+            return Elastic(planner, trainer, pool, tasks, shared.engines or half)

@@ -72,6 +72,9 @@ class SimTrainer:
             await asyncio.sleep(self._cost.publish_s)
         return Weights(version)
 
+    async def release(self) -> None:
+        """Nothing: memory is not simulated."""
+
     async def save(self, folder: Path) -> Awaitable[None]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STEPS_FILE).write_text(str(self._num_steps))

@@ -168,6 +168,9 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Weights:
         """Make the current weights available to the engines as `version`."""
 
+    async def release(self) -> None:
+        """Give memory that is not in use back to the devices, which engines share."""
+
     async def save(self, folder: Path) -> Awaitable[None]:
         """Begin a checkpoint: model (a Hugging Face folder), optimizer, step count, random state.
 

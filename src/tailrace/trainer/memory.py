@@ -32,15 +32,13 @@ class TrainerWork:
 
     Args:
         adapter_parameters: of LoRA; None: all parameters are trained.
-        published_parameters: of one publication.
-        published_bytes: its size.
+        published_bytes: size of one publication.
         kept_publications: in the memory of the trainer's process.
         has_critic: a critic of the size of the model.
         keeps_old_policy: a copy of the published weights.
     """
 
     adapter_parameters: int | None = None
-    published_parameters: int = 0
     published_bytes: int = 0
     kept_publications: int = 0
     has_critic: bool = False
@@ -69,7 +67,7 @@ def trainer_memory(
     }
     tokens = max(settings.max_tokens_per_microbatch, longest)
     computing = _pass(shape, settings, tokens, is_sharded, is_trained=not has_adapter)
-    publications = work.published_parameters * 2 + work.kept_publications * work.published_bytes
+    publications = work.kept_publications * work.published_bytes
     state = (8 * trained + (3 * whole if work.has_critic else 0)) // ranks
     model = whole + (4 * trained if has_adapter else 0) if is_first else 0
     files = 2 * min(FILE_BYTES, state)

@@ -116,7 +116,8 @@ class Weights:
         location: where the tensors are: the path of a safetensors file or of a Hugging Face folder, or the
             address of a process group (process_group.py).
         tensors: the manifest, in the order in which tensors are sent. Empty: the files say it themselves.
-        changed: share of the weights whose bfloat16 value is not that of the previous publication.
+        changed: share of the weights whose bfloat16 value is not that of the previous publication. Of a large
+            tensor a sample is compared (tensors.py).
     """
 
     version: int

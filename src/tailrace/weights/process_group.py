@@ -6,13 +6,15 @@ The location of a publication is the address of the trainer:
 
 HOST:PORT is a TCPStore in the trainer's process. A link (base.Link) is a group of 1 + num_ranks processes
 that rendezvous under the prefix "ENGINE/NUMBER/" of that store and stay connected between transfers. A
-transfer is one broadcast from rank 0 for each bucket (buckets.py), as uint8; nothing else is sent. After any
-error both sides drop the group, and the next transfer uses a link with another number.
+transfer is one broadcast from rank 0 for each bucket (buckets.py), as uint8; nothing else is sent. A device
+holds one bucket at a time. After any error both sides abort the group, and the next transfer uses a link with
+another number.
 
 The groups are made from the backends' classes, not by init_process_group: that has one default group in a
 process, which belongs to the ranks of a trainer.
 """
 
+import os
 import re
 import socket
 import threading
@@ -32,8 +34,10 @@ from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, Wei
 from tailrace.weights.buckets import buckets, num_bytes, pack, unpack
 from tailrace.weights.tensors import manifest
 
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Environment variables that a group of NCCL reads when it is made. By default torch ends the process of a
+group that fails. Groups that were made before, such as those of a trainer's ranks, keep that default."""
 
 
 class Address(NamedTuple):
@@ -54,7 +58,7 @@ class Address(NamedTuple):
         """
         parts = urlsplit(location)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        if parts.scheme not in _DEVICES or parts.hostname is None or parts.port is None:
+        if parts.scheme not in _CLASSES or parts.hostname is None or parts.port is None:
             raise ValueError(f"{location!r} is not the address of a process group")
         sizes = int(query.get("bucket_bytes", 0)), float(query.get("timeout_s", 0))
         return cls(parts.scheme, parts.hostname, parts.port, *sizes)
@@ -68,18 +72,27 @@ class Address(NamedTuple):
 class Group:
     """One process of a link. The constructor waits for the others.
 
+    Args:
+        device: of this process; Gloo does not use it.
+
     Raises:
         RuntimeError: they did not come within the time limit.
         OSError: the trainer cannot be reached.
     """
 
-    def __init__(self, address: Address, link: Link, rank: int) -> None:
-        timeout = timedelta(seconds=address.timeout_s)
-        self.device = torch.device(_DEVICES[address.backend])
+    def __init__(self, address: Address, link: Link, rank: int, device: str) -> None:
+        self._timeout = timeout = timedelta(seconds=address.timeout_s)
+        self._device = torch.device("cpu" if address.backend == "gloo" else device)
+        # On the default stream a transfer would wait for the computation, and the computation for the peer.
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(self._device) if self._device.type == "cuda" else None
         with socket.create_connection((address.host, address.port), address.timeout_s) as route:
             own_host = route.getsockname()[0]
         store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
         prefix = PrefixStore(f"{link.engine}/{link.number}", store)
+        prefix.set(f"rank {rank}", "")  # NCCL waits without a limit for a rank that does not come
+        prefix.wait([f"rank {each}" for each in range(1 + link.num_ranks)], timeout)
+        os.environ.update(_NCCL)
         kind: Any = getattr(dist, _CLASSES[address.backend])
         options = (getattr(kind, "_Options", None) or kind.Options)()
         options._timeout = timeout
@@ -88,23 +101,52 @@ class Group:
             options._devices = [kind.create_device(hostname=own_host)]
         self._group = kind(prefix, rank, 1 + link.num_ranks, options)
 
-    def broadcast(self, data: Tensor) -> None:
-        """Send or receive one message: [num_bytes], uint8, on the group's device.
+    def send(self, data: Tensor) -> None:
+        """Send one message: [num_bytes], uint8, in the host's memory.
 
         Raises:
             RuntimeError: a peer has ended, or did not take part within the time limit.
         """
-        self._group.broadcast(data, 0).wait()
+        with torch.cuda.stream(self._stream):
+            self._broadcast(data.to(self._device))
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Receive one message into the host's memory. Raises as `send`."""
+        with torch.cuda.stream(self._stream):
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._broadcast(data)
+            return data.cpu()
+
+    def abort(self) -> None:
+        """End the group, and whatever it or a peer waits for."""
+        self._group.abort()
+
+    @contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """Abort the group if the block does not come to its end."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
+    def _broadcast(self, data: Tensor) -> None:
+        # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
+        self._group.broadcast(data, 0).wait(self._timeout)
 
 
 class ProcessGroupSender:
     """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
 
+    Args:
+        device: of the trainer's process.
+
     Raises:
         ConfigError: this machine cannot listen on the address, or torch lacks the backend.
     """
 
-    def __init__(self, settings: ProcessGroupSettings) -> None:
+    def __init__(self, settings: ProcessGroupSettings, device: str = "cpu") -> None:
+        self._device = device
         if not getattr(dist, f"is_{settings.backend}_available")():
             problem = "this torch was built without it"
             raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
@@ -142,14 +184,19 @@ class ProcessGroupSender:
         """As WeightSender.send."""
         with self._lock:
             last = self._groups.pop(link.engine, None)
+            packed = self._kept.get(version)
+        if last and last[0] != link:
+            last[1].abort()
         with _failures(f"{link.engine} did not take version {version} of the weights"):
-            group = last[1] if last and last[0] == link else Group(self._address, link, rank=0)
-            with self._lock:
-                packed = self._kept.get(version)
-            if packed is None:  # the group is dropped, which ends the engine's wait
-                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
-            for data in packed:
-                group.broadcast(data.to(group.device))
+            known = last is not None and last[0] == link
+            group = last[1] if last and known else Group(self._address, link, 0, self._device)
+            with group.aborted_on_error():
+                if packed is None:
+                    raise TransferFailed(
+                        f"version {version} of the weights is no longer kept for {link.engine}"
+                    )
+                for data in packed:
+                    group.send(data)
         with self._lock:
             self._groups[link.engine] = (link, group)
 
@@ -165,27 +212,29 @@ class ProcessGroupReceiver:
 
     Args:
         rank: of this process among those of the link; 1 is the first of the engine.
+        device: of this process.
     """
 
-    def __init__(self, rank: int = 1) -> None:
-        self._rank = rank
+    def __init__(self, rank: int = 1, device: str = "cpu") -> None:
+        self._rank, self._device = rank, device
         self._last: tuple[str, Link, Group] | None = None
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
-        """Receive the tensors of a publication, a bucket at a time, on the backend's device.
+        """Receive the tensors of a publication, a bucket at a time, in the host's memory.
 
         Raises:
             TransferFailed: the trainer has ended, or did not send within the time limit.
         """
         last, self._last = self._last, None
+        if last and last[:2] != (weights.location, link):
+            last[2].abort()
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
             known = last is not None and last[:2] == (weights.location, link)
-            group = last[2] if last and known else Group(address, link, self._rank)
-            for bucket in buckets(weights.tensors, address.bucket_bytes):
-                data = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=group.device)
-                group.broadcast(data)
-                yield unpack(data, bucket)
+            group = last[2] if last and known else Group(address, link, self._rank, self._device)
+            with group.aborted_on_error():
+                for bucket in buckets(weights.tensors, address.bucket_bytes):
+                    yield unpack(group.receive(num_bytes(bucket)), bucket)
         self._last = (weights.location, link, group)
 
 

@@ -30,13 +30,14 @@ from tailrace.weights.tensors import manifest
 
 
 def open_sender(
-    settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None = None
+    settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None, device: str
 ) -> WeightSender:
     """Return the trainer's half of a transport.
 
     Args:
         model: the Hugging Face folder that is trained.
         adapter: the peft config of the adapters that are published in place of whole weights.
+        device: of the trainer's process.
 
     Raises:
         ConfigError: the transport cannot work here.
@@ -46,7 +47,7 @@ def open_sender(
             assert folder is not None
             return FilesystemSender(folder, model, shard_bytes, adapter)
         case ProcessGroupSettings():
-            return ProcessGroupSender(settings)
+            return ProcessGroupSender(settings, device)
         case _:
             return SharedMemorySender()
 
@@ -56,10 +57,11 @@ class WeightReceiver:
 
     Args:
         rank: of this process among those of the engine; 1 is the first.
+        device: of this process. Tensors arrive in the host's memory.
     """
 
-    def __init__(self, rank: int = 1) -> None:
-        self._process_group = ProcessGroupReceiver(rank)
+    def __init__(self, rank: int = 1, device: str = "cpu") -> None:
+        self._process_group = ProcessGroupReceiver(rank, device)
 
     def receive(self, weights: Weights, link: Link) -> dict[str, Tensor]:
         """Receive all tensors of a publication by name.

@@ -54,11 +54,14 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one version. Unlike the method of the base class, this works without an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive a version and load it."""
         if self._receiver is None:
-            self._receiver = WeightReceiver(rank=1 + self.parallel_config.rank)
+            device = str(next(self.model.parameters()).device)
+            self._receiver = WeightReceiver(rank=1 + self.parallel_config.rank, device=device)
         weights = msgspec.convert(update_info.weights, Weights)
         tensors = self._receiver.receive(weights, msgspec.convert(update_info.link, Link))
         initialize_layerwise_reload(self.model)

@@ -46,7 +46,7 @@ def plan_bundles(
     """Return the bundles of a run, in the order in which they are placed."""
     named, of_trainer = host.resources, _default(trainer.threads, trainer.device)
     found = [Bundles("trainer", trainer_names(trainer), named.trainer or of_trainer)]
-    if needs_reference:
+    if needs_reference and not trainer.lora:  # otherwise the trainer is the reference
         found.append(Bundles("reference", ["reference"], named.reference or of_trainer))
     if isinstance(engine, NativeEngineSettings):
         names = [f"engine-{number}" for number in range(engine.num_engines)]

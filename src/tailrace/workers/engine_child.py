@@ -4,11 +4,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 `report_every_s`, before a load, and when they are aborted. An idle engine blocks on the socket.
 """
 
-import ctypes
-import gc
-import sys
 import time
-from contextlib import suppress
 
 import msgspec
 import transformers.models.auto.modeling_auto  # noqa: F401  # the first config loads it; a fork server has it
@@ -16,12 +12,12 @@ from torch import Tensor
 
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
-from tailrace.errors import TransferFailed, WeightsRefused
+from tailrace.errors import NotWoken, TransferFailed, WeightsRefused
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
 from tailrace.workers.messages import (
     Abort,
     Alive,
@@ -48,6 +44,7 @@ class EngineLoop:
         engine: NativeEngine,
         channel: WorkerChannel[ToEngine],
         report_every_s: float,
+        device: str = "cpu",
     ) -> None:
         self._engine, self._channel = engine, channel
         self._report_every_s = report_every_s
@@ -55,7 +52,7 @@ class EngineLoop:
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
         self._paused = False
-        self._receiver = WeightReceiver()
+        self._receiver = WeightReceiver(device=device)
 
     def run(self) -> None:
         """Serve until the controller closes the channel."""
@@ -92,11 +89,19 @@ class EngineLoop:
                 self._channel.send(Alive())
             case Sleep():
                 self._engine.sleep()
-                _give_memory_back()
+                give_memory_back()
                 self._channel.send(Done())
             case Wake():
-                self._engine.wake()
-                self._channel.send(Done())
+                self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._engine.wake(lambda: self._channel.send(Alive()))
+        except RuntimeError as why:  # CUDA's OutOfMemoryError is one, and so is that of the host's allocator
+            self._engine.sleep()
+            self._channel.send(Refused.of(NotWoken(str(why))))
+        else:
+            self._channel.send(Done())
 
     def _load(self, weights: Weights, link: Link, kv: KV) -> None:
         tensors: dict[str, Tensor] = {}
@@ -118,14 +123,6 @@ class EngineLoop:
         self._outputs, self._aborted = [], []
 
 
-def _give_memory_back() -> None:
-    """Return freed memory to the system. The allocator of glibc keeps small blocks otherwise."""
-    gc.collect()
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def main() -> None:
     end, job = begin(EngineJob)
     end_with_controller(end)
@@ -134,7 +131,7 @@ def main() -> None:
         scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
         engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
     channel.send(Ready())
-    EngineLoop(engine, channel, job.report_every_s).run()
+    EngineLoop(engine, channel, job.report_every_s, job.engine.device).run()
 
 
 if __name__ == "__main__":

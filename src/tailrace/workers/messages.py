@@ -185,7 +185,8 @@ class Sleep(msgspec.Struct, tag=True):
 
 
 class Wake(msgspec.Struct, tag=True):
-    """The reverse, with the weights of the model folder. Answered by Done."""
+    """The reverse, with the weights of the model folder. An Alive follows each file that was read. Answered
+    by Done, or by Refused if there is no memory."""
 
 
 class Report(msgspec.Struct, tag=True):
@@ -232,6 +233,10 @@ class Send(msgspec.Struct, tag=True):
     number: int
     version: int
     link: Link
+
+
+class Release(msgspec.Struct, tag=True):
+    """Give memory that is not in use back to the device. Answered by Done."""
 
 
 class Save(msgspec.Struct, tag=True):
@@ -304,7 +309,7 @@ class Referred(msgspec.Struct, tag=True):
     """[num_tokens]"""
 
 
-ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Save | Restore
+ToTrainer = Join | Accumulate | Ess | Refer | Step | Publish | Send | Release | Save | Restore
 FromTrainer = (
     Ready | Refused | Listening | Stranded | EssOf | Referred | Done | Stepped | Published | Sent | Written
 )

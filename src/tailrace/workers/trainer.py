@@ -182,6 +182,10 @@ class RemoteTrainer:
         self._first.published = answers[0].weights
         return answers[0].weights
 
+    async def release(self) -> None:
+        """As Trainer.release."""
+        await _ask(self.processes, messages.Release(), Done)
+
     async def send(self, weights: Weights, link: Link) -> None:
         """As TrainerProcess.send."""
         await self._first.send(weights, link)

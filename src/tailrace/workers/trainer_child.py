@@ -1,6 +1,7 @@
 """A process of the trainer: executes one message after another, and sends weights beside them."""
 
 import os
+import queue
 import sys
 import threading
 import traceback
@@ -21,7 +22,7 @@ from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel, WorkerEnd
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -50,9 +51,37 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
             return messages.Referred(logprobs(sample))
         case messages.Publish(version=version):
             return publish(trainer.publish(), version)
+        case messages.Release():
+            give_memory_back()
         case messages.Restore(folder=folder):
             trainer.restore(Path(folder))
     return Done()
+
+
+def in_turn(channel: WorkerEnd[ToTrainer], sender: WeightSender | None) -> Iterator[ToTrainer]:
+    """The messages that are executed one after another. A `Send` is executed when it arrives: an engine that
+    loads does nothing else, and what is sent is a copy."""
+    others: queue.SimpleQueue[ToTrainer | Exception | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        end = None
+        try:
+            for message in channel:
+                if isinstance(message, messages.Send):
+                    assert sender is not None
+                    # The peer decides when a thread ends.
+                    threading.Thread(target=send, args=(message, sender, channel), daemon=True).start()
+                else:
+                    others.put(message)
+        except Exception as error:
+            end = error
+        others.put(end)
+
+    threading.Thread(target=read, name="messages", daemon=True).start()
+    while (message := others.get()) is not None:
+        if isinstance(message, Exception):
+            raise message
+        yield message
 
 
 def send(message: messages.Send, sender: WeightSender, channel: WorkerEnd[ToTrainer]) -> None:
@@ -102,7 +131,8 @@ def open_transport(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> WeightSend
     """Open the configured transport; a ConfigError goes to the controller and ends the process."""
     with config_errors_sent(channel):
         adapter = job.trainer.adapter
-        return open_sender(job.weights, job.model, peft_config(job.model, adapter) if adapter else None)
+        config = peft_config(job.model, adapter) if adapter else None
+        return open_sender(job.weights, job.model, config, job.trainer.device)
 
 
 def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
@@ -113,14 +143,14 @@ def serve(job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
 
 def serve_by(sender: WeightSender | None, job: TrainerJob, channel: WorkerEnd[ToTrainer]) -> None:
     """As `serve`, with a transport; None: another process of the trainer has it."""
-    received = iter(channel)
+    received = in_turn(channel, sender)
     if job.is_alone:
         serve_as(None, sender, job, channel, received)
         return
-    with failures_told_apart(channel):
+    with failures_told_apart(channel, received):
         store = find_others(job, channel, received)
         place = joined(job.trainer, store, replica=job.replica, rank=job.rank)
-        with place as ranks, failures_told_apart(channel):
+        with place as ranks, failures_told_apart(channel, received):
             serve_as(ranks, sender, job, channel, received)
 
 
@@ -144,11 +174,6 @@ def serve_as(
     publish = publish_by(sender, job, trainer)
     channel.send(Ready())
     for message in received:
-        if isinstance(message, messages.Send):
-            assert sender is not None
-            # What is sent is a copy, so the trainer may go on. The peer decides when a thread ends.
-            threading.Thread(target=send, args=(message, sender, channel), daemon=True).start()
-            continue
         try:
             if isinstance(message, messages.Save):
                 channel.send(save(message, trainer, channel, job.trainer.async_checkpoints))
@@ -187,7 +212,7 @@ def find_others(job: TrainerJob, channel: WorkerEnd[ToTrainer], received: Iterat
 
 
 @contextmanager
-def failures_told_apart(channel: WorkerEnd[ToTrainer]) -> Iterator[None]:
+def failures_told_apart(channel: WorkerEnd[ToTrainer], received: Iterator[ToTrainer]) -> Iterator[None]:
     """Tell the controller when a collective fails, and wait for the end: the cause is in another process.
     After any other error end at once, before this process leaves the others."""
     try:
@@ -197,7 +222,7 @@ def failures_told_apart(channel: WorkerEnd[ToTrainer]) -> Iterator[None]:
         if not is_lost_peer(error):
             os._exit(1)
         channel.send(messages.Stranded(str(error)))
-        for _ in channel:
+        for _ in received:
             pass
 
 

@@ -174,10 +174,17 @@ class NativeEngine:
             self._model.release()
         torch.cuda.empty_cache()  # without CUDA it does nothing
 
-    def wake(self) -> None:
-        """Take the memory back, with the weights and the version of `from_pretrained`."""
+    def wake(self, on_file: abc.Callable[[], None] = lambda: None) -> None:
+        """Take the memory back, with the weights and the version of `from_pretrained`.
+
+        Args:
+            on_file: called after each file that was read.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+        """
         with torch.inference_mode():
-            self._model.restore(self._path)
+            self._model.restore(self._path, on_file)
         self._version = self._first_version
 
     def usage(self) -> Usage:

@@ -7,7 +7,7 @@ because it is what differs between a prefill and a decode step (attention.py).
 Suffixes: T tokens of a call, H query heads, K key-value heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,21 +131,23 @@ class Model:
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, on_file: Callable[[], None]) -> None:
         """Take the memory back, with the weights of a Hugging Face folder.
 
         Raises:
+            RuntimeError: there is not enough memory.
             ConfigError: the folder does not have them any more.
         """
         for storage, size in self._storages.values():
             storage.resize_(size)
-        self._load_folder(path)
+        self._load_folder(path, on_file)
 
-    def _load_folder(self, path: Path) -> None:
+    def _load_folder(self, path: Path, on_file: Callable[[], None] = lambda: None) -> None:
         tensors: dict[str, Tensor] = {}
         try:
             for file in weight_files(path):
                 tensors |= load_file(file)
+                on_file()
             self.load(tensors)
         except (SafetensorError, ValueError) as error:
             raise folder_error(path, str(error)) from error
