@@ -43,9 +43,7 @@ _KINDS = (
 COUNTERPARTS: Mapping[str, str] = {
     "trainer.learning_rate": "lr learning_rate",
     "trainer.warmup_steps": "warmup_ratio lr_warmup_steps",
-    "trainer.betas": "adam_beta1 adam_beta2",
     "trainer.max_grad_norm": "grad_clip clip_grad",
-    "trainer.dtype and engine.dtype": "bf16 fp16",
     "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "trainer.max_tokens_per_microbatch": "per_device_train_batch_size ppo_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu",
@@ -53,14 +51,12 @@ COUNTERPARTS: Mapping[str, str] = {
     "schedule.groups_per_round": "steps_per_generation generation_batch_size train_batch_size",
     "algorithm.kl_coef": "beta kl_loss_coef use_kl_loss",
     "algorithm.kl_estimator": "kl_loss_type kl_penalty",
-    "algorithm.kl_in": "use_kl_in_reward",
     "algorithm.clip_low": "epsilon clip_ratio_low",
     "algorithm.clip_high": "epsilon_high clip_ratio_high",
     "algorithm.clip_low and algorithm.clip_high": "clip_ratio",
     "algorithm.normalize": "loss_type loss_agg_mode",
     "algorithm.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
     "algorithm.loss": "importance_sampling_level",
-    "algorithm.gae_lambda": "lam",
     "run.group_size": "num_generations n rollout_n",
     "run.rounds": "max_steps num_train_epochs total_epochs total_training_steps",
     "run.checkpoint_every": "save_steps save_freq",
@@ -72,8 +68,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "sampling.top_k": "top_k",
     "data.max_prompt_tokens": "max_prompt_length prompt_length",
     "data.path": "dataset_name train_files",
-    "data.eval_path": "val_files",
-    "data.prompt_column": "prompt_key",
     "model.path": "model_name_or_path model_name",
     "engine.tensor_parallel_size": "tensor_model_parallel_size",
     "reward.functions": "reward_funcs",
@@ -348,10 +342,9 @@ def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
         table = _section(tree, section)
         for each in (table, *_tables_in(table)):
             if name in each:
-                is_id = (
-                    key == "model.path" and is_hub_id(str(each[name])) and not (base / each[name]).exists()
-                )
-                each[name] = _absolute(each[name], base, is_path=key in paths and not is_id)
+                value = each[name]
+                is_id = key == "model.path" and is_hub_id(str(value)) and not (base / value).exists()
+                each[name] = _absolute(value, base, is_path=key in paths and not is_id)
     _make_sim_paths_absolute(tree.get("sim"), base)
 
 

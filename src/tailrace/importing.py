@@ -56,14 +56,13 @@ def saved_function(function: Callable[..., Any], key: str) -> bytes:
     """
     import cloudpickle
 
-    remedy = "give a function that opens what it needs itself"
     if not callable(function):
         raise ConfigError(key, function, "it is not callable", "give a function")
     try:
-        content: bytes = cloudpickle.dumps(function)
+        return bytes(cloudpickle.dumps(function))
     except Exception as why:  # whatever the objects that it uses raise
-        raise ConfigError(key, function, f"it cannot be sent to another process ({why})", remedy) from why
-    return content
+        problem = f"it cannot be sent to another process ({why})"
+        raise ConfigError(key, function, problem, "let it open what it needs itself") from why
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -4,7 +4,6 @@ This imports no torch and loads no weights, so a damaged folder is refused befor
 """
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -48,10 +47,9 @@ def find_folder(path: Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as why:  # of the hub, of the network, or of HF_HUB_OFFLINE
-        offline = os.environ.get("HF_HUB_OFFLINE")
         problem = f"there is no such folder, and the Hugging Face hub gives no such model ({why})"
-        remedy = "unset HF_HUB_OFFLINE, or " if offline else ""
-        raise ConfigError("model.path", name, problem, f"{remedy}name a folder") from why
+        remedy = "name a folder, or, where there is a network, unset HF_HUB_OFFLINE"
+        raise ConfigError("model.path", name, problem, remedy) from why
 
 
 def read_config(path: Path) -> dict[str, Any]:
