@@ -182,6 +182,19 @@ def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSett
     return settings.sources if isinstance(settings, MixtureSettings) else (settings,)
 
 
+def longest_sequence(
+    data: DataSettings, *, max_completion_tokens: int, max_context_tokens: int, unbounded_prompt: int
+) -> int:
+    """Tokens of the longest sequence of a run without an environment of several turns, prompt included.
+
+    Args:
+        max_context_tokens: positions of the model, prompt and completion together.
+        unbounded_prompt: tokens that a prompt counts where no `max_prompt_tokens` bounds it.
+    """
+    prompts = [source.max_prompt_tokens or unbounded_prompt for source in sources_of(data)]
+    return min(max_context_tokens, max(prompts) + max_completion_tokens)
+
+
 class Prompts(Protocol):
     """An endless order of prompts, fixed by the seed. It has no state, so one index is the cursor of a
     run."""

@@ -7,7 +7,6 @@ from tailrace.data.base import (
     Prompts,
     Split,
     TasksetSettings,
-    sources_of,
 )
 from tailrace.data.encoding import PromptEncoder, Tools
 from tailrace.data.mixture import MixedPrompts
@@ -79,16 +78,3 @@ def check_lengths(
             other = "prompt" if "completion" in key else "completion"
             problem = f"the model's context is {max_context_tokens} tokens, which leaves none for the {other}"
             raise ConfigError(key, tokens, problem, remedy)
-
-
-def longest_sequence(
-    data: DataSettings, *, max_completion_tokens: int, max_context_tokens: int, unbounded_prompt: int
-) -> int:
-    """Tokens of the longest sequence of a run without an environment of several turns, prompt included.
-
-    Args:
-        max_context_tokens: positions of the model, prompt and completion together.
-        unbounded_prompt: tokens that a prompt counts where no `max_prompt_tokens` bounds it.
-    """
-    prompts = [source.max_prompt_tokens or unbounded_prompt for source in sources_of(data)]
-    return min(max_context_tokens, max(prompts) + max_completion_tokens)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.data.base import DataSettings
-from tailrace.data.open import longest_sequence
+from tailrace.data.base import DataSettings, longest_sequence
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
