@@ -286,3 +286,12 @@ def test_the_mismatch_with_the_engine_is_measured_on_samples_of_the_published_we
     trainer.publish()
     trainer.accumulate([older])
     assert trainer.step().engine_mismatch_kl is None, "older weights generated some of the tokens"
+
+
+def test_two_trainers_begin_with_the_same_random_state(make_trainer: Make) -> None:
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        make_trainer()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

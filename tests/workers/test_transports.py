@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +21,12 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import EngineDied, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Sample
-from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, WeightsSettings
+from tailrace.weights.base import (
+    FilesystemSettings,
+    ProcessGroupSettings,
+    SharedMemorySettings,
+    WeightsSettings,
+)
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
@@ -78,6 +84,23 @@ async def started(
         yield trainer, engines
     finally:
         await asyncio.gather(trainer.close(), *(engine.close() for engine in engines))
+
+
+def test_a_publication_without_room_is_an_error_with_its_remedy_and_the_trainer_lives(
+    models: tuple[Path, Path], tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        folder = FilesystemSettings(folder=tmp_path / "weights")
+        for settings, remedy in ((SharedMemorySettings(), "--shm-size"), (folder, "must fit there")):
+            async with started(models, settings, tmp_path, 0) as (trainer, _):
+                pid = trainer.processes[0].process.pid
+                limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+                with pytest.raises(TransferFailed, match=remedy):
+                    await trainer.publish(1)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+                assert (await trainer.publish(2)).version == 2
+
+    execute(main())
 
 
 async def completions(engine: RemoteEngine, num: int = 4) -> list[list[int]]:

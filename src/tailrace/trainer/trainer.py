@@ -85,6 +85,7 @@ class TorchTrainer:
             ranks: the place of this process among several; None: it is alone.
         """
         ranks = ranks or Ranks()
+        torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
         policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
         critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
         return cls(policy, critic, settings, algorithm, max_completion_tokens, ranks, tokenizer_from=path)

@@ -171,7 +171,7 @@ class WeightSender(Protocol):
             tensors: on the CPU, by Hugging Face name; no two may share memory.
 
         Raises:
-            OSError: there is no room for them.
+            TransferFailed: there is no room for them; it names where, and the remedy.
         """
 
     def send(self, version: int, link: Link) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, TransferFailed
 from tailrace.model_folder import read_config
 from tailrace.weights.base import KEPT_VERSIONS, Link, TensorInfo, Weights
 from tailrace.weights.tensors import manifest
@@ -81,7 +81,7 @@ class FilesystemSender:
         except (OSError, SafetensorError) as why:
             shutil.rmtree(partial, ignore_errors=True)
             remedy = f"the {KEPT_VERSIONS} last versions of the weights and one more must fit there"
-            raise OSError(f"{final} cannot be written ({why}); {remedy}") from why
+            raise TransferFailed(f"{final} cannot be written ({why}); {remedy}") from why
         self._kept = [*(kept for kept in self._kept if kept != final), final]
         while len(self._kept) > KEPT_VERSIONS:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)

@@ -38,6 +38,7 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
     Raises:
         CheckpointError: a checkpoint cannot be written or read.
         ScheduleError: a step without accumulated samples.
+        TransferFailed: there is no room for published weights.
     """
     match message:
         case messages.Accumulate(units=units):
@@ -179,7 +180,7 @@ def serve_as(
                 channel.send(save(message, trainer, channel, job.trainer.async_checkpoints))
                 continue
             channel.send(execute(message, trainer, publish))
-        except (CheckpointError, ScheduleError) as error:
+        except (CheckpointError, ScheduleError, TransferFailed) as error:
             channel.send(Refused.of(error))
 
 
