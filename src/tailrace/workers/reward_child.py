@@ -40,6 +40,8 @@ from tailrace.workers.orphans import (
     kill_descendants,
     kill_group,
     signal_on_parent_death,
+    status_of,
+    wait_for,
 )
 from tailrace.workers.reward_messages import Failed, FromScorer, Score, Scored, Serving
 
@@ -73,7 +75,7 @@ def supervise(end: socket.socket, job: ScorerJob) -> int:
     end_with_controller(end, clean_up=kill_descendants)
     log = threading.Thread(target=copy_bounded, args=(read_end, sys.stdout.fileno()), daemon=True)
     log.start()
-    exit_code = os.waitstatus_to_exitcode(_wait_for(loader))
+    exit_code = os.waitstatus_to_exitcode(wait_for(loader))
     kill_descendants()
     log.join(DRAIN_S)
     return _told(exit_code)
@@ -116,7 +118,7 @@ def _run_loader(end: socket.socket, job: ScorerJob, supervisor: int, output: int
             if _can_fork():
                 _keep_serving(lambda _: scorer, end)
             os._exit(IMPORT_IN_SERVERS)
-        exit_code = os.waitstatus_to_exitcode(_wait_for(importer))
+        exit_code = os.waitstatus_to_exitcode(wait_for(importer))
         if exit_code == IMPORT_IN_SERVERS:
             kill_descendants()
             _keep_serving(load, end)
@@ -192,7 +194,7 @@ def _relay(channel: Channel, end: socket.socket, server_end: socket.socket, serv
                 kill_group(server)
                 found = None
             if found is None:
-                return has_served, _wait_for(server)
+                return has_served, wait_for(server)
             for message in found:
                 has_served |= isinstance(message, Serving)
                 channel.send(message)
@@ -204,7 +206,7 @@ def _relay(channel: Channel, end: socket.socket, server_end: socket.socket, serv
                 if calls is None:
                     readable.unregister(end)
                     server_end.shutdown(socket.SHUT_WR)
-        if not ready and (status := _status(server)) is not None:
+        if not ready and (status := status_of(server)) is not None:
             return has_served, status
 
 
@@ -244,23 +246,6 @@ def _is_finished(end: socket.socket) -> bool:
         return False
     except ConnectionResetError:
         return True
-
-
-def _wait_for(child: int) -> int:
-    """Return the status of a child once it has ended; reap adopted orphans meanwhile."""
-    while (status := _status(child, options=0)) is None:
-        pass
-    return status
-
-
-def _status(child: int, options: int = os.WNOHANG) -> int | None:
-    """Reap what has ended. Return the status of a child if it is among them."""
-    while True:
-        pid, status = os.waitpid(-1, options)
-        if pid == child:
-            return status
-        if not pid:
-            return None
 
 
 if __name__ == "__main__":
