@@ -21,8 +21,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import msgspec
@@ -109,25 +109,34 @@ def _run_loader(end: socket.socket, job: ScorerJob, supervisor: int, output: int
         with config_errors_sent(channel):
             return Scorer.load(job.reward, job.data)
 
-    try:
-        loader = os.getpid()
+    loader = os.getpid()
+    with _exiting():
         if (importer := os.fork()) == 0:
             signal_on_parent_death(signal.SIGKILL, loader)
             adopt_orphans()
             scorer = load(_channel(end))
-            if _can_fork():
-                _keep_serving(lambda _: scorer, end)
-            os._exit(IMPORT_IN_SERVERS)
-        exit_code = os.waitstatus_to_exitcode(wait_for(importer))
-        if exit_code == IMPORT_IN_SERVERS:
+            if not _can_fork():
+                sys.exit(IMPORT_IN_SERVERS)
+            _keep_serving(lambda _: scorer, end)
+        elif (exit_code := os.waitstatus_to_exitcode(wait_for(importer))) == IMPORT_IN_SERVERS:
             kill_descendants()
             _keep_serving(load, end)
-        os._exit(_told(exit_code))
+        else:
+            sys.exit(_told(exit_code))
+
+
+@contextmanager
+def _exiting() -> Iterator[None]:
+    """End this process with the block, without what the interpreter does at its end."""
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
     except SystemExit as exit:
-        os._exit(exit.code if isinstance(exit.code, int) else 1)
+        exit_code = exit.code if isinstance(exit.code, int) else 1
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+    os._exit(exit_code)
 
 
 def _told(exit_code: int) -> int:
@@ -148,7 +157,7 @@ def _can_fork() -> bool:
 
 
 def _keep_serving(load: Load, end: socket.socket) -> None:
-    """Keep one server running until the controller says no more. Never returns.
+    """Keep one server running until the controller says no more.
 
     Args:
         load: called in each server.
@@ -168,10 +177,9 @@ def _keep_serving(load: Load, end: socket.socket) -> None:
             has_served, status = _relay(channel, end, mine, server)
         exit_code = os.waitstatus_to_exitcode(status)
         if not has_served:
-            os._exit(_told(exit_code) or 1)
+            sys.exit(_told(exit_code) or 1)
         ended = exit_cause(exit_code)
         kill_descendants(spare=started_by_import)
-    os._exit(0)
 
 
 def _relay(channel: Channel, end: socket.socket, server_end: socket.socket, server: int) -> tuple[bool, int]:
@@ -212,7 +220,7 @@ def _relay(channel: Channel, end: socket.socket, server_end: socket.socket, serv
 
 def _serve(load: Load, channel: Channel, ended: str, parent: int) -> None:
     """Make one call after another until the controller says no more. Never returns."""
-    try:
+    with _exiting():
         os.setpgid(0, 0)
         signal_on_parent_death(signal.SIGKILL, parent)
         for each in (signal.SIGTERM, signal.SIGHUP):  # processes that a call starts can be terminated
@@ -223,12 +231,6 @@ def _serve(load: Load, channel: Channel, ended: str, parent: int) -> None:
         channel.send(Serving(os.getpid(), ended))
         for asked in channel:
             channel.send(Scored(asked.number, _outcome(scorer, asked.call)))
-        os._exit(0)
-    except SystemExit as exit:
-        os._exit(exit.code if isinstance(exit.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
 
 
 def _outcome(scorer: Scorer, call: Call) -> Scores | Failed:
