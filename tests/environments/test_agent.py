@@ -1,8 +1,11 @@
 """Agents that know OpenAI's API only, through real sockets; the policy's turns are scripted."""
 
 import asyncio
+import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -347,27 +350,68 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def ended(state: Path) -> bool:
-    """Whether a process has ended, even if its parent has not waited for it yet."""
-    try:
-        return state.read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+def leaving(folder: Path) -> str:
+    """A shell program that leaves processes of its group, with a session, and without a parent. Each
+    names the folder in its command line."""
+    idle = f"sh -c 'sleep 600; : {folder}' >/dev/null 2>&1 &"
+    return f'{idle} setsid {idle} sh -c "setsid {idle}"; '
 
 
-def test_the_processes_of_a_program_end_when_its_episode_is_interrupted(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    command = ("sh", "-c", f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
+def running_in(folder: Path) -> list[str]:
+    """The processes whose command lines name a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(folder).encode() in (process / "cmdline").read_bytes():
+                found.append(process.name)
+    return found
+
+
+def test_what_a_program_has_started_ends_when_its_episode_is_interrupted(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
 
     async def run() -> None:
-        async with opened(command=command) as environment:
+        async with opened(command=("sh", "-c", f"{leaving(tmp_path)} touch {begun}; wait")) as environment:
             sample = new_sample(render([USER])[:1])
             running = asyncio.ensure_future(environment.run(sample.prompt, episode(sample, Script())))
-            await until(pids.exists)
+            await until(begun.exists)
+            assert len(running_in(tmp_path)) >= 5
             running.cancel()
             await asyncio.wait([running])
-        for pid in pids.read_text().split():
-            await until(lambda state=Path(f"/proc/{pid}/stat"): ended(state))  # type: ignore[misc]
+            assert running_in(tmp_path) == []
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    command = ("sh", "-c", f"{leaving(tmp_path)} kill -KILL $$")
+    with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
+        play(new_sample(render([USER])[:1]), Script(), command=command)
+    assert running_in(tmp_path) == []
+
+
+CONTROLLER = """
+import asyncio, sys
+from tailrace.environments.agent import Task
+from tailrace.environments.agents import make_agent
+from tailrace.environments.agent_thread import AgentThread
+from tailrace.environments.settings import AgentSettings
+settings = AgentSettings(kind="agent", command=("sh", "-c", sys.argv[1]))
+asyncio.run(make_agent(settings, AgentThread())(Task({}, [], "", "")))
+"""
+
+
+def test_what_a_program_has_started_ends_when_the_controller_is_killed(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    command = f"{leaving(tmp_path)} touch {begun}; wait"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, command], env=environment)
+
+    async def run() -> None:
+        await until(begun.exists)
+        controller.kill()
+        controller.wait()
+        await until(lambda: not running_in(tmp_path))
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

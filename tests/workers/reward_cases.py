@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -84,4 +86,25 @@ def first_row(completion: str, answer: str) -> float:
             return {"right": 1.0}[answer]
         case "hang":
             time.sleep(1000)
+    return 1.0
+
+
+_threads = ThreadPoolExecutor(1) if os.environ.get("THREADS_AT_IMPORT") else None
+if _threads:
+    _threads.submit(int).result()
+
+
+def by_thread(completion: str) -> float:
+    assert _threads
+    if completion == "hang":
+        time.sleep(1000)
+    return float(_threads.submit(len, completion).result())
+
+
+def write_everywhere(completion: str) -> float:
+    """Write to every descriptor of the process what is the begin of a long message, or no message at all."""
+    garbage = {"long": b"\xff" * 64, "wrong": b"\x01\0\0\0\xc1"}.get(completion, b"")
+    for descriptor in range(3, 256):
+        with suppress(OSError):
+            os.write(descriptor, garbage)
     return 1.0

@@ -189,6 +189,33 @@ def test_a_process_that_the_import_started_lives_on_when_a_call_is_killed(
     execute(main())
 
 
+def test_threads_that_the_import_started_work_in_the_calls(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THREADS_AT_IMPORT", "1")
+
+    async def main() -> None:
+        async with scorer(job("by_thread", timeout_s=2.0), tmp_path) as one:
+            assert await outcomes(pool_of(one), "a", "hang", "fine") == [1.0, "timeout", 4.0]
+
+    execute(main())
+
+
+def test_what_a_call_writes_to_its_descriptors_costs_its_own_reward_alone(
+    tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with scorer(job("write_everywhere", timeout_s=1.0), tmp_path) as one:
+            assert await outcomes(pool_of(one), "long", "fine", "wrong", "fine") == [
+                "timeout",
+                1.0,
+                "died",
+                1.0,
+            ]
+
+    execute(main())
+
+
 def test_what_a_function_prints_is_bounded(
     tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,13 +104,17 @@ class _Server:
         import uvicorn
 
         from tailrace.engine.serve.app import make_app
-        from tailrace.engine.serve.listening import Server
+        from tailrace.engine.serve.listening import Server, TimedProtocol
         from tailrace.engine.serve.requests import Requests
 
         requests = Requests(process)
         app = make_app(requests, process, self.tokenizer, self.model, self.settings, self.token)
         config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=round(GRACE_S), lifespan="off"
+            app,
+            http=TimedProtocol,
+            log_level="warning",
+            timeout_graceful_shutdown=round(GRACE_S),
+            lifespan="off",
         )
         server = Server(config)
         received: list[int] = []

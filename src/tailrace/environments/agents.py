@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from tailrace.environments.settings import MODEL, AgentSettings
 from tailrace.environments.tools import in_thread
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
-from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
+from tailrace.workers import orphans
 
 GIVEN = ("row", "messages", "base_url", "api_key", "model")
 """Arguments that a function may name."""
@@ -79,11 +81,11 @@ def _from_command(command: Sequence[str]) -> Agent:
 
 
 async def _run_command(command: Sequence[str], task: Task) -> float | None:
-    """Run a program for an episode. All processes of its group end with the call."""
+    """Run a program for an episode. All that it started ends with the call, and with this process."""
     parent = os.getpid()
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable, "-I", "-S", orphans.__file__, *command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
@@ -94,7 +96,7 @@ async def _run_command(command: Sequence[str], task: Task) -> float | None:
                 "OPENAI_MODEL": MODEL,
             },
             start_new_session=True,
-            preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
+            preexec_fn=lambda: orphans.signal_on_parent_death(signal.SIGTERM, parent),
         )
     )
     try:
@@ -103,11 +105,13 @@ async def _run_command(command: Sequence[str], task: Task) -> float | None:
         output, _ = await process.communicate(msgspec.json.encode(task.row))
     finally:
         process = await starting
-        kill_group(process.pid)
+        with suppress(ProcessLookupError):
+            for each in (signal.SIGTERM, signal.SIGCONT):  # it may be stopped
+                process.send_signal(each)
         await process.wait()
     text = output.decode(errors="replace")
     if process.returncode:
-        raise ProgramFailed(f"{exit_cause(process.returncode)}\n{text[-MAX_OUTPUT:]}")
+        raise ProgramFailed(f"{orphans.exit_cause(process.returncode)}\n{text[-MAX_OUTPUT:]}")
     return _reward(text)
 
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import uvicorn
@@ -110,11 +110,11 @@ class _SessionGuard(Guard):
         super().__init__(app, token="", max_body_bytes=MAX_BODY_BYTES, all_guarded=True)
         self._sessions = sessions
 
-    def allows(self, path: str, authorization: bytes) -> bool:
+    def allows(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
         """As Guard.allows."""
         session = self._sessions.get(path.removeprefix(PREFIX).partition("/")[0])
         key = session.key if session and path.startswith(PREFIX) else secrets.token_urlsafe(24)
-        return secrets.compare_digest(authorization, f"Bearer {key}".encode())
+        return secrets.compare_digest(headers.get(b"authorization", b""), f"Bearer {key}".encode())
 
 
 def _refuse(request: Request, why: Exception) -> Response:

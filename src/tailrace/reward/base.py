@@ -51,7 +51,8 @@ class CodeSettings(Settings):
     processes: int = Field(default=8, ge=1, le=4096)
     """Processes and threads of a program, itself included; 1 to 4096. Enforced by bubblewrap only."""
     tmp_mib: int = Field(default=64, ge=1, le=1_048_576)
-    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB; at least 1."""
+    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB; at least 1.
+    For each 4 KiB it may have one file or folder."""
     output_kib: int = Field(default=1024, ge=1, le=1_048_576)
     """Output of a program, in KiB, above which it is stopped; at least 1."""
 

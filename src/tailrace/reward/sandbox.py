@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +27,7 @@ from typing import Any, Literal
 from tailrace import clock
 from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.reward.base import CodeSettings, SandboxKind
-from tailrace.reward.sandboxed import STARTED
+from tailrace.reward.sandboxed import ASKED, STARTED
 from tailrace.reward.seccomp import seccomp_filter
 from tailrace.reward.timeout import TimeLimit
 
@@ -34,6 +35,10 @@ START_S = 30.0
 """Seconds within which the sandbox itself must be ready."""
 CLOSE_S = 2.0
 """Seconds within which a sandbox that was killed has ended."""
+FILES_EVERY_S = 0.05
+"""Seconds between two counts of a program's files."""
+BYTES_PER_FILE = 4096
+"""A program may have a file or folder for so many bytes of its /tmp. One takes about 1 KiB of the kernel."""
 NOBODY = 65534
 """User and group of programs where this process is root."""
 MAX_WORDS = 2000
@@ -51,7 +56,8 @@ class Execution:
     """How a program ended."""
 
     end: Literal["exited", "timeout", "flood"]
-    """It ended by itself, exceeded its time, or printed too much. In the last two cases it was killed."""
+    """It ended by itself, exceeded its time, or printed or stored too much. In the last two cases it was
+    killed."""
     exit_code: int
     output: bytes
     """What it printed, up to the limit."""
@@ -79,36 +85,49 @@ class Sandbox:
 
         Args:
             job: `program` (its text); to call a function also `function` and `arguments`; to check an
-                assertion `assertion` and `secret`, which is the answer if the assertion holds.
+                assertion `assertion`, which is sent once the program has run, and `secret`, which is sent
+                once the assertion has held and is then the answer.
             limit: counted from the program's start.
 
         Raises:
             SandboxFailed: the program was not started.
         """
-        job = {**job, "limits": self._limits(limit.seconds)}
+        late = [str(job[name]) for name in ("assertion", "secret") if name in job]
+        first = {name: value for name, value in job.items() if name not in ("assertion", "secret")}
+        first |= {"limits": self._limits(limit.seconds), "asserts": bool(late)}
+        lines = [json.dumps(first), *(text.encode(errors="replace").hex() for text in late)]
+        mine, theirs = socket.socketpair()
+        with theirs:
+            answers, writer = await asyncio.open_unix_connection(sock=mine)
+            try:
+                process = await self._start(theirs, stdin)
+            except BaseException:
+                writer.transport.abort()
+                raise
+        return await _Supervision(process, self._settings).run(answers, writer, lines, limit)
+
+    async def _start(self, socket: socket.socket, stdin: str) -> asyncio.subprocess.Process:
+        """
+        Raises:
+            SandboxFailed: no process could be started.
+        """
         with ExitStack() as files:
-            given = files.enter_context(_memory_file(json.dumps(job).encode()))
             read = files.enter_context(_memory_file(stdin.encode(errors="replace")))
             refused = files.enter_context(_memory_file(seccomp_filter()))
-            answer_end, write_end, info_end = _answer_pipe()
+            info = files.enter_context(socket.dup()).fileno()  # bwrap closes the one that it writes to
+            inside = [sys.executable, "-I", "-B", "-c", _INSIDE, str(socket.fileno())]
             try:
-                inside = [sys.executable, "-I", "-B", "-c", _INSIDE, str(given), str(write_end)]
-                process = await asyncio.create_subprocess_exec(
-                    *self._command(inside, refused, info_end),
+                return await asyncio.create_subprocess_exec(
+                    *self._command(inside, refused, info),
                     stdin=read,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
-                    pass_fds=[given, refused, write_end, info_end],
+                    pass_fds=[refused, socket.fileno(), info],
                     env=_ENVIRONMENT,
                     start_new_session=True,
                 )
             except OSError as why:
-                os.close(answer_end)
                 raise SandboxFailed(f"no process could be started: {why}") from why
-            finally:
-                os.close(write_end)
-                os.close(info_end)
-        return await _Supervision(process, self._settings.output_kib * 1024).run(answer_end, limit)
 
     async def check(self) -> None:
         """Run an empty program.
@@ -138,20 +157,21 @@ class Sandbox:
     def _command(self, inside: Sequence[str], refused: int, info: int) -> list[str]:
         if not self._is_isolated:
             return list(inside)
-        tmp_bytes = str(self._settings.tmp_mib * 2**20)
+        private_tmp = ("--perms", "1777", "--size", str(self._settings.tmp_mib * 2**20), "--tmpfs", "/tmp")
+        is_root = os.geteuid() == 0
         isolated = [
-            *("bwrap", *self._files, "--proc", "/proc"),
-            *("--perms", "1777", "--size", tmp_bytes, "--tmpfs", "/tmp"),
+            *("bwrap", *(("--bind", "/tmp", "/tmp") if is_root else private_tmp)),
+            *(*self._files, "--proc", "/proc"),  # Python may lie below /tmp
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"),
             *(word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)),
             *("--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"),
             *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent"),
             *(("--seccomp", str(refused)) if seccomp_filter() else ()),
         ]
-        if os.geteuid() != 0:
+        if not is_root:
             return [*isolated, "--info-fd", str(info), "--", *inside]
         return [
-            *("bwrap", *self._files, "--bind", "/proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"),
+            *("bwrap", *private_tmp, *self._files, "--bind", "/proc", "/proc", "--unshare-pid"),
             *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--die-with-parent"),
             *("--info-fd", str(info), "--"),
             *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
@@ -162,43 +182,53 @@ class Sandbox:
 class _Supervision:
     """Reads what a sandbox prints, and ends it in time."""
 
-    def __init__(self, process: asyncio.subprocess.Process, max_output: int) -> None:
-        self._process, self._max_output = process, max_output
+    def __init__(self, process: asyncio.subprocess.Process, settings: CodeSettings) -> None:
+        self._process = process
+        self._max_output = settings.output_kib * 1024
+        self._max_files = settings.tmp_mib * 2**20 // BYTES_PER_FILE
         self._first_process: int | None = None
         """The first process of the PID namespace, as seen from here."""
+        self._end: Literal["exited", "timeout", "flood"] = "exited"
 
-    async def run(self, answer_end: int, limit: TimeLimit) -> Execution:
-        answers = asyncio.StreamReader(limit=2**16)
-        pipe = os.fdopen(answer_end, "rb", buffering=0)
-        reading, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(answers), pipe
-        )
+    async def run(
+        self,
+        answers: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        lines: Sequence[str],
+        limit: TimeLimit,
+    ) -> Execution:
+        """
+        Args:
+            lines: what the process inside reads: the first at once, each other once it asks.
+        """
         assert self._process.stdout
+        watching = None
         try:
+            writer.write(f"{lines[0]}\n".encode())
             await self._wait_for_start(answers)
             start_s = clock.now()
-            end: Literal["exited", "timeout", "flood"] = "exited"
+            watching = asyncio.create_task(self._watch_files())
             output = answer = b""
             try:
                 async with limit.enforced():
                     # A program that prints nothing and reports at length must not block, so both are read.
                     output, answer = await asyncio.gather(
-                        self._read(self._process.stdout), self._read(answers)
+                        self._read(self._process.stdout), self._answered(answers, writer, lines[1:])
                     )
-                    if len(output) > self._max_output or len(answer) > self._max_output:
-                        end = "flood"
-                    else:
+                    if self._end == "exited":
                         await self._process.wait()
             except TimeoutError:
-                end = "timeout"
+                self._end = "timeout"
             seconds = clock.now() - start_s
         finally:
+            if watching:
+                watching.cancel()
             self._kill()
             await asyncio.shield(self._ended())
-            reading.close()
+            writer.transport.abort()
         code = self._process.returncode
         exit_code = -signal.SIGKILL if code is None else code
-        return Execution(end, exit_code, output[: self._max_output], answer, seconds)
+        return Execution(self._end, exit_code, output[: self._max_output], answer, seconds)
 
     async def _wait_for_start(self, answers: asyncio.StreamReader) -> None:
         """
@@ -208,16 +238,29 @@ class _Supervision:
         words = ""
         try:
             async with asyncio.timeout(START_S):
-                while line := await answers.readline():
-                    if found := _CHILD.search(line):
-                        self._first_process = int(found[1])
-                    if line == STARTED:
-                        return
+                with suppress(ConnectionError):
+                    while line := await answers.readline():
+                        if found := _CHILD.search(line):
+                            self._first_process = int(found[1])
+                        if line == STARTED:
+                            return
                 assert self._process.stderr
                 words = (await self._process.stderr.read(MAX_WORDS)).decode(errors="replace").strip()
         except TimeoutError:
             words = f"it was not ready within {START_S:g} s"
         raise SandboxFailed(words or "it ended without a message")
+
+    async def _answered(
+        self, answers: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: Sequence[str]
+    ) -> bytes:
+        """Send each line when it is asked for. Return what comes after that."""
+        with suppress(ConnectionError):  # it ended, and had not read all
+            for line in lines:
+                if await answers.read(len(ASKED)) != ASKED:
+                    break
+                writer.write(f"{line}\n".encode())
+            return await self._read(answers)
+        return b""
 
     async def _read(self, stream: asyncio.StreamReader) -> bytes:
         """Read until the end, or until there is more than the limit; then the program is killed."""
@@ -225,9 +268,22 @@ class _Supervision:
         while chunk := await stream.read(2**16):
             data += chunk
             if len(data) > self._max_output:
-                self._kill()
+                self._flood()
                 break
         return data
+
+    async def _watch_files(self) -> None:
+        """Kill the program once it has too many files: the size of /tmp bounds only their bytes."""
+        while self._first_process is not None:
+            with suppress(OSError):  # it has ended
+                found = os.statvfs(f"/proc/{self._first_process}/root/tmp")
+                if found.f_files - found.f_ffree > self._max_files:
+                    self._flood()
+            await asyncio.sleep(FILES_EVERY_S)
+
+    def _flood(self) -> None:
+        self._end = "flood"
+        self._kill()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -300,10 +356,3 @@ def _memory_file(data: bytes) -> Iterator[int]:
         yield readable
     finally:
         os.close(readable)
-
-
-def _answer_pipe() -> tuple[int, int, int]:
-    """Return the read end of a pipe, and two file descriptors of its write end: bwrap closes the one that it
-    writes to."""
-    read_end, write_end = os.pipe()
-    return read_end, write_end, os.dup(write_end)

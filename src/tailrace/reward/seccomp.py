@@ -1,7 +1,8 @@
 """A seccomp filter for sandboxed programs: system calls that a test case never needs are refused.
 
-They would let a program keep memory beyond its limits (memfd_create, shmget), look into other processes
-(ptrace), or reach large parts of the kernel (bpf, io_uring, mount). A refused call fails with EPERM.
+They would let a program keep memory beyond its limits (memfd_create, shmget, larger buffers of sockets), look
+into other processes (ptrace), or reach large parts of the kernel (bpf, io_uring, mount). Sockets are those of
+AF_UNIX: a namespace hides the network, but not what AF_VSOCK reaches. A refused call fails with EPERM.
 See seccomp(2) and, for the instructions, bpf(4).
 """
 
@@ -32,6 +33,11 @@ _REFUSED = {
     ),
 }
 """Numbers of the refused calls by machine, in the same order."""
+_SOCKETS = {"x86_64": (41, 53, 54), "aarch64": (198, 199, 208)}
+"""Numbers of socket, socketpair and setsockopt by machine."""
+_BUFFER_OPTIONS = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE."""
+_AF_UNIX = 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 """Return values: allow the call, fail with EPERM, kill the process."""
@@ -47,14 +53,30 @@ def seccomp_filter() -> bytes:
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         return b""
-    refused = _REFUSED[machine]
-    program = [
+    make, make_pair, set_option = _SOCKETS[machine]
+    program: list[tuple[int, int | str, int | str, int]] = [
         (_LOAD, 0, 0, 4),  # the architecture of the call
         (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # its number
-        (_AT_LEAST, len(refused) + 1, 0, _FIRST_X32),
+        (_AT_LEAST, "refuse", 0, _FIRST_X32),
+        *((_EQUAL, "refuse", 0, number) for number in _REFUSED[machine]),
+        (_EQUAL, 1, 0, make),
+        (_EQUAL, 0, 2, make_pair),
+        (_LOAD, 0, 0, 16),  # its first argument
+        (_EQUAL, "allow", "refuse", _AF_UNIX),
+        (_EQUAL, 0, "allow", set_option),
+        (_LOAD, 0, 0, 32),  # its third argument
+        *((_EQUAL, "refuse", 0, option) for option in _BUFFER_OPTIONS),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
     ]
-    program += [(_EQUAL, len(refused) - place, 0, number) for place, number in enumerate(refused)]
-    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
-    return b"".join(struct.pack("=HBBI", *each) for each in program)
+    ends = {"allow": len(program) - 2, "refuse": len(program) - 1}
+
+    def skipped(place: int, jump: int | str) -> int:
+        return jump if isinstance(jump, int) else ends[jump] - place - 1
+
+    return b"".join(
+        struct.pack("=HBBI", code, skipped(place, yes), skipped(place, no), value)
+        for place, (code, yes, no, value) in enumerate(program)
+    )

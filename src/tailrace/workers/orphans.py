@@ -3,6 +3,8 @@
 The kernel sends a process a signal of its choice when its parent dies (PR_SET_PDEATHSIG), also while it is
 stopped or still starting. A process that declares itself a subreaper (PR_SET_CHILD_SUBREAPER) becomes the
 parent of all its descendants whose own parent dies, also of those with a session of their own. See prctl(2).
+
+`python orphans.py COMMAND` runs a program, and ends all that it started when it ends, or on SIGTERM.
 """
 
 import ctypes
@@ -28,7 +30,7 @@ def signal_on_parent_death(number: signal.Signals, parent: int) -> None:
 
     Args:
         number: SIGKILL ends the process. SIGCONT only continues a stopped one, which then ends by itself
-            once it finds its parent gone.
+            once it finds its parent gone. SIGTERM lets one clean up that is not stopped.
         parent: process id of the parent.
     """
     if _libc is not None:
@@ -100,6 +102,47 @@ def _parents() -> dict[int, int]:
     return parents
 
 
+def wait_for(child: int) -> int:
+    """Return the status of a child once it has ended; reap adopted orphans meanwhile."""
+    while (status := status_of(child, options=0)) is None:
+        pass
+    return status
+
+
+def status_of(child: int, options: int = os.WNOHANG) -> int | None:
+    """Reap what has ended. Return the status of a child if it is among them."""
+    while True:
+        pid, status = os.waitpid(-1, options)
+        if pid == child:
+            return status
+        if not pid:
+            return None
+
+
+def run_contained(command: list[str]) -> None:
+    """Run a program; end as it does, or on SIGTERM, once all that it started has ended. Never returns."""
+    adopt_orphans()
+
+    def end(number: int, _: object = None) -> None:
+        kill_descendants()
+        with suppress(OSError):  # it cannot be handled
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    me = os.getpid()
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
+        signal_on_parent_death(signal.SIGKILL, me)
+        os.execvp(command[0], command)
+    exit_code = os.waitstatus_to_exitcode(wait_for(child))
+    if exit_code < 0:
+        end(-exit_code)
+    kill_descendants()
+    sys.exit(exit_code)
+
+
 def kill_group(leader: int) -> None:
     """Send SIGKILL to every process of a group; the group may have ended already."""
     with suppress(ProcessLookupError):
@@ -114,3 +157,7 @@ def exit_cause(exit_code: int) -> str:
         ('signal SIGKILL', 'exit code 3')
     """
     return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+if __name__ == "__main__":
+    run_contained(sys.argv[1:])

@@ -2,14 +2,18 @@
 
 import asyncio
 import pickle
+import socket
 import stat
+from contextlib import suppress
 
 import httpx
 import pytest
+import uvicorn
 from serve_cases import TOKEN
 
 from tailrace.cli import main
 from tailrace.commands.serve import bearer_token
+from tailrace.engine.serve import listening
 from tailrace.engine.serve.guard import Guard
 from tailrace.engine.serve.offered_weights import OfferedWeights
 from tailrace.engine.serve.settings import ServeSettings
@@ -67,7 +71,65 @@ def test_beyond_loopback_only_health_is_open():
         assert guarded(path, all_guarded=True) == 401
         assert guarded(path, all_guarded=True, authorization=f"Bearer {TOKEN}") == 200
     assert guarded("/health", all_guarded=True) == 200
-    assert guarded("/v1/completions", all_guarded=False) == 200
+    assert guarded("/v1/completions", all_guarded=False, host="127.0.0.1:8000") == 200
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.8.8.8:1", "[::1]:8000"])
+def test_a_request_that_names_this_machine_needs_no_token_to_generate(host):
+    assert guarded("/v1/completions", all_guarded=False, host=host) == 200
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "rebound.example:8000", "127.0.0.1.example", "[::1", ""])
+def test_a_request_under_the_name_of_another_machine_needs_the_token(host):
+    assert guarded("/v1/models", all_guarded=False, host=host) == 401
+    assert guarded("/v1/models", all_guarded=False, host=host, authorization=f"Bearer {TOKEN}") == 200
+    assert guarded("/health", all_guarded=False, host=host) == 200
+
+
+def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(monkeypatch):
+    monkeypatch.setattr(listening, "HEADERS_TIMEOUT_S", 0.3)
+    whole = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    async def app(scope, receive, send):
+        await asyncio.sleep(1.0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def told(address, *parts):
+        """What the server says until it closes the connection, to a client that sends parts slowly."""
+        reader, writer = await asyncio.open_connection(*address)
+        said = []
+
+        async def listen():
+            with suppress(ConnectionError):
+                while part := await reader.read(1000):
+                    said.append(part)
+
+        listening = asyncio.ensure_future(listen())
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.1)
+        await listening
+        writer.close()
+        return b"".join(said)
+
+    async def run():
+        config = uvicorn.Config(app, http=listening.TimedProtocol, lifespan="off", timeout_keep_alive=60)
+        server = listening.Server(config)
+        serving = asyncio.ensure_future(server.serve([bound]))
+        address = bound.getsockname()
+        drip = [bytes([byte]) for byte in whole[:-1]]
+        nothing, dripped, first, second = await asyncio.gather(
+            *(told(address, *parts) for parts in ([], drip, [whole], [whole, *[b""] * 12, *drip])),
+        )
+        assert (nothing, dripped) == (b"", b"")
+        assert [reply.count(b"200 OK") for reply in (first, second)] == [1, 1]
+        assert first.endswith(b"ok") and second.endswith(b"ok")
+        server.should_exit = True
+        await serving
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_the_server_listens_on_loopback_unless_told_otherwise(server):

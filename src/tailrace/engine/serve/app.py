@@ -1,7 +1,5 @@
 """The HTTP application: all routes, guarded, over one engine process."""
 
-from ipaddress import ip_address
-
 from fastapi import FastAPI
 
 from tailrace import __version__
@@ -12,7 +10,7 @@ from tailrace.engine.serve.control_routes import control_routes
 from tailrace.engine.serve.errors import add_error_handlers, answer
 from tailrace.engine.serve.formats import Context
 from tailrace.engine.serve.generation import generation_routes
-from tailrace.engine.serve.guard import Guard
+from tailrace.engine.serve.guard import Guard, is_loopback
 from tailrace.engine.serve.info_routes import info_routes
 from tailrace.engine.serve.offered_weights import OfferedWeights
 from tailrace.engine.serve.requests import Requests
@@ -60,11 +58,3 @@ def make_app(
     for kind in (WeightsRefused, TransferFailed):
         app.add_exception_handler(kind, answer(lambda why: (400, str(why))))
     return app
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
