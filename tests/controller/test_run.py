@@ -231,21 +231,6 @@ def test_a_round_that_ends_without_the_step_is_refused() -> None:
         simulate(stepless, ONE_ROUND, EXACT)
 
 
-def test_on_policy_waits_for_groups_without_an_older_token() -> None:
-    async def fresh_only(run: Run) -> None:
-        async for _ in run.rounds():
-            run.pool.launch(run.prompts(1))
-            await asyncio.sleep(5)
-            await run.publish()
-            run.pool.launch(run.prompts(1))
-            await run.train(await run.pool.take(1, run.on_policy))
-            run.drop(await run.pool.take(1), "stale")
-
-    outcome = simulate(fresh_only, ONE_ROUND, EXACT)
-    assert outcome.trained == [1]
-    assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
-
-
 # -- training --------------------------------------------------------------------------------------
 
 

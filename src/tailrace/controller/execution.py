@@ -1,7 +1,8 @@
 """A run from its first round to its closed ledger."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ async def execute(
     journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
 ) -> Outcome:
-    """Run a schedule to its end and check the ledger. The first error of any task ends the run.
+    """Run a schedule to its end and check the ledger. The first error of any task or callback ends the run.
 
     Args:
         compute_advantages: sets the advantages of a complete group, or returns why it is filtered.
@@ -50,21 +51,48 @@ async def execute(
     """
     interruption = interruption or Interruption()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            start, journal = starting_point or StartingPoint(), journal or NullJournal()
-            run = Run(
-                parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
-            )
-            try:
-                interrupted = await _interrupted(schedule(run), interruption)
-                await (run.interrupt() if interrupted else run.finish())
-            finally:
-                run.shut()
+        with _errors_of_callbacks() as errors:
+            async with asyncio.TaskGroup() as tasks:
+                start, journal = starting_point or StartingPoint(), journal or NullJournal()
+                watch = tasks.create_task(_raise_first(errors))
+                run = Run(
+                    parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
+                )
+                try:
+                    interrupted = await _interrupted(schedule(run), interruption)
+                    await (run.interrupt() if interrupted else run.finish())
+                finally:
+                    watch.cancel()
+                    run.shut()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
         recorder.close()
     return Outcome(interrupted, run.checkpoints.newest)
+
+
+@contextmanager
+def _errors_of_callbacks() -> Iterator[asyncio.Queue[Exception]]:
+    """What callbacks raise inside the block. asyncio would only log it, and the run would wait for ever."""
+    errors: asyncio.Queue[Exception] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context:
+            errors.put_nowait(context["exception"])
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+    try:
+        yield errors
+    finally:
+        loop.set_exception_handler(before)
+
+
+async def _raise_first(errors: asyncio.Queue[Exception]) -> None:
+    raise await errors.get()
 
 
 async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interruption) -> bool:

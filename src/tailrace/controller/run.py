@@ -12,7 +12,7 @@ a resumed run starts. What it carries from one round to the next is in the run (
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -231,10 +231,6 @@ class Run:
             ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
         self._recorder.emit(events.EssTaken(clock.now(), ess))
         return ess
-
-    def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
-        """A selection: the groups whose tokens are all of the published version."""
-        return [group for group in ready if self.staleness(group) == 0][:wanted]
 
     def staleness(self, group: Group) -> int:
         """Publications since the oldest token of the group was generated."""

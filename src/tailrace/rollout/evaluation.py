@@ -54,8 +54,16 @@ def held_out_samples(
         finally:
             index += 1
         ids = [SampleId(-index, attempt, number) for number in range(per_prompt)]
+        first = 0 if greedy else attempt * per_prompt  # the noise of samples that no other evaluation has
         group.samples = [
-            Sample(id, group, seed=noise_seed(seed, id), greedy=greedy, temperature=temperature) for id in ids
+            Sample(
+                id,
+                group,
+                seed=noise_seed(seed, id._replace(number=first + id.number)),
+                greedy=greedy,
+                temperature=temperature,
+            )
+            for id in ids
         ]
         samples += group.samples
     return samples

@@ -138,9 +138,10 @@ class Pool:
 
     async def settled(self) -> None:
         """Wait for aborts under way. Afterwards every token is in a group or counted as waste."""
-        if self._parking is not None:
-            await asyncio.shield(self._parking)  # a cancelled wait must not cancel the parking itself
-            self._parking = None
+        while (parking := self._parking) is not None:
+            await asyncio.shield(parking)  # a cancelled wait must not cancel the parking itself
+            if self._parking is parking:  # else another one began meanwhile
+                self._parking = None
         if aborting := self._samples.aborting():
             await asyncio.wait(aborting)
 
@@ -243,7 +244,12 @@ class Pool:
         if self._pumping or self._shut:
             return
         self._pumping = True
-        slots = self._router.slots
+        try:
+            self._serve_waiting(self._router.slots)
+        finally:
+            self._pumping = False
+
+    def _serve_waiting(self, slots: int) -> None:
         while (sample := self._next(slots)) and self.num_requests < slots:
             if not self.admission.admits(sample.group, self):
                 break
@@ -252,7 +258,6 @@ class Pool:
             self._samples.serve(sample, task)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._served, sample))
-        self._pumping = False
 
     def _next(self, slots: int) -> Sample | None:
         """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""
@@ -311,7 +316,7 @@ class Pool:
             self._in_flight.pop(group, None)
             self._frontier.pop(group, None)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
-        self._parking = asyncio.create_task(self._settle(groups, aborting))
+        self._parking = self._tasks.create_task(self._settle(groups, aborting))
         self.changed.fire()
 
     async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
