@@ -24,18 +24,23 @@ from helpers.virtual import (
     reporting,
     simulate,
 )
+from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
+from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
 from tailrace.ledger.read import read_books
 from tailrace.record.events import (
     Accumulated,
+    ControllerLag,
     Evaluated,
     Event,
     GroupEnded,
     Published,
+    Recorder,
     RequestStarted,
     RoundEnded,
     RoundStarted,
@@ -45,7 +50,7 @@ from tailrace.record.events import (
     Waiting,
 )
 from tailrace.schedules.serial import serial
-from tailrace.types import Group, Prompt
+from tailrace.types import Group, Prompt, Sample
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 
@@ -415,3 +420,34 @@ def test_the_watchdog_and_everything_else_end_with_the_schedule() -> None:
 
     outcome = simulate(short, ONE_ROUND, EXACT)
     assert outcome.ended_s < 1000 and leftovers == []
+
+
+def test_nothing_is_recorded_after_a_run_has_failed() -> None:
+    """The workers of a failed run take seconds to end, in which the loop goes on."""
+    recorded: list[Event] = []
+
+    class File:
+        closed = False
+
+        def on(self, event: Event) -> None:
+            assert not self.closed
+            recorded.append(event)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def main() -> None:
+        recorder = Recorder(File())
+        failing = partial(serial, groups_per_round=4, groups_per_step=2)
+        parts = replace(simulated_parts(EXACT, seed=0), rewards=Rewards())
+        with pytest.raises(KeyError, match="the reward"):
+            await execute(failing, parts, ONE_ROUND, recorder, beside=[watch_controller_lag(recorder)])
+        await asyncio.sleep(10)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    class Rewards:
+        async def score(self, sample: Sample) -> float:
+            raise KeyError("the reward")
+
+    clock.run(main(), virtual=True)
+    assert any(isinstance(event, ControllerLag) for event in recorded)

@@ -1,7 +1,7 @@
 """A run from its first round to its closed ledger."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ async def execute(
     starting_point: StartingPoint | None = None,
     journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
+    beside: Sequence[Coroutine[Any, Any, None]] = (),
 ) -> Outcome:
     """Run a schedule to its end and check the ledger. The first error of any task or callback ends the run.
 
@@ -48,13 +49,14 @@ async def execute(
         starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
         interruption: ends the run before its last round, with a checkpoint.
+        beside: more tasks of the run; they are cancelled at its end.
     """
     interruption = interruption or Interruption()
     try:
         with _errors_of_callbacks() as errors:
             async with asyncio.TaskGroup() as tasks:
                 start, journal = starting_point or StartingPoint(), journal or NullJournal()
-                watch = tasks.create_task(_raise_first(errors))
+                others = [tasks.create_task(each) for each in (_raise_first(errors), *beside)]
                 run = Run(
                     parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
                 )
@@ -62,8 +64,9 @@ async def execute(
                     interrupted = await _interrupted(schedule(run), interruption)
                     await (run.interrupt() if interrupted else run.finish())
                 finally:
-                    watch.cancel()
                     run.shut()
+                    for each in others:
+                        each.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:

@@ -198,6 +198,5 @@ async def ended_by_death(
                 for watcher in watchers:
                     watcher.cancel()
     except BaseExceptionGroup as group:
-        deaths = group.subgroup((WorkerDied, EnginesLost))
-        error = first_cause(deaths) if deaths else group.exceptions[0]
+        error = first_cause(group.subgroup((WorkerDied, EnginesLost)) or group)
         raise error from error.__cause__
