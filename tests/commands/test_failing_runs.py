@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_run import wait_for_steps
 
-from helpers.processes import worker_of
+from helpers.processes import loader_of, worker_of
 
 SCHEDULES = {
     "serial": "groups_per_round = 4\ngroups_per_step = 2\n",
@@ -50,6 +50,21 @@ def test_a_row_that_raises_ends_the_run_which_goes_on_without_it(config_path: Pa
     assert process.returncode == 1
     assert err.count("Traceback") == 1 and err.endswith("\nTypeError: row 20\n"), err
     with start(config_path, "--run.rounds", "12", "--resume") as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+
+
+@pytest.mark.parametrize("name", ["trainer", "scorer-0"])
+def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(config_path: Path, name: str) -> None:
+    words = ("--run.rounds", "8", "--host.health_timeout_s", "1")
+    with start(config_path, *words) as process:
+        wait_for_steps(config_path.parent / "out", 4, process)
+        stopped = worker_of(process.pid, name) if name == "trainer" else loader_of(process.pid)
+        os.kill(stopped, signal.SIGSTOP)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"tailrace: WorkerDied: {name} was stopped for 1 s (host.health_timeout_s); {name} (process" in err
+    with start(config_path, *words, "--resume") as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
 

@@ -224,6 +224,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         broker=config.broker,
         life=life,
         devices=devices,
+        health_timeout_s=config.host.health_timeout_s,
     )
     if config.broker.url:
         for stage in config.broker.joined:

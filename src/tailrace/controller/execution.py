@@ -1,9 +1,9 @@
 """A run from its first round to its closed ledger."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,46 +52,38 @@ async def execute(
         beside: more tasks of the run; they are cancelled at its end.
     """
     interruption = interruption or Interruption()
+    loop, errors = asyncio.get_running_loop(), asyncio.Queue[Exception]()
+    loop.set_exception_handler(partial(_take_error, errors))
     try:
-        with _errors_of_callbacks() as errors:
-            async with asyncio.TaskGroup() as tasks:
-                start, journal = starting_point or StartingPoint(), journal or NullJournal()
-                others = [tasks.create_task(each) for each in (_raise_first(errors), *beside)]
-                run = Run(
-                    parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
-                )
-                try:
-                    interrupted = await _interrupted(schedule(run), interruption)
-                    await (run.interrupt() if interrupted else run.finish())
-                finally:
-                    run.shut()
-                    for each in others:
-                        each.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            start, journal = starting_point or StartingPoint(), journal or NullJournal()
+            others = [tasks.create_task(each) for each in (_raise_first(errors), *beside)]
+            run = Run(
+                parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
+            )
+            try:
+                interrupted = await _interrupted(schedule(run), interruption)
+                await (run.interrupt() if interrupted else run.finish())
+            finally:
+                run.shut()
+                for each in others:
+                    each.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
+        loop.set_exception_handler(None)
         recorder.close()
     return Outcome(interrupted, run.checkpoints.newest)
 
 
-@contextmanager
-def _errors_of_callbacks() -> Iterator[asyncio.Queue[Exception]]:
-    """What callbacks raise inside the block. asyncio would only log it, and the run would wait for ever."""
-    errors: asyncio.Queue[Exception] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    before = loop.get_exception_handler()
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context:
-            errors.put_nowait(context["exception"])
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
-    try:
-        yield errors
-    finally:
-        loop.set_exception_handler(before)
+def _take_error(
+    errors: asyncio.Queue[Exception], loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    """Keep what a callback raises. asyncio would only log it, and the run would wait for ever."""
+    if "handle" in context:
+        errors.put_nowait(context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _raise_first(errors: asyncio.Queue[Exception]) -> None:

@@ -244,12 +244,7 @@ class Pool:
         if self._pumping or self._shut:
             return
         self._pumping = True
-        try:
-            self._serve_waiting(self._router.slots)
-        finally:
-            self._pumping = False
-
-    def _serve_waiting(self, slots: int) -> None:
+        slots = self._router.slots
         while (sample := self._next(slots)) and self.num_requests < slots:
             if not self.admission.admits(sample.group, self):
                 break
@@ -258,6 +253,7 @@ class Pool:
             self._samples.serve(sample, task)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._served, sample))
+        self._pumping = False
 
     def _next(self, slots: int) -> Sample | None:
         """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""

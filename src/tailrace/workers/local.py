@@ -67,6 +67,7 @@ async def open_local(
     life: int | None = None,
     devices: DeviceMap | None = None,
     spawner: Spawner | None = None,
+    health_timeout_s: float | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
@@ -82,6 +83,7 @@ async def open_local(
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
         devices: of each engine and rank of the trainer; None: any.
         spawner: starts the workers; None: on this host.
+        health_timeout_s: of the workers that are no engines (host.health_timeout_s).
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -94,6 +96,7 @@ async def open_local(
     broker = broker or BrokerSettings()
 
     async def start(kind: type[W], name: str, job: Job, devices: Devices | None = None) -> W:
+        job = job.model_copy(update={"health_timeout_s": health_timeout_s})
         if broker.url and name in broker.joined:
             worker = await kind.join(name, job, broker, run=folder.name)
         else:
