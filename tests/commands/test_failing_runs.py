@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,11 +34,20 @@ sys.exit(main())
 """
 
 
-def start(
-    config: Path, *words: str, code: str = "from tailrace.cli import main; exit(main())"
-) -> "subprocess.Popen[str]":
+MAIN = "from tailrace.cli import main; exit(main())"
+
+
+@contextmanager
+def training(config: Path, *words: str, code: str = MAIN) -> "Iterator[subprocess.Popen[str]]":
+    """A process that trains. It is killed if it has not ended with the block."""
     command = [sys.executable, "-c", code, "train", str(config), "--output-dir", str(config.parent / "out")]
-    return subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(
+        [*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -45,11 +56,11 @@ def test_a_row_that_raises_ends_the_run_which_goes_on_without_it(config_path: Pa
     for line in SCHEDULES["serial"].splitlines():
         text = text.replace(f"{line}\n", "")
     config_path.write_text(text.replace("[schedule]", f"[schedule]\n{SCHEDULES[schedule]}"))
-    with start(config_path, "--run.rounds", "12", code=BROKEN_ROW) as process:
+    with training(config_path, "--run.rounds", "12", code=BROKEN_ROW) as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.count("Traceback") == 1 and err.endswith("\nTypeError: row 20\n"), err
-    with start(config_path, "--run.rounds", "12", "--resume") as process:
+    with training(config_path, "--run.rounds", "12", "--resume") as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
 
@@ -57,20 +68,20 @@ def test_a_row_that_raises_ends_the_run_which_goes_on_without_it(config_path: Pa
 @pytest.mark.parametrize("name", ["trainer", "scorer-0"])
 def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(config_path: Path, name: str) -> None:
     words = ("--run.rounds", "8", "--host.health_timeout_s", "1")
-    with start(config_path, *words) as process:
+    with training(config_path, *words) as process:
         wait_for_steps(config_path.parent / "out", 4, process)
         stopped = worker_of(process.pid, name) if name == "trainer" else loader_of(process.pid)
         os.kill(stopped, signal.SIGSTOP)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert f"tailrace: WorkerDied: {name} was stopped for 1 s (host.health_timeout_s); {name} (process" in err
-    with start(config_path, *words, "--resume") as process:
+    with training(config_path, *words, "--resume") as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
 
 
 def test_the_death_of_a_worker_is_the_only_message(config_path: Path) -> None:
-    with start(config_path, "--run.rounds", "1000", "--run.checkpoint_every", "0") as process:
+    with training(config_path, "--run.rounds", "1000", "--run.checkpoint_every", "0") as process:
         wait_for_steps(config_path.parent / "out", 3, process)
         os.kill(worker_of(process.pid, "trainer"), signal.SIGKILL)
         _, err = process.communicate(timeout=120)

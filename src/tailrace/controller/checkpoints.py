@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 from tailrace import clock
@@ -101,7 +102,7 @@ class Checkpoints:
     async def _save(
         self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
     ) -> None:
-        if self._folder is None:
+        if self._folder is None or not isfinite(state.loss):  # what computes no loss is not worth keeping
             return
         await self.written()  # at most one is written at a time
         folder, round, num_steps = self._folder / name, state.round, state.num_steps

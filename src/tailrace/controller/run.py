@@ -14,7 +14,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 
 from tailrace import clock
@@ -25,7 +25,7 @@ from tailrace.controller.prompts import PromptSource
 from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
-from tailrace.errors import GroupsLost, ScheduleError, StalenessError
+from tailrace.errors import GroupsLost, NotFinite, ScheduleError, StalenessError
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
@@ -38,6 +38,10 @@ from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
+
+MAX_NOT_FINITE = 3
+"""Consecutive optimizer steps without a finite loss or gradient that end the run. Their gradients are
+discarded, and a single one may be an overflow of bfloat16."""
 
 
 class Run:
@@ -192,7 +196,7 @@ class Run:
             start_s = clock.now()
             with self._interruption.protected():
                 stats = await self._parts.trainer.step()
-                self._state.num_steps = stats.num_steps
+                self._state.stepped(stats)
                 samples = tuple(self._accumulated.pop(id) for id in stats.samples)
                 self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
@@ -200,6 +204,8 @@ class Run:
         self.router.report_preemptions()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
+        if self._state.num_not_finite == MAX_NOT_FINITE:
+            self._refuse_to_go_on()
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step."""
@@ -305,7 +311,16 @@ class Run:
         ids = tuple(sample.id for sample in samples)
         self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
 
+    def _refuse_to_go_on(self) -> None:
+        num, steps = self._state.num_not_finite, self._state.num_steps
+        raise NotFinite(
+            f"step {steps - num + 1} was the first of {num} without a finite loss or gradient; lower "
+            "trainer.learning_rate, then --resume, which goes on from the newest checkpoint"
+        )
+
     async def _between_rounds(self, *, last: bool = False) -> None:
+        if last and not isfinite(self._state.loss):
+            self._refuse_to_go_on()
         await self.pool.settled()
         await self._placement.generating()
         parked, longest = self.parked.groups, self.history.longest

@@ -1,6 +1,9 @@
 """Progress of a run: round, published version, optimizer steps."""
 
+from math import isfinite
+
 from tailrace.ledger.recovery import StartingPoint
+from tailrace.trainer.base import StepStats
 
 
 class RunState:
@@ -14,6 +17,14 @@ class RunState:
         )
         self.steps_at = starting_point.steps_at or {self.version: self.num_steps}
         """Optimizer steps before each publication, by version."""
+        self.loss, self.num_not_finite = 0.0, 0
+        """Of the last step; steps since the last one with a finite loss and a finite gradient."""
+
+    def stepped(self, stats: StepStats) -> None:
+        """The trainer has made an optimizer step."""
+        self.num_steps, self.loss = stats.num_steps, stats.loss
+        is_finite = isfinite(stats.loss) and not stats.skipped
+        self.num_not_finite = 0 if is_finite else self.num_not_finite + 1
 
     def publish(self, version: int) -> None:
         """The trainer has written the weights of a version."""
