@@ -80,6 +80,19 @@ def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(config_path:
     assert process.returncode == 0, err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_disk_that_is_full_while_workers_start_is_not_taken_for_a_wrong_model(config_path: Path) -> None:
+    logs = config_path.parent / "out" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "trainer.log").symlink_to("/dev/full")
+    with training(config_path) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.endswith(
+        "tailrace: DiskFull: [Errno 28] No space left on device; make room on the disk, then --resume\n"
+    )
+
+
 def test_the_death_of_a_worker_is_the_only_message(config_path: Path) -> None:
     with training(config_path, "--run.rounds", "1000", "--run.checkpoint_every", "0") as process:
         wait_for_steps(config_path.parent / "out", 3, process)

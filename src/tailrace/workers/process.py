@@ -121,7 +121,7 @@ class WorkerProcess(Conversation):
         """As Conversation.log_end."""
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            if words := file.read().decode(errors="replace").strip():
+            if words := file.read(LAST_WORDS_BYTES).decode(errors="replace").strip():
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 
