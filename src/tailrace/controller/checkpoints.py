@@ -117,6 +117,7 @@ class Checkpoints:
             longest=dict(longest),
             steps_at={**state.steps_at, version: num_steps},
             anchors=dict(self._parts.anchors.longest_s),
+            cut_steps=state.cut_steps,
         )
         trainer_done = await self._parts.trainer.save(folder)
         self._saved_at = (round, num_steps)

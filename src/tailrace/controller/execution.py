@@ -63,7 +63,11 @@ async def execute(
             )
             try:
                 interrupted = await _interrupted(schedule(run), interruption)
-                await (run.interrupt() if interrupted else run.finish())
+                if interruption.is_complete:
+                    interrupted = False
+                    await run.end_within_round()
+                else:
+                    await (run.interrupt() if interrupted else run.finish())
             finally:
                 run.shut()
                 for each in others:
@@ -97,7 +101,8 @@ async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interr
         await schedule
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if interruption.signal is None or task is None or task.uncancel():
+        is_wanted = interruption.is_complete or interruption.signal is not None
+        if not is_wanted or task is None or task.uncancel():
             raise  # another task of the run has failed
         return True
     finally:

@@ -126,7 +126,7 @@ class Run:
                 )
             self._recorder.emit(events.RoundEnded(clock.now(), self.round))
             await self._placement.round_ended()
-            self._state.round += 1
+            self._state.end_round()
         await self._between_rounds(last=True)
 
     @property
@@ -204,6 +204,8 @@ class Run:
         self.router.report_preemptions()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
+        if self._state.has_all_steps(self._settings.rounds):
+            self._interruption.complete()
         if self._state.num_not_finite == MAX_NOT_FINITE:
             self._refuse_to_go_on()
 
@@ -262,6 +264,15 @@ class Run:
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.living.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
+        await self._close_ledger()
+
+    async def end_within_round(self) -> None:
+        """End the run within a round, because steps of rounds that were interrupted count."""
+        await self.pool.park()
+        await self.publish()
+        await self._update_arrived()
+        self._state.end(self._settings.rounds)
+        await self._between_rounds(last=True)
         await self._close_ledger()
 
     async def interrupt(self) -> None:
