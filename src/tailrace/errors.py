@@ -9,6 +9,7 @@ TailraceError
 |-- LedgerError          tokens are unaccounted for, or the ledger cannot be read or written
 |-- Stuck                every task waits and no timer is set; names which task waits for what
 |-- WorkerDied           a worker process ended; carries its traceback
+|-- NotFinite            optimizer steps had no finite loss or gradient; names the first of them
 |-- CheckpointError      a checkpoint that cannot be read or belongs to another config
 |-- DiskFull             a file of the run could not be written; names the file
 |-- Interrupted          a signal ended the run in order; exit code 128 + its number
@@ -75,6 +76,10 @@ class Stuck(TailraceError):
 
 class WorkerDied(TailraceError):
     """A worker process ended before it was asked to. The message carries the end of its log."""
+
+
+class NotFinite(TailraceError):
+    """Optimizer steps had no finite loss or gradient. The message names the first of them."""
 
 
 class CheckpointError(TailraceError):

@@ -9,7 +9,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, cha
 from tailrace.ledger.base import Books
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
-from tailrace.record.events import BooksClosed, Saved, Stepped
+from tailrace.record.events import BooksClosed, Published, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 
 
@@ -129,3 +129,20 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None
     simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"round_{number:06d}" for number in range(4)][-keep:]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 13))
+@pytest.mark.parametrize("name", ["serial", "rolloutpipe_eager", "conventional", "pipelinerl"])
+def test_the_steps_of_a_round_that_was_interrupted_count(name: str, num_steps: int, tmp_path: Path) -> None:
+    schedule, settings, book = SCHEDULES_BY_NAME[name], change(SETTINGS, rounds=6), Book()
+    whole = simulate(schedule, settings)
+    ends_s = [step.end_s for step in whole.of(Stepped)]
+    if num_steps >= len(ends_s):
+        return
+    simulate(schedule, settings, folder=tmp_path, book=book, interrupt_at_s=ends_s[num_steps - 1] + 0.01)
+    last = simulate(schedule, settings, folder=tmp_path, book=book)
+    assert last.ended.checkpoint and last.ended.checkpoint.name == "round_000006"
+    assert last.of(Stepped)[-1].stats.num_steps == len(ends_s)
+    books = read_books(book.store)
+    assert totals_of(books).num_known_tokens + held_tokens_of(books) == book.num_generated
+    assert last.run.version == last.of(Published)[-1].version

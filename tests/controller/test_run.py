@@ -5,6 +5,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,32 @@ from helpers.virtual import (
     reporting,
     simulate,
 )
+from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
-from tailrace.errors import BadRow, ConfigError, GroupsLost, LedgerError, ScheduleError, StalenessError, Stuck
+from tailrace.controller.watchdog import watch_controller_lag
+from tailrace.errors import (
+    BadRow,
+    ConfigError,
+    GroupsLost,
+    LedgerError,
+    NotFinite,
+    ScheduleError,
+    StalenessError,
+    Stuck,
+)
 from tailrace.ledger.read import read_books
 from tailrace.record.events import (
     Accumulated,
+    ControllerLag,
     Evaluated,
     Event,
     GroupEnded,
     Published,
+    Recorder,
     RequestStarted,
     RoundEnded,
     RoundStarted,
@@ -45,7 +60,9 @@ from tailrace.record.events import (
     Waiting,
 )
 from tailrace.schedules.serial import serial
-from tailrace.types import Group, Prompt
+from tailrace.sim.trainer import SimTrainer
+from tailrace.trainer.base import StepStats
+from tailrace.types import Group, Prompt, Sample
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 
@@ -231,19 +248,44 @@ def test_a_round_that_ends_without_the_step_is_refused() -> None:
         simulate(stepless, ONE_ROUND, EXACT)
 
 
-def test_on_policy_waits_for_groups_without_an_older_token() -> None:
-    async def fresh_only(run: Run) -> None:
-        async for _ in run.rounds():
-            run.pool.launch(run.prompts(1))
-            await asyncio.sleep(5)
-            await run.publish()
-            run.pool.launch(run.prompts(1))
-            await run.train(await run.pool.take(1, run.on_policy))
-            run.drop(await run.pool.take(1), "stale")
+# -- losses that are not finite -------------------------------------------------------------------
 
-    outcome = simulate(fresh_only, ONE_ROUND, EXACT)
-    assert outcome.trained == [1]
-    assert [event.start_s for event in outcome.of(Stepped)] == [15 + 22]
+
+def losing(*lost: int, loss: float = nan) -> Callable[[], Parts]:
+    """Parts whose trainer has this loss, and no finite gradient, in these steps."""
+
+    class Trainer(SimTrainer):
+        async def step(self) -> StepStats:
+            stats = await super().step()
+            return replace(stats, loss=loss, skipped=True) if stats.num_steps in lost else stats
+
+    return lambda: replace(simulated_parts(EXACT, seed=0), trainer=Trainer(EXACT.trainer))
+
+
+TEN_STEPS = partial(serial, groups_per_round=4, groups_per_step=2)
+TEN_STEPS_SETTINGS = RunSettings(rounds=5, group_size=2, checkpoint_every=1)
+
+
+@pytest.mark.parametrize("loss", [nan, 0.5])
+def test_three_steps_in_sequence_without_a_finite_gradient_end_the_run_and_name_the_first(
+    loss: float, tmp_path: Path
+) -> None:
+    outcome, book, parts = Outcome(), Book(), losing(2, 3, 6, 7, 8, 9, loss=loss)
+    with pytest.raises(NotFinite, match="step 6 was the first of 3 without a finite loss or gradient"):
+        simulate(TEN_STEPS, TEN_STEPS_SETTINGS, EXACT, parts=parts, into=outcome, book=book, folder=tmp_path)
+    assert [event.stats.num_steps for event in outcome.of(Stepped)] == [*range(1, 9)]
+    book.num_generated += sum(usage.num_generated for usage in outcome.usages)
+    last = simulate(TEN_STEPS, TEN_STEPS_SETTINGS, EXACT, book=book, folder=tmp_path)
+    assert last.of(Stepped)[0].stats.num_steps == (5 if loss is nan else 7)
+    assert last.of(Stepped)[-1].stats.num_steps == 10
+
+
+def test_weights_without_a_finite_loss_are_not_saved_not_even_at_the_end(tmp_path: Path) -> None:
+    parts = losing(2, 4, 9, 10)
+    with pytest.raises(NotFinite, match="step 9 was the first of 2 without"):
+        simulate(TEN_STEPS, TEN_STEPS_SETTINGS, EXACT, parts=parts, book=Book(), folder=tmp_path)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["round_000000", "round_000003", "round_000004"]
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -430,3 +472,34 @@ def test_the_watchdog_and_everything_else_end_with_the_schedule() -> None:
 
     outcome = simulate(short, ONE_ROUND, EXACT)
     assert outcome.ended_s < 1000 and leftovers == []
+
+
+def test_nothing_is_recorded_after_a_run_has_failed() -> None:
+    """The workers of a failed run take seconds to end, in which the loop goes on."""
+    recorded: list[Event] = []
+
+    class File:
+        closed = False
+
+        def on(self, event: Event) -> None:
+            assert not self.closed
+            recorded.append(event)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def main() -> None:
+        recorder = Recorder(File())
+        failing = partial(serial, groups_per_round=4, groups_per_step=2)
+        parts = replace(simulated_parts(EXACT, seed=0), rewards=Rewards())
+        with pytest.raises(KeyError, match="the reward"):
+            await execute(failing, parts, ONE_ROUND, recorder, beside=[watch_controller_lag(recorder)])
+        await asyncio.sleep(10)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    class Rewards:
+        async def score(self, sample: Sample) -> float:
+            raise KeyError("the reward")
+
+    clock.run(main(), virtual=True)
+    assert any(isinstance(event, ControllerLag) for event in recorded)

@@ -15,6 +15,17 @@ def worker_of(controller: int, name: str) -> int:
     return found
 
 
+def loader_of(controller: int) -> int:
+    """The process id of what imports the reward function, a child of the reward worker."""
+    (found,) = (
+        loader
+        for child in _children(controller)
+        if b"reward_child" in Path(f"/proc/{child}/cmdline").read_bytes()
+        for loader in _children(child)
+    )
+    return found
+
+
 def _children(parent: int) -> list[int]:
     with suppress(FileNotFoundError):  # it has ended
         return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]

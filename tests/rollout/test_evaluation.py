@@ -31,6 +31,16 @@ def test_each_usable_prompt_has_as_many_samples_as_asked_with_noise_of_their_own
     assert [sample.prompt.index for sample in samples] == [1, 1, 1, 3, 3, 3]
 
 
+def test_each_evaluation_has_other_noise_and_the_same_one_again_after_a_resume() -> None:
+    def seeds(attempt: int, greedy: bool = False) -> list[int]:
+        samples = held_out_samples(OddPrompts(), 2, seed=0, attempt=attempt, per_prompt=2, greedy=greedy)
+        return [sample.seed for sample in samples]
+
+    assert seeds(3) == seeds(3)
+    assert len({*seeds(0), *seeds(1), *seeds(2)}) == 12
+    assert seeds(2, greedy=True) == seeds(0)
+
+
 def rewarded(prompt: int, number: int, reward: float, source: str = "") -> EvaluatedSample:
     id = SampleId(-prompt, 0, number)
     return EvaluatedSample(id, "", "", reward, None, "stop", 1, source)

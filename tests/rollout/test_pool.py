@@ -119,6 +119,27 @@ def test_cancelling_park_does_not_stop_the_parking() -> None:
     assert len(simulate(impatient).trained) == 12
 
 
+def test_park_waits_for_a_parking_that_begins_while_it_waits() -> None:
+    parked = []
+
+    async def twice(run: Run) -> None:
+        async def again() -> None:
+            await asyncio.sleep(0.01)  # an abort takes 0.05 s
+            run.pool.launch(run.prompts(1))
+            await run.pool.park()
+
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await asyncio.sleep(1)
+            second = asyncio.create_task(again())
+            await run.pool.park()
+            parked.append(len(run.parked))
+            await second
+
+    simulate(twice, ONE_ROUND)
+    assert parked == [3]
+
+
 def test_park_keeps_complete_groups_first_then_the_order_of_launch_and_all_tokens() -> None:
     seen: list[Any] = []
 

@@ -74,6 +74,15 @@ def test_an_architecture_that_cannot_run_packed_is_refused(
         PolicyModel(random_model(model_type, **changes), TrainerSettings(), temperature=1.0)
 
 
+@pytest.mark.parametrize("weight", [float("nan"), 3.4e38])
+def test_damaged_weights_are_not_taken_for_an_architecture(weight: float) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[2] = weight
+    with pytest.raises(ConfigError, match="its log-probs are not finite: weights are damaged"):
+        PolicyModel(model, TrainerSettings(), temperature=1.0)
+
+
 def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     samples = make_units(1)[0]
     batch = MicroBatch.of(samples, CPU)

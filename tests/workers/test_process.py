@@ -18,6 +18,7 @@ from tailrace.devices import Devices
 from tailrace.errors import WorkerDied
 from tailrace.workers import process as process_module
 from tailrace.workers.messages import Done, Ready
+from tailrace.workers.orphans import parent_of
 from tailrace.workers.process import Begin, WorkerProcess, _environment, executed, forked
 
 Execute = Callable[[Any], Any]
@@ -26,9 +27,14 @@ both_ways = pytest.mark.parametrize("begin", [executed, forked])
 
 
 async def spawn(
-    manner: str, logs: Path, devices: Devices | None = None, ready: bool = True, begin: Begin = forked
+    manner: str,
+    logs: Path,
+    devices: Devices | None = None,
+    ready: bool = True,
+    begin: Begin = forked,
+    health_timeout_s: float | None = None,
 ) -> WorkerProcess:
-    job = StandInJob.model_validate({"manner": manner, "threads": 3})
+    job = StandInJob.model_validate({"manner": manner, "threads": 3, "health_timeout_s": health_timeout_s})
     worker = await WorkerProcess.spawn(
         "worker-7", "stand_in", job, DECODER, logs=logs, devices=devices, begin=begin
     )
@@ -219,6 +225,43 @@ def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execut
         worker = await spawn("obey", tmp_path, begin=begin)
         os.kill(worker.pid, signal.SIGSTOP)
         await worker.close()
+        with pytest.raises(WorkerDied, match="ended: exit code 0"):
+            await worker.died()
+
+    execute(main())
+
+
+@both_ways
+def test_a_worker_that_is_stopped_too_long_is_ended_and_one_that_computes_is_not(
+    tmp_path: Path, execute: Execute, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "LOOK_S", 0.1)
+
+    async def main() -> None:
+        worker = await spawn("work for ever", tmp_path, begin=begin, health_timeout_s=0.5)
+        worker.send(Obey())
+        await asyncio.sleep(2)
+        assert not worker.has_ended
+        os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(
+            WorkerDied, match=r"^worker-7 was stopped for 0\.5 s \(host\.health_timeout_s\); .* SIGKILL"
+        ):
+            await worker.died()
+
+    execute(main())
+
+
+def test_a_worker_is_closed_also_if_the_process_that_forked_it_is_stopped(
+    tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        worker = await spawn("obey", tmp_path)
+        server = parent_of(worker.pid)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(worker.close(), 20)
+        finally:
+            os.kill(server, signal.SIGCONT)
         with pytest.raises(WorkerDied, match="ended: exit code 0"):
             await worker.died()
 

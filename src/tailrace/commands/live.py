@@ -233,6 +233,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         life=life,
         devices=devices,
         fills_context=isinstance(config.environment, EpisodeSettings),
+        health_timeout_s=config.host.health_timeout_s,
     )
     if config.broker.url:
         for stage in config.broker.joined:

@@ -188,7 +188,6 @@ async def _train(
             folder.config.write_text(config.toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         recorder, summary = _recorder(config, folder, start, timeline)
-        lag = asyncio.create_task(watch_controller_lag(recorder))
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
@@ -201,8 +200,8 @@ async def _train(
                 starting_point=start,
                 journal=Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal(),
                 interruption=interruption,
+                beside=[watch_controller_lag(recorder)],
             )
-        lag.cancel()
     return outcome, summary.summary()
 
 

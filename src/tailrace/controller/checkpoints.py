@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -124,7 +125,7 @@ class Checkpoints:
     async def _save(
         self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
     ) -> None:
-        if self._folder is None:
+        if self._folder is None or not isfinite(state.loss):  # what computes no loss is not worth keeping
             return
         await self.written()  # at most one is written at a time
         folder, round, num_steps = self._folder / name, state.round, state.num_steps
@@ -139,6 +140,7 @@ class Checkpoints:
             longest=dict(longest),
             steps_at={**state.steps_at, version: num_steps},
             anchors=dict(self._parts.anchors.longest_s),
+            cut_steps=state.cut_steps,
         )
         trainer_done = await self._parts.trainer.save(folder)
         self._saved_at = (round, num_steps)

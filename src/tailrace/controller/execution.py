@@ -1,8 +1,9 @@
 """A run from its first round to its closed ledger."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ async def execute(
     starting_point: StartingPoint | None = None,
     journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
+    beside: Sequence[Coroutine[Any, Any, None]] = (),
 ) -> Outcome:
-    """Run a schedule to its end and check the ledger. The first error of any task ends the run.
+    """Run a schedule to its end and check the ledger. The first error of any task or callback ends the run.
 
     Args:
         compute_advantages: sets the advantages of a complete group, or returns why it is filtered.
@@ -47,24 +49,49 @@ async def execute(
         starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
         interruption: ends the run before its last round, with a checkpoint.
+        beside: more tasks of the run; they are cancelled at its end.
     """
     interruption = interruption or Interruption()
+    loop, errors = asyncio.get_running_loop(), asyncio.Queue[Exception]()
+    loop.set_exception_handler(partial(_take_error, errors))
     try:
         async with asyncio.TaskGroup() as tasks:
             start, journal = starting_point or StartingPoint(), journal or NullJournal()
+            others = [tasks.create_task(each) for each in (_raise_first(errors), *beside)]
             run = Run(
                 parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
             )
             try:
                 interrupted = await _interrupted(schedule(run), interruption)
-                await (run.interrupt() if interrupted else run.finish())
+                if interruption.is_complete:
+                    interrupted = False
+                    await run.end_within_round()
+                else:
+                    await (run.interrupt() if interrupted else run.finish())
             finally:
                 run.shut()
+                for each in others:
+                    each.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
+        loop.set_exception_handler(None)
         recorder.close()
     return Outcome(interrupted, run.checkpoints.newest)
+
+
+def _take_error(
+    errors: asyncio.Queue[Exception], loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    """Keep what a callback raises. asyncio would only log it, and the run would wait for ever."""
+    if "handle" in context:
+        errors.put_nowait(context["exception"])
+    else:
+        loop.default_exception_handler(context)
+
+
+async def _raise_first(errors: asyncio.Queue[Exception]) -> None:
+    raise await errors.get()
 
 
 async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interruption) -> bool:
@@ -74,7 +101,8 @@ async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interr
         await schedule
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if interruption.signal is None or task is None or task.uncancel():
+        is_wanted = interruption.is_complete or interruption.signal is not None
+        if not is_wanted or task is None or task.uncancel():
             raise  # another task of the run has failed
         return True
     finally:

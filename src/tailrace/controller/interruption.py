@@ -15,6 +15,8 @@ class Interruption:
     def __init__(self) -> None:
         self.signal: int | None = None
         """Number of the signal that was received; None: no interruption was requested."""
+        self.is_complete = False
+        """The run ends within a round because it has made all its steps."""
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_protected = 0
@@ -34,6 +36,11 @@ class Interruption:
         self.signal = signal
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel)
+
+    def complete(self) -> None:
+        """The run has made all its steps."""
+        self.is_complete = True
+        self._cancel()
 
     @contextmanager
     def protected(self) -> Iterator[None]:

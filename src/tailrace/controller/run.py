@@ -12,9 +12,9 @@ a resumed run starts. What it carries from one round to the next is in the run (
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 
 from tailrace import clock
@@ -25,7 +25,7 @@ from tailrace.controller.prompts import PromptSource
 from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
-from tailrace.errors import GroupsLost, ScheduleError, StalenessError
+from tailrace.errors import GroupsLost, NotFinite, ScheduleError, StalenessError
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
@@ -38,6 +38,10 @@ from tailrace.rollout.pool import ComputeAdvantages, Pool
 from tailrace.rollout.reference import WithReference
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
+
+MAX_NOT_FINITE = 3
+"""Consecutive optimizer steps without a finite loss or gradient that end the run. Their gradients are
+discarded, and a single one may be an overflow of bfloat16."""
 
 
 class Run:
@@ -124,7 +128,7 @@ class Run:
                 )
             self._recorder.emit(events.RoundEnded(clock.now(), self.round))
             await self._placement.round_ended()
-            self._state.round += 1
+            self._state.end_round()
         await self._between_rounds(last=True)
 
     @property
@@ -194,7 +198,7 @@ class Run:
             start_s = clock.now()
             with self._interruption.protected():
                 stats = await self._parts.trainer.step()
-                self._state.num_steps = stats.num_steps
+                self._state.stepped(stats)
                 samples = tuple(self._accumulated.pop(id) for id in stats.samples)
                 self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
@@ -202,6 +206,10 @@ class Run:
         self.router.report_preemptions()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
+        if self._state.has_all_steps(self._settings.rounds):
+            self._interruption.complete()
+        if self._state.num_not_finite == MAX_NOT_FINITE:
+            self._refuse_to_go_on()
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step."""
@@ -234,10 +242,6 @@ class Run:
         self._recorder.emit(events.EssTaken(clock.now(), ess))
         return ess
 
-    def on_policy(self, ready: Collection[Group], wanted: int) -> list[Group]:
-        """A selection: the groups whose tokens are all of the published version."""
-        return [group for group in ready if self.staleness(group) == 0][:wanted]
-
     def staleness(self, group: Group) -> int:
         """Publications since the oldest token of the group was generated."""
         if group.oldest_version is None:
@@ -262,6 +266,15 @@ class Run:
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.living.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
+        await self._close_ledger()
+
+    async def end_within_round(self) -> None:
+        """End the run within a round, because steps of rounds that were interrupted count."""
+        await self.pool.park()
+        await self.publish()
+        await self._update_arrived()
+        self._state.end(self._settings.rounds)
+        await self._between_rounds(last=True)
         await self._close_ledger()
 
     async def interrupt(self) -> None:
@@ -311,7 +324,16 @@ class Run:
         ids = tuple(sample.id for sample in samples)
         self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
 
+    def _refuse_to_go_on(self) -> None:
+        num, steps = self._state.num_not_finite, self._state.num_steps
+        raise NotFinite(
+            f"step {steps - num + 1} was the first of {num} without a finite loss or gradient; lower "
+            "trainer.learning_rate, then --resume, which goes on from the newest checkpoint"
+        )
+
     async def _between_rounds(self, *, last: bool = False) -> None:
+        if last and not isfinite(self._state.loss):
+            self._refuse_to_go_on()
         await self.pool.settled()
         await self._placement.generating()
         parked, longest = self.parked.groups, self.history.longest

@@ -1,6 +1,9 @@
 """Progress of a run: round, published version, optimizer steps."""
 
+from math import isfinite
+
 from tailrace.ledger.recovery import StartingPoint
+from tailrace.trainer.base import StepStats
 
 
 class RunState:
@@ -14,6 +17,33 @@ class RunState:
         )
         self.steps_at = starting_point.steps_at or {self.version: self.num_steps}
         """Optimizer steps before each publication, by version."""
+        self._cut_before, self._round_began_at = starting_point.cut_steps, self.num_steps
+        self.loss, self.num_not_finite = 0.0, 0
+        """Of the last step; steps since the last one with a finite loss and a finite gradient."""
+
+    @property
+    def cut_steps(self) -> int:
+        """Steps made in rounds that were interrupted, the present round being one of them."""
+        return self._cut_before + self.num_steps - self._round_began_at
+
+    def has_all_steps(self, rounds: int) -> bool:
+        """Whether steps of interrupted rounds replace those that are missing from as many rounds."""
+        complete = self.num_steps - self.cut_steps
+        return self._cut_before > 0 < self.round and complete * rounds <= self.num_steps * self.round
+
+    def end_round(self) -> None:
+        """The round is complete."""
+        self.round, self._round_began_at = self.round + 1, self.num_steps
+
+    def end(self, rounds: int) -> None:
+        """All rounds are complete; steps of interrupted ones count as theirs."""
+        self.round, self._round_began_at, self._cut_before = rounds, self.num_steps, 0
+
+    def stepped(self, stats: StepStats) -> None:
+        """The trainer has made an optimizer step."""
+        self.num_steps, self.loss = stats.num_steps, stats.loss
+        is_finite = isfinite(stats.loss) and not stats.skipped
+        self.num_not_finite = 0 if is_finite else self.num_not_finite + 1
 
     def publish(self, version: int) -> None:
         """The trainer has written the weights of a version."""

@@ -103,6 +103,8 @@ class MarkRow(Row, frozen=True, array_like=True):
     """Longest test case of the correct responses to each prompt, as JSON: {row number: seconds}."""
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
+    cut_steps: int = 0
+    """Optimizer steps made in rounds that were interrupted and begun again."""
 
 
 class GroupRow(Row, frozen=True, array_like=True):

@@ -102,6 +102,7 @@ class Journal:
         longest: Mapping[int, int],
         steps_at: Mapping[int, int],
         anchors: Mapping[int, float],
+        cut_steps: int = 0,
     ) -> None:
         """Commit a mark for a complete checkpoint, with all changes until now.
 
@@ -111,6 +112,7 @@ class Journal:
             longest: longest response to each row of the data, in tokens.
             steps_at: optimizer steps at each publication.
             anchors: longest test case of the correct responses to each prompt, in seconds.
+            cut_steps: steps made in rounds that were interrupted.
         """
         self._collect_changes()
         mark = MarkRow(
@@ -123,6 +125,7 @@ class Journal:
             longest=_json(longest),
             steps_at=_json(steps_at),
             anchors=_json(anchors),
+            cut_steps=cut_steps,
         )
         self._rows.append(mark)
         self._prune_behind(mark)

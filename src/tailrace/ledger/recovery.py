@@ -45,6 +45,8 @@ class StartingPoint:
     round: int = 0
     version: int = 0
     step: int = 0
+    cut_steps: int = 0
+    """Optimizer steps made in rounds that were interrupted and begin again."""
     checkpoint: str | None = None
     """Name of the checkpoint folder of the base; None: the life begins with the model of the config."""
     num_generated: int = 0
@@ -120,6 +122,7 @@ def next_life(
         round=base.round,
         version=base.version,
         step=base.step,
+        cut_steps=base.cut_steps,
         checkpoint=base.checkpoint or None,
         num_generated=num_generated,
         totals=totals_of(books),

@@ -138,9 +138,10 @@ class Pool:
 
     async def settled(self) -> None:
         """Wait for aborts under way. Afterwards every token is in a group or counted as waste."""
-        if self._parking is not None:
-            await asyncio.shield(self._parking)  # a cancelled wait must not cancel the parking itself
-            self._parking = None
+        while (parking := self._parking) is not None:
+            await asyncio.shield(parking)  # a cancelled wait must not cancel the parking itself
+            if self._parking is parking:  # else another one began meanwhile
+                self._parking = None
         if aborting := self._samples.aborting():
             await asyncio.wait(aborting)
 
@@ -311,7 +312,7 @@ class Pool:
             self._in_flight.pop(group, None)
             self._frontier.pop(group, None)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
-        self._parking = asyncio.create_task(self._settle(groups, aborting))
+        self._parking = self._tasks.create_task(self._settle(groups, aborting))
         self.changed.fire()
 
     async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:

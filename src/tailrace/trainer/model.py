@@ -242,6 +242,9 @@ class PolicyModel:
         ]
         self.model.set_attn_implementation("eager")
         alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
+        if not alone.isfinite().all():
+            problem, remedy = "its log-probs are not finite: weights are damaged", "choose another folder"
+            raise ConfigError("model.path", self.model.config.name_or_path, problem, remedy)
         self.model.set_attn_implementation(PACKED)
         try:
             packed = self.logprobs(MicroBatch.of(samples, self.model.device)).logprobs

@@ -14,6 +14,9 @@ class HostSettings(Settings):
     restarts: int = Field(default=0, ge=0, le=1000)
     """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
     has died. 0 to 1000."""
+    health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds after which a trainer, a reference, a judge or a reward worker that is stopped (SIGSTOP) counts
+    as dead; above 0. One that computes for longer does not."""
 
 
 class LocalHostSettings(HostSettings):

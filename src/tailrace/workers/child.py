@@ -20,9 +20,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
 from typing import Any, TypeVar
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, DiskFull
 from tailrace.settings import Settings
 from tailrace.workers.channel import WorkerEnd
 from tailrace.workers.messages import Refused
@@ -81,9 +82,15 @@ def give_memory_back() -> None:
 
 @contextmanager
 def config_errors_sent(channel: WorkerEnd[Any]) -> Iterator[None]:
-    """Send a ConfigError of the block to the controller, and exit."""
+    """Send a ConfigError of the block to the controller, or that the disk is full, and exit."""
     try:
         yield
-    except ConfigError as error:
-        channel.send(Refused.of(error))
+    except (ConfigError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT):
+            channel.send(Refused.of(DiskFull(f"{cause}; make room on the disk, then --resume")))
+        elif isinstance(error, ConfigError):
+            channel.send(Refused.of(error))
+        else:
+            raise
         sys.exit(2)

@@ -70,6 +70,7 @@ async def open_local(
     devices: DeviceMap | None = None,
     spawner: Spawner | None = None,
     fills_context: bool = False,
+    health_timeout_s: float | None = None,
 ) -> AsyncIterator[Workers]:
     """Start all workers concurrently, and end them with the block, however the block ends.
 
@@ -86,6 +87,7 @@ async def open_local(
         devices: of each engine and rank of the trainer; None: any.
         spawner: starts the workers; None: on this host.
         fills_context: the environment goes on until a sample fills the model's context.
+        health_timeout_s: of the workers that are no engines (host.health_timeout_s).
 
     Raises:
         ConfigError: a worker cannot do its job.
@@ -98,6 +100,7 @@ async def open_local(
     broker = broker or BrokerSettings()
 
     async def start(kind: type[W], name: str, job: Job, devices: Devices | None = None) -> W:
+        job = job.model_copy(update={"health_timeout_s": health_timeout_s})
         if broker.url and name in broker.joined:
             worker = await kind.join(name, job, broker, run=folder.name)
         else:
@@ -207,6 +210,5 @@ async def ended_by_death(
                 for watcher in watchers:
                     watcher.cancel()
     except BaseExceptionGroup as group:
-        deaths = group.subgroup((WorkerDied, EnginesLost))
-        error = first_cause(deaths) if deaths else group.exceptions[0]
+        error = first_cause(group.subgroup((WorkerDied, EnginesLost)) or group)
         raise error from error.__cause__

@@ -31,6 +31,8 @@ class Job(Settings):
 
     threads: int = 1
     """Threads that torch and BLAS libraries use."""
+    health_timeout_s: float | None = None
+    """Seconds that the worker may be stopped; None: as long as its owner waits."""
 
     def folders(self) -> Mapping[str, Path]:
         """Return the folders that the worker's host must have, by the key of the config that names each."""

@@ -92,13 +92,26 @@ def _descendants(spare: Collection[int]) -> set[int]:
     return found
 
 
+def is_stopped(leader: int) -> bool:
+    """Return whether the leader of a process group is stopped, or a child of it in the same group."""
+    with suppress(OSError):  # it has ended
+        children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+        stats = [_stat(Path(f"/proc/{pid}/stat")) for pid in (leader, *children)]
+        return any(state == b"T" and int(group) == leader for state, _, group in stats)
+    return False
+
+
+def parent_of(child: int) -> int:
+    """Return the process id of the parent. Raises an OSError if the child has ended and was reaped."""
+    return int(_stat(Path(f"/proc/{child}/stat"))[1])
+
+
 def _parents() -> dict[int, int]:
     """Return the parent of every process of the machine, by process id."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            # pid (name) state parent ...: the name may contain spaces and brackets.
-            parents[int(status.parent.name)] = int(status.read_bytes().rpartition(b")")[2].split()[1])
+            parents[int(status.parent.name)] = int(_stat(status)[1])
     return parents
 
 
@@ -141,6 +154,12 @@ def run_contained(command: list[str]) -> None:
         end(-exit_code)
     kill_descendants()
     sys.exit(exit_code)
+
+
+def _stat(status: Path) -> list[bytes]:
+    """Return the state, the parent and the group of a process."""
+    # pid (name) state parent group ...: the name may contain spaces and brackets.
+    return status.read_bytes().rpartition(b")")[2].split()[:3]
 
 
 def kill_group(leader: int) -> None:

@@ -23,12 +23,14 @@ from tailrace.workers.channel import ControllerChannel
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.forked import ForkServer, Start
 from tailrace.workers.messages import Job
-from tailrace.workers.orphans import exit_cause, kill_group, signal_on_parent_death
+from tailrace.workers.orphans import exit_cause, is_stopped, kill_group, parent_of, signal_on_parent_death
 
 LAST_WORDS_BYTES = 8192
 """The end of a worker's log that WorkerDied shows."""
 CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
+LOOK_S = 1.0
+"""Seconds between two looks whether a worker is stopped."""
 
 
 class Process(Protocol):
@@ -66,12 +68,13 @@ class WorkerProcess(Conversation):
         decoder: msgspec.msgpack.Decoder[Any],
         log: Path,
         log_begins: int,
+        health_timeout_s: float | None,
     ) -> None:
         super().__init__(name)
         self.pid = process.pid
         self._log, self._log_begins = log, log_begins
         """The output of this process begins at that byte: a resumed run appends to the file."""
-        self._process = process
+        self._process, self._health_timeout_s = process, health_timeout_s
         self._channel = ControllerChannel(
             end, decoder, lambda message: self.on_message(message), self._give_up
         )
@@ -112,13 +115,13 @@ class WorkerProcess(Conversation):
             except BaseException:
                 mine.close()
                 raise
-        return cls(name, process, mine, decoder, log, begins)
+        return cls(name, process, mine, decoder, log, begins, job.health_timeout_s)
 
     def log_end(self) -> str:
         """As Conversation.log_end."""
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            if words := file.read().decode(errors="replace").strip():
+            if words := file.read(LAST_WORDS_BYTES).decode(errors="replace").strip():
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 
@@ -141,8 +144,9 @@ class WorkerProcess(Conversation):
     async def close(self) -> None:
         """Let the process end, and kill it if it does not within CLOSE_S."""
         self._channel.finish()
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process could not end by itself
+            os.kill(parent_of(self.pid), signal.SIGCONT)  # nor could a stopped fork server tell its end
         try:
             await asyncio.wait([self._watcher], timeout=CLOSE_S)
         finally:
@@ -158,11 +162,22 @@ class WorkerProcess(Conversation):
         self.kill()
 
     async def _watch(self) -> None:
+        stopped = asyncio.create_task(self._kill_if_stopped())
         exit_code = await self._process.wait()
+        stopped.cancel()
         kill_group(self.pid)  # what it has left behind
         self._channel.read()
         self._channel.close()
         self._ended(self._describe_end(exit_code))
+
+    async def _kill_if_stopped(self) -> None:
+        seen_s = 0.0
+        while self._health_timeout_s is not None:
+            await asyncio.sleep(LOOK_S)
+            seen_s = seen_s + LOOK_S if is_stopped(self.pid) else 0.0
+            if seen_s >= self._health_timeout_s:
+                self._fault = f"was stopped for {self._health_timeout_s:g} s (host.health_timeout_s)"
+                return self.kill()
 
     def _describe_end(self, exit_code: int) -> str:
         how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"

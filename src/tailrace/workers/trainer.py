@@ -200,7 +200,10 @@ class RemoteTrainer:
                 if failure is not None:
                     raise CheckpointError(failure)
 
-        return asyncio.ensure_future(complete())
+        completed = asyncio.ensure_future(complete())
+        # asyncio reports an error that nobody awaits, and a run that fails awaits no checkpoint.
+        completed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return completed
 
     async def restore(self, folder: Path) -> None:
         """As Trainer.restore. The engines get the weights with the next publication."""
