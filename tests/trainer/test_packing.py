@@ -97,7 +97,7 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.input_ids.tolist() == [[100, 101, 0, 1, 100, 100, 0, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2]]
     assert batch.boundaries.tolist() == [0, 4, 5, 8]
-    assert batch.max_length == 4
+    assert batch.lengths == [4, 1, 3]
     assert batch.predictors.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1, 2]
     assert batch.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -1.0, -2.0]
@@ -119,7 +119,7 @@ def test_observations_are_inputs_and_no_targets() -> None:
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 51, 1, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]]
-    assert batch.boundaries.tolist() == [0, 8, 10] and batch.max_length == 8
+    assert batch.boundaries.tolist() == [0, 8, 10] and batch.lengths == [8, 2]
     assert batch.predictors.tolist() == [1, 4, 5, 7, 8, 9]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.behavior_logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5, 0.0, -1.0]
@@ -141,7 +141,7 @@ def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 100, 60, 61, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]
-    assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.max_length == 5
+    assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.lengths == [4, 5, 2]
     assert batch.predictors.tolist() == [1, 3, 6, 8, 9, 10]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.carried.tolist() == [True, True, True, False, True, False]

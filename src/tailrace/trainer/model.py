@@ -106,8 +106,9 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
             use_cache=False,
             cu_seq_lens_q=batch.boundaries,
             cu_seq_lens_k=batch.boundaries,
-            max_length_q=batch.max_length,
-            max_length_k=batch.max_length,
+            max_length_q=max(batch.lengths),
+            max_length_k=max(batch.lengths),
+            sequence_lengths=batch.lengths,
         ).last_hidden_state[0]
     return hidden[batch.predictors]
 

@@ -4,12 +4,12 @@ Suffixes: H query heads, K key-value heads, D head dimension; others as in cache
 """
 
 from collections import abc
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tailrace.devices import for_fused_attention
 from tailrace.engine.native.cache import Tier
 from tailrace.engine.native.sequence import Block
 
@@ -80,12 +80,13 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._keys.append(k)
         self._values.append(v)
-        # Of each context [1, heads, length, D].
-        contexts = zip(
-            *(x.transpose(0, 1)[None].split_with_sizes(self._lengths, 2) for x in (q, k, v)), strict=True
-        )
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        outs = [attend(*context)[0] for context in contexts]
+        # Of all contexts [1, heads, T, D].
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        parts = (x.split_with_sizes(self._lengths, 2) for x in (q, *for_fused_attention(q, k, v)))
+        outs = [
+            F.scaled_dot_product_attention(*context, is_causal=True, enable_gqa=True)[0]
+            for context in zip(*parts, strict=True)
+        ]
         return torch.cat(outs, 1).transpose(0, 1).flatten(1)
 
     def blocks(self) -> list[Block]:

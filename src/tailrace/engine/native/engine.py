@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tailrace.devices import attention_kernels
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams, Usage
 from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
 from tailrace.engine.native.cache import Cache
@@ -121,7 +122,7 @@ class NativeEngine:
 
     def step(self) -> list[GenerationOutput]:
         """Admit, prefill, and decode one token of every running request. Returns the finished ones."""
-        with torch.inference_mode():
+        with torch.inference_mode(), attention_kernels():
             self._scheduler.grow()
             if admissions := self._scheduler.admit(self._version):
                 self._fill(admissions)
