@@ -203,12 +203,15 @@ class NativeEngine:
 
     def _fill(self, admissions: list[Admission]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
-        missing = [admission for admission in admissions if admission.block is None]
+        missing = [admission for admission in admissions if admission.sibling is None]
         blocks = iter(self._prefill([admission.sequences[0].context for admission in missing]))
+        cache = self._scheduler.cache
         for admission in admissions:
-            block = admission.block or next(blocks)
+            context = admission.sequences[0].context
+            sibling = admission.sibling
+            block = cache.read(sibling, len(context)) if sibling else next(blocks)
             for sequence in admission.sequences:
-                self._scheduler.cache.write(sequence, block)
+                cache.write(sequence, block)
 
     def _prefill(self, contexts: list[list[int]]) -> list[Block]:
         """The keys and values of contexts of any lengths."""
