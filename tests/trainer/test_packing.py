@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.packing import MicroBatch, pack, share
+from tailrace.trainer.packing import MicroBatch, pack, share, take_full
 from tailrace.types import SampleId
 
 
@@ -155,3 +155,32 @@ def test_the_limit_of_a_micro_batch_counts_observations() -> None:
     assert (plain.num_input_tokens, episode.num_input_tokens) == (3, 8)
     assert [[s.id.number for s in bin] for bin in pack([plain, episode], 10)] == [[1], [0]]
     assert [[s.id.number for s in bin] for bin in pack([plain, episode], 11)] == [[1, 0]]
+
+
+@given(st.lists(lengths, max_size=6), st.integers(1, 200), st.integers(1, 100))
+def test_groups_wait_until_their_micro_batches_are_full(
+    groups: list[list[tuple[int, int]]], min_tokens: int, max_tokens: int
+) -> None:
+    waiting: list[TrainingSample] = []
+    computed = Counter[SampleId]()
+    for group in groups:
+        given = [*waiting, *make_samples(group)]
+        now, waiting = take_full(given, min_tokens, max_tokens)
+        computed.update(s.id for s in now if s.completion_ids)
+        assert load(waiting) < min_tokens
+        if load(given) < min_tokens:
+            assert waiting == given
+        loads = [load(batch) for batch in pack(now, max_tokens)]
+        assert all(a + b > max_tokens for i, a in enumerate(loads) for b in loads[:i])
+    computed.update(s.id for s in waiting if s.completion_ids)
+    assert computed == Counter(s.id for group in groups for s in make_samples(group) if s.completion_ids)
+
+
+def test_what_does_not_fill_a_micro_batch_waits_for_the_next_group() -> None:
+    group = make_samples([(1, 6)] * 3)
+    now, rest = take_full(group * 2, 18, 18)
+    assert (load(now), load(rest)) == (36, 0)
+    now, rest = take_full(group * 2, 24, 24)
+    assert (load(now), load(rest)) == (24, 12)
+    now, rest = take_full(group * 2, 12, 24)
+    assert (load(now), load(rest)) == (36, 0)

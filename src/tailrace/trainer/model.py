@@ -209,6 +209,11 @@ class PolicyModel:
         found: TokenLogProbs = self._logprobs(batch)
         return found
 
+    def synchronize(self) -> None:
+        """Wait for the device: its kernels and copies run behind the host. On a CPU nothing does."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
     def parameters(self) -> Mapping[str, Tensor]:
         """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied
         parameters occur once. Those of a sharded model are DTensors."""

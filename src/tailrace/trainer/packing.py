@@ -118,6 +118,18 @@ def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[Traini
     return bins
 
 
+def take_full(
+    samples: Sequence[TrainingSample], min_tokens: int, max_tokens: int
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """Divide samples into those to compute now and those that wait for others: all if they have fewer than
+    `min_tokens`, else the emptiest micro-batch of `pack` where that has fewer."""
+    if _num_tokens(samples) < min_tokens:
+        return [], list(samples)
+    bins = sorted(pack(samples, max_tokens), key=_num_tokens, reverse=True)
+    rest = bins.pop() if len(bins) > 1 and _num_tokens(bins[-1]) < min_tokens else []
+    return list(itertools.chain.from_iterable(bins)), rest
+
+
 def share(
     samples: Sequence[TrainingSample], max_tokens: int, *, rank: int, num_ranks: int
 ) -> list[list[TrainingSample]]:

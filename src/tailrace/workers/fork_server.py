@@ -111,6 +111,12 @@ def _read(asked: socket.socket) -> Start:
         with suppress(Exception):
             importlib.import_module(start.module)
         gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        raise SystemExit(
+            f"importing {start.module} has initialised CUDA, which then works in no forked worker: a library that "
+            "it imports does so. Uninstall that library, or let it import without a GPU (bitsandbytes does so)"
+        )
     return start
 
 
