@@ -142,7 +142,7 @@ class StreamedLayers:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _read_all(self) -> list[Tensor]:
-        """Read the layers into one pinned buffer. torch would allocate a power of two, up to twice the size."""
+        """Read the layers into one pinned buffer. What torch pins itself has the size of a power of two."""
         buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
         torch.cuda.check_error(
             int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))  # type: ignore[no-untyped-call]

@@ -148,8 +148,8 @@ class Trainer(Protocol):
 
         Small units are computed together with the next units. The composition of micro-batches depends on
         the order of the units only, not on the number of calls: on a CPU in float32 the same units in the
-        same order give bit-identical gradients. On CUDA they differ by rounding: the backward pass of attention
-        adds in any order.
+        same order give bit-identical gradients. On CUDA they differ by rounding: the backward pass of
+        attention adds in any order.
 
         Args:
             units: groups, or batches of shuffled samples.

@@ -60,7 +60,7 @@ def serve(controller: socket.socket) -> Start | None:
             os.close(end)
             asked.close()
             continue
-        server = os.getpid()
+        server, has_cuda = os.getpid(), _has_initialised_cuda()
         if pid := os.fork():
             os.close(end)
             _tell(pid, asked)
@@ -72,6 +72,11 @@ def serve(controller: socket.socket) -> Start | None:
         for each in (controller, woken, wakes, asked, *running.values()):
             each.close()
         _become(start, end)
+        if has_cuda:
+            raise SystemExit(
+                f"a module that {start.module} imports has initialised CUDA, which works in no process that is "
+                "forked afterwards. bitsandbytes does so: uninstall it, or import it where it is first used"
+            )
         return start
     return None
 
@@ -111,13 +116,12 @@ def _read(asked: socket.socket) -> Start:
         with suppress(Exception):
             importlib.import_module(start.module)
         gc.freeze()
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
-        raise SystemExit(
-            f"importing {start.module} has initialised CUDA, which then works in no forked worker: a library that "
-            "it imports does so. Uninstall that library, or let it import without a GPU (bitsandbytes does so)"
-        )
     return start
+
+
+def _has_initialised_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _become(start: Start, end: int) -> None:
