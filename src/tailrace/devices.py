@@ -1,12 +1,17 @@
-"""Torch devices as settings name them, and the devices that one process may use."""
+"""Torch devices as settings name them, the devices that one process may use, and the kernels with which it
+computes attention."""
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
 from tailrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FORM = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _FORMS = '"cpu", "cuda" or "cuda:N"'
@@ -69,3 +74,22 @@ def check_device(key: str, device: str) -> None:
         raise ConfigError(key, device, "torch finds no CUDA device on this machine", 'write "cpu"')
     if int(form[1] or 0) >= count:
         raise ConfigError(key, device, f"this machine has {count} CUDA devices, numbered from 0", "lower N")
+
+
+def attention_kernels() -> AbstractContextManager[object]:
+    """Inside the block scaled_dot_product_attention is Flash attention, the memory-efficient kernel or math.
+    cuDNN, which torch prefers on some GPUs, makes a plan for each shape, and each decode step has new shapes.
+    Imports torch."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels)
+
+
+def for_fused_attention(query: "Tensor", key: "Tensor", value: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Return keys and values, [N, heads, T, D], as a fused kernel takes them. In float32 on CUDA none takes
+    grouped heads, and math would make [heads, T, T]: there they are repeated for each query head."""
+    if query.device.type != "cuda" or query.dtype.itemsize == 2:
+        return key, value
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from helpers.attention import WITHOUT_PLANS, AttentionCalls
 from helpers.tiny_models import letter_tokenizer, save_tiny_model, tiny_config
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import TRANSFORMERS_BYTES, ModelShape
@@ -74,6 +75,15 @@ def test_a_reward_model_gives_its_output_while_the_number_of_resident_layers_cha
         expected = [model(torch.tensor([[0, 1, 2]])).logits.item()] * 6
     found = [with_resident(judge, num, monkeypatch).scores([asked("ABC")])[0] for num in (5, 0, 3, 1, 4, 5)]
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_no_kernel_of_a_judge_may_make_a_plan_for_each_shape(
+    language_model: tuple[Path, PreTrainedModel],
+) -> None:
+    judge = ModelJudge.load(settings(language_model[0]))
+    with AttentionCalls() as calls:
+        judge.scores([asked(text) for text in TEXTS])
+    assert [call.kernels for call in calls.made] == [WITHOUT_PLANS] * LAYERS
 
 
 def test_streamed_layers_leave_only_two_layers_on_the_device(

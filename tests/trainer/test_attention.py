@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
+from helpers.attention import WITHOUT_PLANS, AttentionCalls
 from tailrace.trainer.attention import packed_causal_attention
 
 MODULE = torch.nn.Identity()
@@ -21,7 +23,15 @@ def test_packed_attention_equals_one_masked_attention_over_all_tokens(window: in
     lengths = [5, 1, 7]
     query, key, value, boundaries = packed(lengths)
     out, weights = packed_causal_attention(
-        MODULE, query, key, value, None, 0.3, sliding_window=window, cu_seq_lens_q=boundaries
+        MODULE,
+        query,
+        key,
+        value,
+        None,
+        0.3,
+        sliding_window=window,
+        cu_seq_lens_q=boundaries,
+        sequence_lengths=lengths,
     )
     place = torch.arange(13)
     sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
@@ -41,16 +51,49 @@ def test_attention_without_boundaries_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_for_varying_lengths_equals_the_loop() -> None:
-    query, key, value, boundaries = (x.cuda() for x in packed([70, 1, 129]))
+    lengths = [70, 1, 129]
+    query, key, value, boundaries = (x.cuda() for x in packed(lengths))
     rough = packed_causal_attention(
         MODULE,
         *(x.bfloat16() for x in (query, key, value)),
         None,
         sliding_window=50,
         cu_seq_lens_q=boundaries,
-        max_length_q=129,
+        sequence_lengths=lengths,
     )[0]
     exact = packed_causal_attention(
-        MODULE, query, key, value, None, sliding_window=50, cu_seq_lens_q=boundaries
+        MODULE,
+        query,
+        key,
+        value,
+        None,
+        sliding_window=50,
+        cu_seq_lens_q=boundaries,
+        sequence_lengths=lengths,
     )[0]
     torch.testing.assert_close(rough.float(), exact, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize(("device", "num_kv_heads"), [("cpu", 2), ("cuda", 4)])
+def test_in_float32_on_cuda_no_kernel_gets_grouped_heads(device: str, num_kv_heads: int) -> None:
+    """Tensors without numbers stand for a GPU: a length that was read from it would be an error."""
+    lengths = [5, 8]
+    with FakeTensorMode(), AttentionCalls() as calls:
+        query, key, value = (torch.empty(1, heads, 13, 8, device=device) for heads in (4, 2, 2))
+        starts = torch.empty(3, dtype=torch.int32, device=device)
+        out, _ = packed_causal_attention(
+            MODULE, query, key, value, None, cu_seq_lens_q=starts, sequence_lengths=lengths
+        )
+    assert out.shape == (1, 13, 4, 8)
+    assert calls.made == [((1, num_kv_heads, length, 8), WITHOUT_PLANS) for length in lengths]
+
+
+def test_repeated_heads_give_what_grouped_heads_give() -> None:
+    query, key, value, _ = packed([13])
+    repeated = (x.repeat_interleave(2, 1) for x in (key, value))
+    torch.testing.assert_close(
+        scaled_dot_product_attention(query, *repeated, is_causal=True),
+        scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
+        atol=1e-6,
+        rtol=0,
+    )

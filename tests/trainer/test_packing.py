@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.packing import MicroBatch, pack, share
+from tailrace.trainer.packing import MicroBatch, pack, share, take_full
 from tailrace.types import SampleId
 
 
@@ -97,7 +97,7 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.input_ids.tolist() == [[100, 101, 0, 1, 100, 100, 0, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2]]
     assert batch.boundaries.tolist() == [0, 4, 5, 8]
-    assert batch.max_length == 4
+    assert batch.lengths == [4, 1, 3]
     assert batch.predictors.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1, 2]
     assert batch.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -1.0, -2.0]
@@ -119,7 +119,7 @@ def test_observations_are_inputs_and_no_targets() -> None:
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 51, 1, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]]
-    assert batch.boundaries.tolist() == [0, 8, 10] and batch.max_length == 8
+    assert batch.boundaries.tolist() == [0, 8, 10] and batch.lengths == [8, 2]
     assert batch.predictors.tolist() == [1, 4, 5, 7, 8, 9]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.behavior_logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5, 0.0, -1.0]
@@ -141,7 +141,7 @@ def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 100, 60, 61, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]
-    assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.max_length == 5
+    assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.lengths == [4, 5, 2]
     assert batch.predictors.tolist() == [1, 3, 6, 8, 9, 10]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.carried.tolist() == [True, True, True, False, True, False]
@@ -155,3 +155,32 @@ def test_the_limit_of_a_micro_batch_counts_observations() -> None:
     assert (plain.num_input_tokens, episode.num_input_tokens) == (3, 8)
     assert [[s.id.number for s in bin] for bin in pack([plain, episode], 10)] == [[1], [0]]
     assert [[s.id.number for s in bin] for bin in pack([plain, episode], 11)] == [[1, 0]]
+
+
+@given(st.lists(lengths, max_size=6), st.integers(1, 200), st.integers(1, 100))
+def test_groups_wait_until_their_micro_batches_are_full(
+    groups: list[list[tuple[int, int]]], min_tokens: int, max_tokens: int
+) -> None:
+    waiting: list[TrainingSample] = []
+    computed = Counter[SampleId]()
+    for group in groups:
+        given = [*waiting, *make_samples(group)]
+        now, waiting = take_full(given, min_tokens, max_tokens)
+        computed.update(s.id for s in now if s.completion_ids)
+        assert load(waiting) < min_tokens
+        if load(given) < min_tokens:
+            assert waiting == given
+        loads = [load(batch) for batch in pack(now, max_tokens)]
+        assert all(a + b > max_tokens for i, a in enumerate(loads) for b in loads[:i])
+    computed.update(s.id for s in waiting if s.completion_ids)
+    assert computed == Counter(s.id for group in groups for s in make_samples(group) if s.completion_ids)
+
+
+def test_what_does_not_fill_a_micro_batch_waits_for_the_next_group() -> None:
+    group = make_samples([(1, 6)] * 3)
+    now, rest = take_full(group * 2, 18, 18)
+    assert (load(now), load(rest)) == (36, 0)
+    now, rest = take_full(group * 2, 24, 24)
+    assert (load(now), load(rest)) == (24, 12)
+    now, rest = take_full(group * 2, 12, 24)
+    assert (load(now), load(rest)) == (36, 0)

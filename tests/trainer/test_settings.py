@@ -36,3 +36,10 @@ def test_a_value_out_of_range_is_refused(field: str, value: object) -> None:
 def test_the_ends_of_each_range_are_accepted() -> None:
     TrainerSettings(learning_rate=1.0, betas=(0.0, 0.0), weight_decay=1.0, threads=1024)
     TrainerSettings(max_tokens_per_microbatch=2**31 - 1, min_tokens_per_microbatch=1)
+
+
+def test_a_gpu_waits_for_full_micro_batches_and_a_cpu_does_not() -> None:
+    assert TrainerSettings().least_tokens() == 512
+    assert TrainerSettings(device="cuda").least_tokens() == 16_384
+    assert TrainerSettings(device="cuda:1", max_tokens_per_microbatch=4096).least_tokens() == 4096
+    assert TrainerSettings(device="cuda", min_tokens_per_microbatch=7).least_tokens() == 7

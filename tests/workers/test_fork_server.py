@@ -82,6 +82,18 @@ def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path, execute:
     execute(main())
 
 
+def test_a_module_that_initialises_cuda_when_it_is_imported_is_refused(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(ForkServer, "_shared", {})
+        message = "(?s)exit code 1; .*a module that takes_cuda imports has initialised CUDA"
+        with pytest.raises(WorkerDied, match=message):
+            await (await spawn("takes_cuda", tmp_path)).died()
+
+    execute(main())
+
+
 def test_a_server_is_shared_within_a_thread_by_starts_with_the_same_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

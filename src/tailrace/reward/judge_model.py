@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 
+from tailrace.devices import attention_kernels
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
@@ -122,7 +123,8 @@ class ModelJudge:
         ids = torch.zeros(len(texts), longest, dtype=torch.long)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
-        hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
+        with attention_kernels():
+            hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
         if self._labels is None:
             return [float(score) for score in self._model.score(last)[:, 0].float()]

@@ -58,7 +58,7 @@ class StreamedLayers:
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._slots = self._new_slots()
         self._kept: dict[int, _Place] = {}
-        self._host = {} if device.type == "cpu" else {i: self._pinned(i) for i in range(len(layers))}
+        self._host = [] if device.type == "cpu" else self._read_all()
         for i, layer in enumerate(layers):
             self._detach(i)
             layer.register_forward_pre_hook(partial(self._before, i))
@@ -141,10 +141,16 @@ class StreamedLayers:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _pinned(self, i: int) -> Tensor:
-        host = torch.empty(self._sizes[i], dtype=torch.uint8, pin_memory=True)
-        self._read(i, self._views(i, host))
-        return host
+    def _read_all(self) -> list[Tensor]:
+        """Read the layers into one pinned buffer. What torch pins itself has the size of a power of two."""
+        buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        torch.cuda.check_error(
+            int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))  # type: ignore[no-untyped-call]
+        )
+        hosts = list(buffer.split_with_sizes(self._sizes))
+        for i, host in enumerate(hosts):
+            self._read(i, self._views(i, host))
+        return hosts
 
 
 def _aligned(size: int) -> int:

@@ -55,9 +55,10 @@ class TrainerSettings(Settings):
     max_tokens_per_microbatch: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
     """Prompt and completion tokens of one forward and backward pass. A longer sample is computed alone.
     Range: [1, 2^31 - 1]."""
-    min_tokens_per_microbatch: int = Field(default=512, ge=1, le=MAX_TOKENS)
-    """Groups with fewer tokens wait for the next groups, at most until the optimizer step.
-    Range: [1, 2^31 - 1]."""
+    min_tokens_per_microbatch: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Fewer tokens, of each rank, wait for the next groups, at most until the optimizer step. Default: 512 on
+    a CPU, which more tokens do not make faster; on CUDA 16,384, or `max_tokens_per_microbatch` if that is
+    less. Range: [1, 2^31 - 1]."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of the trainer process. Range: [1, 1024]."""
     device: str = "cpu"
@@ -86,6 +87,11 @@ class TrainerSettings(Settings):
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
     trained."""
+
+    def least_tokens(self) -> int:
+        """`min_tokens_per_microbatch`, or its default."""
+        of_device = 512 if self.device == "cpu" else min(16_384, self.max_tokens_per_microbatch)
+        return self.min_tokens_per_microbatch or of_device
 
     @property
     def adapter(self) -> LoraSettings | None:
@@ -141,8 +147,9 @@ class Trainer(Protocol):
         """Run forward and backward, and add the gradients to their sum. The weights do not change.
 
         Small units are computed together with the next units. The composition of micro-batches depends on
-        the order of the units only: the same units in the same order give bit-identical gradients, whatever
-        the number of calls.
+        the order of the units only, not on the number of calls: on a CPU in float32 the same units in the
+        same order give bit-identical gradients. On CUDA they differ by rounding: the backward pass of
+        attention adds in any order.
 
         Args:
             units: groups, or batches of shuffled samples.

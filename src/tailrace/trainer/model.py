@@ -106,8 +106,9 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
             use_cache=False,
             cu_seq_lens_q=batch.boundaries,
             cu_seq_lens_k=batch.boundaries,
-            max_length_q=batch.max_length,
-            max_length_k=batch.max_length,
+            max_length_q=max(batch.lengths),
+            max_length_k=max(batch.lengths),
+            sequence_lengths=batch.lengths,
         ).last_hidden_state[0]
     return hidden[batch.predictors]
 
@@ -207,6 +208,11 @@ class PolicyModel:
         compute at the same time, each its own batch."""
         found: TokenLogProbs = self._logprobs(batch)
         return found
+
+    def synchronize(self) -> None:
+        """Wait for the device: its kernels and copies run behind the host. On a CPU nothing does."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied

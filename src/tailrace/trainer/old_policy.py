@@ -46,7 +46,9 @@ class PublishedPolicy:
             self._swap()
 
     def _swap(self) -> None:
-        """Exchange the contents of current and published weights, of one parameter at a time."""
+        """Exchange the contents of current and published weights, of one parameter at a time. Copies of
+        offloaded weights to the device may still read them."""
+        self._policy.synchronize()
         for name, parameter in self._policy.parameters().items():
             ours, kept = local(parameter), self._weights[name]
             current = ours.clone()

@@ -35,8 +35,8 @@ class MicroBatch:
     """[1, T]: starts at zero in each sequence."""
     boundaries: Tensor
     """[S + 1] int32: the input tokens of sequence s are boundaries[s] : boundaries[s + 1]."""
-    max_length: int
-    """Input tokens of the longest sequence."""
+    lengths: list[int]
+    """[S]: input tokens of each sequence, in host memory."""
     predictors: Tensor
     """[C]: the index in 0..T-1 of the input token that predicts each completion token."""
     targets: Tensor
@@ -86,7 +86,7 @@ class MicroBatch:
             input_ids=tensor(input_ids)[None],
             position_ids=tensor(position_ids)[None],
             boundaries=tensor(boundaries, torch.int32),
-            max_length=max(end - start for start, end in itertools.pairwise(boundaries)),
+            lengths=[end - start for start, end in itertools.pairwise(boundaries)],
             predictors=tensor(predictors),
             targets=tensor([token for sample in samples for token in sample.completion_ids]),
             behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),
@@ -116,6 +116,18 @@ def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[Traini
         bins[index].append(sample)
         free[index] -= length
     return bins
+
+
+def take_full(
+    samples: Sequence[TrainingSample], min_tokens: int, max_tokens: int
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """Divide samples into those to compute now and those that wait for others: all if they have fewer than
+    `min_tokens`, else the emptiest micro-batch of `pack` where that has fewer."""
+    if _num_tokens(samples) < min_tokens:
+        return [], list(samples)
+    bins = sorted(pack(samples, max_tokens), key=_num_tokens, reverse=True)
+    rest = bins.pop() if len(bins) > 1 and _num_tokens(bins[-1]) < min_tokens else []
+    return list(itertools.chain.from_iterable(bins)), rest
 
 
 def share(

@@ -31,6 +31,7 @@ from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import PolicyModel, as_in_files
 from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
+from tailrace.trainer.packing import take_full
 from tailrace.trainer.reference import TorchReference
 from tailrace.trainer.state_files import TrainerState
 from tailrace.trainer.step_statistics import StepStatistics
@@ -93,14 +94,13 @@ class TorchTrainer:
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
         """Add the gradients of units to their sum, as `base.Trainer.accumulate`.
 
-        Units wait until together they have `min_tokens_per_microbatch` tokens, at most until the step.
+        Units wait until together they fill micro-batches (`take_full`), at most until the step.
         """
+        least = self._settings.least_tokens() * self._ranks.num_ranks
         for unit in units:
             self._statistics.add_unit(unit)
-            self._waiting += unit
-            waiting_tokens = sum(sample.num_input_tokens for sample in self._waiting)
-            if waiting_tokens >= self._settings.min_tokens_per_microbatch:
-                self._compute_waiting()
+            full, self._waiting = take_full([*self._waiting, *unit], least, self._max_tokens)
+            self._compute(full)
 
     def step(self) -> StepStats:
         """One optimizer step, as `base.Trainer.step`.
@@ -126,7 +126,7 @@ class TorchTrainer:
             self._published.keep()
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
         self._weights_published = False
-        self._synchronize()
+        self._policy.synchronize()
         sums, num_tokens = totals.sums, max(1, totals.num_tokens)
         mismatch_tokens = sums.engine_mismatch_tokens
         return StepStats(
@@ -226,18 +226,18 @@ class TorchTrainer:
             torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
 
     def _compute_waiting(self) -> None:
-        started = time.perf_counter()
         waiting, self._waiting = self._waiting, []
-        for sums in self._forward_backward.run(waiting, weights_published=self._weights_published):
+        self._compute(waiting)
+
+    def _compute(self, samples: Sequence[TrainingSample]) -> None:
+        if not samples:
+            return
+        started = time.perf_counter()
+        for sums in self._forward_backward.run(samples, weights_published=self._weights_published):
             self._statistics.add_micro_batch(sums)
-        self._synchronize()
+        self._policy.synchronize()
         self._statistics.compute_s += time.perf_counter() - started
 
     def _optimizers(self) -> list[Optimizer]:
         """The policy's first."""
         return [self._optimizer, *([self._critic.optimizer] if self._critic else [])]
-
-    def _synchronize(self) -> None:
-        """Wait for the device: its kernels run behind the host, and times would be too short."""
-        if self._policy.device.type == "cuda":
-            torch.cuda.synchronize(self._policy.device)

@@ -60,7 +60,7 @@ def serve(controller: socket.socket) -> Start | None:
             os.close(end)
             asked.close()
             continue
-        server = os.getpid()
+        server, has_cuda = os.getpid(), _has_initialised_cuda()
         if pid := os.fork():
             os.close(end)
             _tell(pid, asked)
@@ -72,6 +72,11 @@ def serve(controller: socket.socket) -> Start | None:
         for each in (controller, woken, wakes, asked, *running.values()):
             each.close()
         _become(start, end)
+        if has_cuda:
+            raise SystemExit(
+                f"a module that {start.module} imports has initialised CUDA, which works in no process that is "
+                "forked afterwards. bitsandbytes does so: uninstall it, or import it where it is first used"
+            )
         return start
     return None
 
@@ -112,6 +117,11 @@ def _read(asked: socket.socket) -> Start:
             importlib.import_module(start.module)
         gc.freeze()
     return start
+
+
+def _has_initialised_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _become(start: Start, end: int) -> None:

@@ -4,12 +4,12 @@ Suffixes: H query heads, K key-value heads, D head dimension; others as in cache
 """
 
 from collections import abc
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tailrace.devices import for_fused_attention
 from tailrace.engine.native.cache import Tier
 from tailrace.engine.native.sequence import Block
 
@@ -29,11 +29,11 @@ class _TierStep:
         self._mask: Tensor | None = None
         if min(lengths) < self._longest:
             beyond = torch.arange(self._longest, device=positions.device) > positions[:, None, None, None]
-            zeros = tier.keys.new_zeros(beyond.shape)
+            zeros = tier.pieces[0].new_zeros(beyond.shape)
             self._mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._tier.keys[layer], self._tier.values[layer]
+        keys, values = self._tier.pieces[2 * layer : 2 * layer + 2]
         keys[self._slots, :, self._positions] = k
         values[self._slots, :, self._positions] = v
         # The query heads that share a key-value head are passed as several queries of one head.
@@ -74,23 +74,20 @@ class PrefillAttention:
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._pieces: list[Tensor] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._keys.append(k)
-        self._values.append(v)
-        # Of each context [1, heads, length, D].
-        contexts = zip(
-            *(x.transpose(0, 1)[None].split_with_sizes(self._lengths, 2) for x in (q, k, v)), strict=True
-        )
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        outs = [attend(*context)[0] for context in contexts]
+        self._pieces += k, v
+        # Of all contexts [1, heads, T, D].
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        parts = (x.split_with_sizes(self._lengths, 2) for x in (q, *for_fused_attention(q, k, v)))
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
+            for q, k, v in zip(*parts, strict=True)
+        ]
         return torch.cat(outs, 1).transpose(0, 1).flatten(1)
 
     def blocks(self) -> list[Block]:
         """Views of the keys and values of each context, in order."""
-        # [L, K, T, D]
-        stacked = (torch.stack(layers).transpose(1, 2) for layers in (self._keys, self._values))
-        keys, values = (x.split_with_sizes(self._lengths, 2) for x in stacked)
-        return [Block(*pair) for pair in zip(keys, values, strict=True)]
+        pieces = (piece.transpose(0, 1).split_with_sizes(self._lengths, 1) for piece in self._pieces)
+        return [list(block) for block in zip(*pieces, strict=True)]

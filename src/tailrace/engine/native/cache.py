@@ -2,11 +2,13 @@
 
 A sequence that outgrows its tier is copied to the next one. Capacities grow geometrically, so the lengths
 within a tier are alike and attention over a tier computes little padding. Allocated positions, and those of
-suspended blocks, never exceed the budget together.
+suspended blocks, never exceed the budget together. The keys of each layer are a tensor of their own, a piece,
+and so are its values. What grows or moves does so piece by piece: only of one piece both old and new exist.
 
-Suffixes: L layers, S slots, K key-value heads, C capacity, N positions, D head dimension.
+Suffixes: S slots, K key-value heads, C capacity, N positions, D head dimension.
 """
 
+from collections.abc import Iterator
 from itertools import chain
 
 from torch import Tensor
@@ -18,13 +20,13 @@ GROWTH = 1.6
 
 
 class Tier:
-    """Sequences whose lengths are alike, in slots of one contiguous tensor.
+    """Sequences whose lengths are alike, in slots of contiguous tensors.
 
     The sequences occupy the slots [0, n): when one leaves, the last one moves into its slot. All positions of
     an occupied slot are finite, because attention multiplies those beyond the length by zero.
 
     Args:
-        empty: [L, 0, K, 0, D], of the cache's device and type.
+        empty: [layers, 0, K, 0, D], of the cache's device and type.
         capacity: positions of a slot.
     """
 
@@ -32,42 +34,50 @@ class Tier:
         self.capacity = capacity
         self.sequences: list[Sequence] = []
         layers, _, heads, _, dim = empty.shape
-        self.keys = self.values = empty.new_empty(layers, 0, heads, capacity, dim)
-        """[L, S, K, C, D], each."""
+        self.pieces = [empty.new_empty(0, heads, capacity, dim) for _ in range(2 * layers)]
+        """[S, K, C, D] each: keys and values of the first layer, of the second, and so on."""
 
     @property
     def num_slots(self) -> int:
-        return self.keys.shape[1]
+        return len(self.pieces[0])
 
-    def resize(self, num_slots: int) -> None:
-        """Allocate exactly `num_slots`, at least as many as are occupied."""
-        kept = len(self.sequences)
-        assert num_slots >= kept, (num_slots, kept)
-        layers, _, *slot = self.keys.shape
-        keys, values = (self.keys.new_empty(layers, num_slots, *slot) for _ in range(2))
-        keys[:, :kept], values[:, :kept] = self.keys[:, :kept], self.values[:, :kept]
-        self.keys, self.values = keys, values
+    def resize(self, index: int, num_slots: int) -> None:
+        """Allocate exactly `num_slots` of a piece, at least as many as are occupied."""
+        old = self.pieces[index]
+        new = old.new_empty(num_slots, *old.shape[1:])
+        kept = min(len(old), num_slots)
+        new[:kept] = old[:kept]
+        self.pieces[index] = new
 
-    def write(self, sequence: Sequence, block: Block) -> None:
-        """Fill the sequence's slot from position 0, and the rest of it with zeros."""
-        slot, num_tokens = self.sequences.index(sequence), block.keys.shape[2]
-        for cached, new in ((self.keys, block.keys), (self.values, block.values)):
-            cached[:, slot, :, :num_tokens] = new
-            cached[:, slot, :, num_tokens:] = 0
+    def write(self, index: int, slot: int, piece: Tensor) -> None:
+        """Fill a piece of a slot from position 0, and the rest of it with zeros."""
+        cached, num_tokens = self.pieces[index][slot], piece.shape[1]
+        cached[:, :num_tokens] = piece
+        cached[:, num_tokens:] = 0
 
     def read(self, sequence: Sequence, num_tokens: int) -> Block:
-        """A view of the sequence's first positions."""
+        """Views of the sequence's first positions."""
         slot = self.sequences.index(sequence)
-        return Block(self.keys[:, slot, :, :num_tokens], self.values[:, slot, :, :num_tokens])
+        return [piece[slot, :, :num_tokens] for piece in self.pieces]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Free the sequence's slot."""
+    def remove(self, sequence: Sequence, num_tokens: int = 0) -> Iterator[Tensor]:
+        """Free the sequence's slot. Each piece is freed as the iterator comes to it.
+
+        Returns:
+            Copies of its first positions.
+        """
         slot = self.sequences.index(sequence)
         last = self.sequences.pop()
         if last is not sequence:
             self.sequences[slot] = last
-            for cached in (self.keys, self.values):
-                cached[:, slot] = cached[:, len(self.sequences)]
+        return self._remove(slot, len(self.sequences), num_tokens)
+
+    def _remove(self, slot: int, last: int, num_tokens: int) -> Iterator[Tensor]:
+        for index in range(len(self.pieces)):
+            taken = self.pieces[index][slot, :, :num_tokens].clone()
+            if slot != last:
+                self.pieces[index][slot] = self.pieces[index][last]
+            yield taken
 
 
 class SuspendedKV:
@@ -91,7 +101,7 @@ class SuspendedKV:
         context = sequence.context
         self.shrink(room - len(context))
         if len(context) <= room:
-            self._blocks[sequence.id] = context, block.clone()
+            self._blocks[sequence.id] = context, [piece.clone() for piece in block]
             self.num_tokens += len(context)
 
     def take(self, sequence: Sequence) -> Block | None:
@@ -148,28 +158,30 @@ class Cache:
 
     def add(self, sequence: Sequence) -> None:
         """Give the sequence a slot. The content of the slot is undefined until `write`, which must follow."""
-        tier = self._smallest_tier(sequence)
-        if len(tier.sequences) == tier.num_slots:
-            self._enlarge(tier)
-        tier.sequences.append(sequence)
-        self._tier_of[sequence] = tier
+        self._place(sequence, iter(()))
+
+    def resume(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot with its suspended block; whether there is one."""
+        block = self.suspended.take(sequence)
+        if block is not None:
+            self._place(sequence, (block.pop(0) for _ in range(len(block))))
+        return block is not None
 
     def remove(self, sequence: Sequence) -> None:
         """Free the sequence's slot."""
-        self._tier_of.pop(sequence).remove(sequence)
+        for _ in self._tier_of.pop(sequence).remove(sequence):
+            pass
 
     def move(self, sequence: Sequence) -> None:
         """Copy the sequence to the tier that its tokens need."""
-        block = self.read(sequence, len(sequence.tokens) - 1).clone()
-        self.remove(sequence)
-        self.add(sequence)
-        self.write(sequence, block)
+        self._place(sequence, self._tier_of[sequence].remove(sequence, len(sequence.tokens) - 1))
 
     def release(self) -> None:
         """Free the memory of an empty cache."""
         self.suspended.shrink(0)
         for tier in self.tiers:
-            tier.resize(0)
+            for index in range(len(tier.pieces)):
+                tier.resize(index, 0)
 
     def suspend(self, sequence: Sequence) -> None:
         """Keep what the cache holds of a sequence that is about to be removed, where the budget has room."""
@@ -178,28 +190,45 @@ class Cache:
 
     def write(self, sequence: Sequence, block: Block) -> None:
         """Fill the sequence's slot from position 0."""
-        self._tier_of[sequence].write(sequence, block)
+        tier = self._tier_of[sequence]
+        slot = tier.sequences.index(sequence)
+        for index, piece in enumerate(block):
+            tier.write(index, slot, piece)
 
     def read(self, sequence: Sequence, num_tokens: int) -> Block:
-        """A view of the sequence's first positions."""
+        """Views of the sequence's first positions."""
         return self._tier_of[sequence].read(sequence, num_tokens)
 
     def _smallest_tier(self, sequence: Sequence) -> Tier:
         return next(tier for tier in self.tiers if tier.capacity >= len(sequence.tokens))
 
-    def _enlarge(self, tier: Tier) -> None:
-        """Double the slots of a full tier as far as the budget allows; `has_room` guarantees one slot.
+    def _place(self, sequence: Sequence, pieces: Iterator[Tensor]) -> None:
+        """Give the sequence a slot and fill it with pieces, or leave it unfilled without them."""
+        tier = self._smallest_tier(sequence)
+        sizes = self._enlarged(tier) if len(tier.sequences) == tier.num_slots else {}
+        slot = len(tier.sequences)
+        tier.sequences.append(sequence)
+        self._tier_of[sequence] = tier
+        for index in range(len(tier.pieces)):
+            piece = next(pieces, None)
+            for each, num_slots in sizes.items():
+                each.resize(index, num_slots)
+            if piece is not None:
+                tier.write(index, slot, piece)
+
+    def _enlarged(self, tier: Tier) -> dict[Tier, int]:
+        """The new sizes with which a full tier has twice its slots, as far as the budget allows; `has_room`
+        guarantees one more.
 
         Suspended blocks are dropped for it first, then other tiers give up their free slots.
         """
-        wanted = max(4, tier.num_slots)
+        wanted, sizes = max(4, tier.num_slots), {}
         self.suspended.shrink(self.budget - self.num_allocated - wanted * tier.capacity)
-        if self.budget - self.num_allocated < tier.capacity:
-            for other in self.tiers:
-                if other.num_slots > len(other.sequences):
-                    other.resize(len(other.sequences))
-        affordable = (self.budget - self.num_allocated) // tier.capacity
-        tier.resize(tier.num_slots + min(wanted, affordable))
+        room = self.budget - self.num_allocated
+        if room < tier.capacity:
+            sizes = {each: len(each.sequences) for each in self.tiers if each.num_slots > len(each.sequences)}
+            room += sum((each.num_slots - num) * each.capacity for each, num in sizes.items())
+        return sizes | {tier: tier.num_slots + min(wanted, room // tier.capacity)}
 
 
 def capacities(max_tokens: int) -> list[int]:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tailrace.devices import attention_kernels
 from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams, Usage
 from tailrace.engine.native.attention import DecodeAttention, PrefillAttention
 from tailrace.engine.native.cache import Cache
@@ -121,7 +122,7 @@ class NativeEngine:
 
     def step(self) -> list[GenerationOutput]:
         """Admit, prefill, and decode one token of every running request. Returns the finished ones."""
-        with torch.inference_mode():
+        with torch.inference_mode(), attention_kernels():
             self._scheduler.grow()
             if admissions := self._scheduler.admit(self._version):
                 self._fill(admissions)
@@ -209,12 +210,15 @@ class NativeEngine:
 
     def _fill(self, admissions: list[Admission]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
-        missing = [admission for admission in admissions if admission.block is None]
+        missing = [admission for admission in admissions if admission.sibling is None]
         blocks = iter(self._prefill([admission.sequences[0].context for admission in missing]))
+        cache = self._scheduler.cache
         for admission in admissions:
-            block = admission.block or next(blocks)
+            context = admission.sequences[0].context
+            sibling = admission.sibling
+            block = cache.read(sibling, len(context)) if sibling else next(blocks)
             for sequence in admission.sequences:
-                self._scheduler.cache.write(sequence, block)
+                cache.write(sequence, block)
 
     def _prefill(self, contexts: list[list[int]]) -> list[Block]:
         """The keys and values of contexts of any lengths."""

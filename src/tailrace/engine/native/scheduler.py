@@ -8,20 +8,20 @@ from collections import deque
 from dataclasses import dataclass
 
 from tailrace.engine.native.cache import Cache
-from tailrace.engine.native.sequence import Block, Sequence
+from tailrace.engine.native.sequence import Sequence
 from tailrace.engine.settings import NativeEngineSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Admitted sequences with the same context, which is computed or copied once for all of them.
+    """Admitted sequences with the same context, which is computed once for all of them, or copied.
 
     Args:
-        block: the keys and values of the context, where they are known; None: they must be computed.
+        sibling: a sequence with a slot that begins with the context; None: it must be computed.
     """
 
     sequences: list[Sequence]
-    block: Block | None
+    sibling: Sequence | None
 
 
 class Scheduler:
@@ -50,6 +50,8 @@ class Scheduler:
     def admit(self, version: int) -> list[Admission]:
         """Give slots to waiting sequences, up to the limits on sequences, cache and prefill.
 
+        Those whose keys and values were suspended have them afterwards, and are in no admission.
+
         Args:
             version: of the weights that compute what is admitted.
         """
@@ -60,34 +62,33 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self.cache.has_room(sequence):
                 break
-            context = tuple(sequence.context)
-            suspended = self.cache.suspended.take(sequence)
-            admission = None if suspended else computed.get(context)
-            if admission is None:
-                block = suspended or self._prompt_of_sibling(sequence, version)
-                if block is None:
-                    if len(context) > budget < limit:
-                        break
-                    budget -= len(context)
-                admission = Admission([], block)
-                admissions.append(admission)
-                if not suspended:
-                    computed[context] = admission
+            resumed = self.cache.resume(sequence)
+            if not resumed:
+                context = tuple(sequence.context)
+                admission = computed.get(context)
+                if admission is None:
+                    sibling = self._sibling(sequence, version)
+                    if sibling is None:
+                        if len(context) > budget < limit:
+                            break
+                        budget -= len(context)
+                    admission = computed[context] = Admission([], sibling)
+                    admissions.append(admission)
+                self.cache.add(sequence)
+                admission.sequences.append(sequence)
             self.waiting.popleft()
-            self.cache.add(sequence)
-            sequence.prompt_version = None if suspended else version
+            sequence.prompt_version = None if resumed else version
             self.running[sequence.id] = sequence
-            admission.sequences.append(sequence)
         return admissions
 
-    def _prompt_of_sibling(self, sequence: Sequence, version: int) -> Block | None:
-        """The context of a fresh sequence, if one with the same prompt runs and `version` computed it."""
+    def _sibling(self, sequence: Sequence, version: int) -> Sequence | None:
+        """One that runs with the same prompt as a fresh sequence, if `version` computed it."""
         if sequence.num_completion:
             return None
         for other in self.running.values():
             same_version = other.prompt_version == version and other.num_prompt == sequence.num_prompt
             if same_version and other.tokens[: other.num_prompt] == sequence.tokens:
-                return self.cache.read(other, sequence.num_prompt - 1)
+                return other
         return None
 
     def grow(self) -> None:

@@ -6,6 +6,10 @@ from torch import Tensor
 
 from tailrace.engine.base import SamplingParams
 
+Block = list[Tensor]
+"""Keys and values of the first N positions, [K, N, D] each (suffixes as in cache.py): of the first layer, of
+the second, and so on."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -37,14 +41,3 @@ class Sequence:
     def context(self) -> list[int]:
         """All tokens but the last, which is the input of the next decode step."""
         return self.tokens[:-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Keys and values of the first N positions of a sequence, both [L, K, N, D] (suffixes as in cache.py)."""
-
-    keys: Tensor
-    values: Tensor
-
-    def clone(self) -> "Block":
-        return Block(self.keys.clone(), self.values.clone())
