@@ -5,6 +5,11 @@ these modules imports torch, so a config is checked before torch is loaded.
 """
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
+
+CHOSEN: JsonDict = {"chosen": True}
+"""Of a field that a live run on this host chooses from the machine where the config does not set it
+(commands/machine.py). Its default holds elsewhere."""
 
 
 class Settings(BaseModel):

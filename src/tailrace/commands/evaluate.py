@@ -48,7 +48,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
-    check_live(config)
+    config = check_live(config).config
     assert config.model
     console = Console(soft_wrap=True)
     console.print(f"weights   {config.model.path}")

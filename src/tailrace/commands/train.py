@@ -67,7 +67,10 @@ def train(
     """
     config = with_published_defaults(config)
     schedule = schedule or resolve(config)
-    check_live(config)
+    fitted = check_live(config, schedule)
+    config = fitted.config
+    if fitted.table:
+        print(fitted.table, file=sys.stderr)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
         num_restarts = 0

@@ -10,6 +10,8 @@ A worker ends when its controller is gone, also in the middle of work, stopped, 
 SIGINT is ignored: Ctrl-C is the controller's to handle.
 """
 
+import ctypes
+import gc
 import os
 import select
 import signal
@@ -17,7 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from tailrace.errors import ConfigError
@@ -64,6 +66,14 @@ def end_with_controller(end: socket.socket, clean_up: Callable[[], None] | None 
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with controller", daemon=True).start()
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system. The allocator of glibc keeps small blocks otherwise."""
+    gc.collect()
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -4,11 +4,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 `report_every_s`, before a load, and when they are aborted. An idle engine blocks on the socket.
 """
 
-import ctypes
-import gc
-import sys
 import time
-from contextlib import suppress
 
 import msgspec
 import transformers.models.auto.modeling_auto  # noqa: F401  # the first config loads it; a fork server has it
@@ -21,7 +17,7 @@ from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 from tailrace.weights.transports import WeightReceiver
 from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
 from tailrace.workers.messages import (
     Abort,
     Alive,
@@ -92,7 +88,7 @@ class EngineLoop:
                 self._channel.send(Alive())
             case Sleep():
                 self._engine.sleep()
-                _give_memory_back()
+                give_memory_back()
                 self._channel.send(Done())
             case Wake():
                 self._engine.wake()
@@ -116,14 +112,6 @@ class EngineLoop:
     def _report(self) -> None:
         self._channel.send(Report(self._outputs, self._aborted, self._engine.usage()))
         self._outputs, self._aborted = [], []
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system. The allocator of glibc keeps small blocks otherwise."""
-    gc.collect()
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel, WorkerEnd
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller
+from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -142,6 +142,7 @@ def serve_as(
             ranks=ranks,
         )
     publish = publish_by(sender, job, trainer)
+    give_memory_back()  # a file of weights is read twice
     channel.send(Ready())
     for message in received:
         if isinstance(message, messages.Send):

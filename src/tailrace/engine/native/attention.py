@@ -78,8 +78,8 @@ class PrefillAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._keys.append(k)
-        self._values.append(v)
+        self._keys.append(k.clone())  # k and v are views of tensors that hold the queries, too
+        self._values.append(v.clone())
         # Of each context [1, heads, length, D].
         contexts = zip(
             *(x.transpose(0, 1)[None].split_with_sizes(self._lengths, 2) for x in (q, k, v)), strict=True
