@@ -1,14 +1,14 @@
 """The first run of examples/smollm2 with no setting but model, data, reward, length and schedule.
 
-    python benchmarks/first_run.py MODEL [--json FILE] [--rounds N] [--section.key VALUE ...]
+    python benchmarks/first_run.py MODEL [--json FILE] [--section.key VALUE ...]
 
 MODEL: the folder that examples/smollm2/convert.py wrote. Trains in a temporary folder, and measures the
 memory of all processes of the run together, ten times a second. Linux only.
 
     peak_bytes   the largest sum of the proportional set sizes (PSS: memory that n processes share counts as
                  1/n for each) of the run's processes
-    reward       mean reward of each round's samples
-    samples_s    trained samples a second of the rounds after the first, waiting included
+    reward       mean reward of each step's samples
+    samples_s    trained samples a second after the first step
 """
 
 import argparse
@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
 
@@ -42,12 +43,12 @@ def pss(pid: int) -> int:
     return 0
 
 
-def run(model: Path, folder: Path, rounds: int, words: list[str]) -> int:
+def run(model: Path, folder: Path, words: list[str]) -> int:
     """Train in `folder`. Returns the peak memory of all processes."""
+    subprocess.run([sys.executable, EXAMPLE / "make_sums.py"], check=True)
     config = EXAMPLE / "first_run.toml"
     command = [sys.executable, "-m", "tailrace.cli", "train", str(config), "--output-dir", str(folder)]
-    given = ["--model.path", str(model.resolve()), "--run.rounds", str(rounds)]
-    process = subprocess.Popen([*command, *given, *words])
+    process = subprocess.Popen([*command, "--model.path", str(model.resolve()), *words])
     peak = 0
 
     def watch() -> None:
@@ -64,25 +65,28 @@ def run(model: Path, folder: Path, rounds: int, words: list[str]) -> int:
     return peak
 
 
+def measure(model: Path, words: list[str]) -> dict[str, Any]:
+    """Train in a temporary folder. Returns the figures."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        peak = run(model, folder, words)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    seconds = steps[-1]["time"] - steps[0]["time"]
+    rate = sum(row["samples/trained"] for row in steps[1:]) / seconds
+    return {"peak_bytes": peak, "reward": [round(row["reward"], 3) for row in steps], "samples_s": rate}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=4)
     arguments, words = parser.parse_known_args()
-    subprocess.run([sys.executable, EXAMPLE / "make_sums.py"], check=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        peak = run(arguments.model, folder, arguments.rounds, words)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    result = {
-        "peak_bytes": peak,
-        "reward": [round(row["reward/mean"], 3) for row in steps],
-    }
-    print(f"peak memory of all processes {peak / 2**30:.2f} GiB, reward by step {result['reward']}")
+    found = measure(arguments.model, words)
+    peak, rate = found["peak_bytes"] / 2**30, found["samples_s"]
+    print(f"peak of all processes {peak:.2f} GiB, {rate:.2f} samples/s, reward by step {found['reward']}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2))
+        arguments.json.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
