@@ -1,33 +1,34 @@
 """The memory that `tailrace train --dry-run` estimates, against what the trainer's processes use.
 
-    python benchmarks/memory.py [--json FILE] [--ranks N] [--layers N] [--vocabulary N]
-                                [--tokens N] [--lora RANK] [--wait]
+    python benchmarks/memory.py [--json FILE] [--shape smollm2|qwen3] [--layers N] [--vocabulary N]
+                                [--tokens N ...] [--dtype TYPE ...] [--kind KIND ...] [--ranks N] [--beside]
 
-Trains a model of the shape of Qwen3-0.6B with random weights on the CPU: two steps of one micro-batch for
-each rank, in bfloat16, with activation checkpointing, a publication and a checkpoint, by the processes that
-a run starts. The first step has no optimizer state yet, so the second one is the larger. The checkpoint is
-written beside it.
+Trains a model of the shape of SmolLM2-135M or Qwen3-0.6B with random weights on the CPU, for each number of
+tokens, type and kind: two steps of one full micro-batch for each rank, a publication and a checkpoint, by the
+processes that a run starts. The first step has no optimizer state yet, so the second one is the larger.
 
-    estimate_bytes  of the process that needs most, as --dry-run prints it
+    estimate_bytes  of each process, as --dry-run adds it up
     peak_bytes      its peak resident memory (VmHWM); Linux only
-    ranks           both for each process
 
-Needs about 26 GiB of memory with the defaults, 17 GiB with --wait, and 5 GB of disk in the temporary folder.
+The kinds: "all" trains all weights, "checkpointing" with activation checkpointing, "lora" an adapter of rank
+16. --beside: the checkpoint is written beside the second step. The largest default case needs 7 GiB;
+Qwen3's shape with two ranks, a checkpoint beside and 256 tokens 26 GiB.
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tailrace import clock
-from tailrace.commands.memory import memory_table, run_memory
+from tailrace.commands.memory import run_memory
 from tailrace.config import RunConfig
-from tailrace.memory import gib
+from tailrace.memory import ITEM_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.workers.messages import TrainerJob
 from tailrace.workers.spawner import LocalSpawner
@@ -36,48 +37,60 @@ from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 PROMPT_TOKENS = 8
 WORD_IDS = 1000
 """Random tokens are below it."""
-
-
-def make_model(folder: Path, num_layers: int, vocabulary: int) -> None:
-    """Save a Qwen3-0.6B of so many layers and tokens with random weights, in bfloat16."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
+KINDS = ("all", "checkpointing", "lora")
+SHAPES: dict[str, PreTrainedConfig] = {
+    "smollm2": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=151_936,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=28,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+    ),
+}
+
+
+def make_model(folder: Path, arguments: argparse.Namespace) -> None:
+    """Save a model with random weights, in bfloat16."""
+    torch.manual_seed(0)
+    config = SHAPES[arguments.shape]
+    config.tie_word_embeddings = True
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    config.num_hidden_layers = arguments.layers or config.num_hidden_layers
+    config.vocab_size = arguments.vocabulary or config.vocab_size
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
 
 
-def make_config(model: Path, arguments: argparse.Namespace) -> RunConfig:
+def make_config(model: Path, arguments: argparse.Namespace, tokens: int, dtype: str, kind: str) -> RunConfig:
     """The config of a run with this trainer; the data are not read."""
     trainer = {
         "ranks": arguments.ranks,
-        "dtype": arguments.dtype,
-        "activation_checkpointing": not arguments.keep_activations,
-        "max_tokens_per_microbatch": arguments.tokens,
+        "dtype": dtype,
+        "activation_checkpointing": kind == "checkpointing",
+        "max_tokens_per_microbatch": tokens,
         "min_tokens_per_microbatch": 1,
-        "lora": {"rank": arguments.lora} if arguments.lora else None,
-        "async_checkpoints": not arguments.wait,
+        "lora": {"rank": 16} if kind == "lora" else None,
     }
     return RunConfig.model_validate(
         {
-            "run": {"rounds": 1, "group_size": 2},
+            "run": {"rounds": 1, "group_size": 2, "checkpoint_every": int(arguments.beside)},
             "schedule": {"name": "serial"},
             "model": {"path": model},
-            "data": {"kind": "rows", "path": "none.jsonl", "max_prompt_tokens": PROMPT_TOKENS},
-            "sampling": {"max_completion_tokens": arguments.tokens},
-            "engine": {"dtype": "bfloat16"},
+            "data": {"kind": "rows", "path": "none.jsonl"},
+            "sampling": {"max_completion_tokens": tokens // 2},
+            "engine": {"dtype": dtype},
             "trainer": trainer,
         }
     )
@@ -97,7 +110,7 @@ def make_group(number: int, num_tokens: int) -> list[Sample]:
     return group.samples
 
 
-async def train(config: RunConfig, folder: Path, num_tokens: int) -> list[int]:
+async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
     """Train and return the peak resident memory of each process."""
     assert config.model
     assert config.sampling
@@ -108,24 +121,23 @@ async def train(config: RunConfig, folder: Path, num_tokens: int) -> list[int]:
         algorithm=config.algorithm,
         sampling=config.sampling,
         weights=config.weights,
-        published_dtype="bfloat16",
+        published_dtype=config.engine.dtype,
     )
     spawner = LocalSpawner(folder / "logs")
     named = [await TrainerProcess.spawn(name, own, spawner) for name, own in processes_of(job)]
     trainer = RemoteTrainer(named)
+    num_tokens = config.trainer.max_tokens_per_microbatch
     try:
         await trainer.ready()
         written = None
         for step in range(2):
-            if step:  # the checkpoint is written beside the second step
+            if step and beside:
                 written = await trainer.save(folder / "checkpoint")
             units = [make_group(step * len(named) + index, num_tokens) for index in range(len(named))]
             await trainer.accumulate(units, version=0)
-            stats = await trainer.step()
-            print(f"step {stats.num_steps}: {stats.num_tokens} tokens, {stats.compute_s:.0f} s", flush=True)
+            await trainer.step()
         await trainer.publish(1)
-        if written:
-            await written
+        await (written or await trainer.save(folder / "checkpoint"))
         return [peak_bytes(each.process.pid) for each in named]
     finally:
         await trainer.close()
@@ -137,40 +149,44 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def measure(config: RunConfig, *, beside: bool) -> list[dict[str, int]]:
+    """Estimate and peak of each process of the trainer."""
+    processes = [each for each in run_memory(config, PROMPT_TOKENS) if "trainer" in each.name]
+    estimates = [each.host_bytes for each in processes for _ in range(each.num)]
+    with tempfile.TemporaryDirectory() as folder:
+        peaks = clock.run(train(config, Path(folder), beside=beside), virtual=False)
+    pairs = zip(estimates, peaks, strict=True)
+    return [{"estimate_bytes": estimate, "peak_bytes": peak} for estimate, peak in pairs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--vocabulary", type=int, default=151_936, help=f"tokens, at least {WORD_IDS}")
-    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
-    parser.add_argument("--lora", type=int, metavar="RANK")
-    parser.add_argument(
-        "--wait", action="store_true", help="the trainer waits until the checkpoint is written"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
+    parser.add_argument("--layers", type=int, help="in place of the shape's")
+    parser.add_argument("--vocabulary", type=int, help=f"in place of the shape's, at least {WORD_IDS}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="of a micro-batch")
+    parser.add_argument("--dtype", choices=ITEM_BYTES, nargs="+", default=list(ITEM_BYTES))
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="the checkpoint is beside the second step")
     arguments = parser.parse_args()
+    cases = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        make_model(folder / "model", arguments.layers, arguments.vocabulary)
-        config = make_config(folder / "model", arguments)
-        processes = run_memory(config)
-        print(memory_table(processes))
-        estimates = [each.host_bytes for each in processes if "trainer" in each.name for _ in range(each.num)]
-        peaks = clock.run(train(config, folder, arguments.tokens), virtual=False)
-    rows = [
-        {"estimate_bytes": estimate, "peak_bytes": peak}
-        for estimate, peak in zip(estimates, peaks, strict=True)
-    ]
-    for rank, row in enumerate(rows):
-        ratio = row["peak_bytes"] / row["estimate_bytes"]
-        print(
-            f"rank {rank}: estimate {gib(row['estimate_bytes'])}, peak {gib(row['peak_bytes'])}, {ratio:.2f}"
-        )
+        model = Path(temporary) / "model"
+        make_model(model, arguments)
+        for kind, dtype, tokens in itertools.product(arguments.kind, arguments.dtype, arguments.tokens):
+            config = make_config(model, arguments, tokens, dtype, kind)
+            for rank, row in enumerate(measure(config, beside=arguments.beside)):
+                estimate, peak = row["estimate_bytes"], row["peak_bytes"]
+                cases.append({"kind": kind, "dtype": dtype, "tokens": tokens, "rank": rank, **row})
+                print(
+                    f"{kind:13} {dtype:8} {tokens:5} tokens, rank {rank}: "
+                    f"estimate {gib(estimate)}, peak {gib(peak)}, {peak / estimate:.2f}",
+                    flush=True,
+                )
     if arguments.json:
-        largest = max(rows, key=lambda row: row["estimate_bytes"])
-        arguments.json.write_text(json.dumps(largest | {"ranks": rows}, indent=2))
+        arguments.json.write_text(json.dumps(cases, indent=2))
 
 
 if __name__ == "__main__":

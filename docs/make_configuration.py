@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from tailrace.config import RunConfig, sections_in
 from tailrace.rollout.admission import Admission
 from tailrace.schedules import SCHEDULES, Schedule
-from tailrace.settings import Settings
+from tailrace.settings import CHOSEN, Settings
 
 INTRODUCTION = """\
 # Configuration
@@ -104,6 +104,7 @@ def _docstring(function: object) -> tuple[str, Mapping[str, str]]:
 
 def _field_row(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else _value(field.get_default(call_default_factory=True))
+    default = "from the machine" if field.json_schema_extra == CHOSEN else default
     hint = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     return _row(name, _type(hint), default, _range(hint), field.description or "")
 

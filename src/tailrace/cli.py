@@ -73,7 +73,6 @@ def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
 
 def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.live import check_live
-    from tailrace.commands.memory import memory_table, run_memory
     from tailrace.commands.train import train
     from tailrace.config import with_model_folder
     from tailrace.schedules.resolve import resolve
@@ -81,11 +80,9 @@ def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = _config(arguments.config, overrides)
     if arguments.dry_run:
         config = with_model_folder(config)
-        resolve(config)
-        check_live(config)
-        print(config.toml(), end="")
-        table = memory_table(run_memory(config), in_turn=config.placement.kind == "colocated")
-        print(textwrap.indent(table, "# "))  # still TOML
+        fitted = check_live(config, resolve(config))
+        print(fitted.config.toml(), end="")
+        print(textwrap.indent(fitted.table, "# "))  # still TOML
         return
     train(config, arguments.output_dir, resume=arguments.resume)
 

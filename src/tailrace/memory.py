@@ -32,6 +32,7 @@ class ModelShape:
         tensor_parameters: of the largest tensor.
         query_size, kv_size: heads times their dimension.
         mlp_size: width of the feed-forward layer; the sum over the experts that one token reaches.
+        head_norms: whether queries and keys are normalised, head by head.
         stored_bytes: size of the files.
     """
 
@@ -46,6 +47,7 @@ class ModelShape:
     mlp_size: int
     vocabulary: int
     stored_bytes: int
+    head_norms: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
@@ -79,6 +81,7 @@ class ModelShape:
             mlp_size=mlp * experts if mlp and experts else config["intermediate_size"],
             vocabulary=config["vocab_size"],
             stored_bytes=sum(prod(shape) * _STORED_BYTES.get(dtype, 4) for _, shape, dtype in headers),
+            head_norms=any(name.endswith(".q_norm.weight") for name in sizes),
         )
 
 
@@ -92,7 +95,6 @@ class ProcessMemory:
         num: how many such processes there are.
         on_device: held at the same time on the device.
         in_host: held at the same time in host memory, by a process whose device is not the CPU.
-        advice: what makes it smaller.
     """
 
     name: str
@@ -100,7 +102,6 @@ class ProcessMemory:
     on_device: Mapping[str, int]
     in_host: Mapping[str, int]
     num: int = 1
-    advice: str = ""
 
     @property
     def device_bytes(self) -> int:

@@ -9,7 +9,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, LiteralString, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+CHOSEN: JsonDict = {"chosen": True}
+"""Of a field that a live run on this host chooses from the machine where the config does not set it
+(commands/machine.py). Its default holds elsewhere."""
 
 
 class Settings(BaseModel):

@@ -37,7 +37,13 @@ timeout_s = 2.0
 [sampling]
 max_completion_tokens = 12
 
+[engine]
+dtype = "float32"
+threads = 1
+
 [trainer]
+dtype = "float32"
+threads = 1
 learning_rate = 1e-4
 """
 

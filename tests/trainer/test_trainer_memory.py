@@ -1,14 +1,22 @@
 """The estimate of a trainer's memory, from the shape of a model."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
+from torch import Tensor
 
-from tailrace.memory import ModelShape, gib, largest_phase
+from helpers.tiny_models import save_tiny_model
+from tailrace.memory import ITEM_BYTES, ModelShape, gib, largest_phase
 from tailrace.trainer import memory, state_files
 from tailrace.trainer.base import LoraSettings, TrainerSettings
+from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.fsdp import DTYPES
 from tailrace.trainer.logprobs import CHUNK_ELEMENTS
-from tailrace.trainer.memory import TrainerWork, trainer_memory
+from tailrace.trainer.memory import TrainerWork, block_activation_bytes, trainer_memory
+from tailrace.trainer.model import PolicyModel, hidden_states
+from tailrace.types import SampleId
 
 QWEN3 = ModelShape(
     num_parameters=596_049_920,
@@ -22,6 +30,7 @@ QWEN3 = ModelShape(
     mlp_size=3072,
     vocabulary=151_936,
     stored_bytes=1_192_099_840,
+    head_norms=True,
 )
 """Qwen3-0.6B."""
 GB = 10**9
@@ -54,9 +63,47 @@ def test_activation_checkpointing_keeps_the_inputs_of_the_blocks_only() -> None:
         trainer_memory(QWEN3, settings, TrainerWork(), is_first=True).on_device["activations"]
         for settings in (few, all)
     )
-    inputs = 4096 * 1024 * 2 * 28
-    assert inputs <= kept < 4 * inputs
-    assert whole > 12 * GB
+    inputs = 4096 * 1024 * 4 * 28
+    assert inputs <= kept < 2 * inputs
+    assert whole == 4096 * 28 * block_activation_bytes(QWEN3, 2)
+    assert whole > 8 * GB
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_activations_of_a_block_are_what_autograd_keeps(
+    tmp_path: Path, family: str, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    folders = [tmp_path / "2", tmp_path / "4"]
+    for folder in folders:
+        save_tiny_model(folder, family, num_hidden_layers=int(folder.name), head_dim=16)
+    two, four = (_bytes_of_a_token(folder, dtype) for folder in folders)
+    shape = ModelShape.read(folders[0])
+    assert shape.head_norms == (family == "qwen3")
+    heads = shape.query_size // 16 + shape.head_norms * (shape.query_size + shape.kv_size) // 16
+    scales = 4 * (2 + heads)  # of norms, and the log-sum-exp of each head
+    assert (four - two) / 2 == block_activation_bytes(shape, ITEM_BYTES[dtype]) + scales
+
+
+def _bytes_of_a_token(folder: Path, dtype: Literal["float32", "bfloat16"]) -> float:
+    """What the forward pass of one more token keeps for the backward pass."""
+    policy = PolicyModel.load(folder, TrainerSettings(dtype=dtype), temperature=1.0)
+    ids = [1 + i % 50 for i in range(65)]
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    sizes = []
+    for num in (2, 4):
+        kept.clear()
+        sample = TrainingSample(SampleId(0, 0, 0), ids[:1], ids[1:], [0.0] * 64, 1.0)
+        [batch] = policy.micro_batches([sample] * num, 64 * num)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_states(policy.model.base_model, batch, DTYPES[dtype])
+        sizes.append(sum(each.untyped_storage().nbytes() for each in kept.values()))
+    return (sizes[1] - sizes[0]) / 128
 
 
 def test_a_sample_longer_than_a_micro_batch_counts() -> None:
@@ -90,15 +137,15 @@ def test_on_a_gpu_the_host_reads_and_saves_and_the_device_computes() -> None:
 
 
 def test_a_checkpoint_beside_training_needs_a_copy_in_host_memory() -> None:
-    settings = TrainerSettings(device="cuda", ranks=2)
+    settings, beside = TrainerSettings(device="cuda", ranks=2), TrainerWork(saves_beside=True)
     first, other = (
-        trainer_memory(QWEN3, settings, TrainerWork(), is_first=is_first).in_host["checkpoint copy"]
+        trainer_memory(QWEN3, settings, beside, is_first=is_first).in_host["checkpoint copy"]
         for is_first in (True, False)
     )
     moments, files = 4 * QWEN3.num_parameters, 2 * memory.FILE_BYTES
     assert (first, other) == (moments + files + 4 * QWEN3.num_parameters, moments + files)
-    alone = settings.model_copy(update={"async_checkpoints": False})
-    assert "checkpoint copy" not in trainer_memory(QWEN3, alone, TrainerWork(), is_first=False).in_host
+    at_the_end = trainer_memory(QWEN3, TrainerSettings(), TrainerWork(), is_first=True)
+    assert "checkpoint copy" not in at_the_end.on_device
 
 
 def test_the_processes_of_a_trainer_are_counted_once() -> None:

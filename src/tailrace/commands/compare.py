@@ -1,15 +1,17 @@
 """`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tailrace import clock
 from tailrace.commands.comparison import Comparison
+from tailrace.commands.live import check_live
 from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.commands.virtual import note_default_costs
-from tailrace.config import RunConfig, require_sections, with_model_folder
+from tailrace.config import RunConfig, with_model_folder
 from tailrace.record.draw import draw
 from tailrace.schedules.resolve import (
     check_parameter_names,
@@ -44,7 +46,10 @@ def compare(
     if virtual:
         measured = race_virtual(racers, config.compare.repeats, folder)
     else:
-        require_sections(config, "model", "data", "sampling")
+        racers = {
+            name: replace(racer, config=check_live(racer.config, racer.schedule).config)
+            for name, racer in racers.items()
+        }
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
             race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)

@@ -48,8 +48,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
-    config = with_model_folder(config)
-    check_live(config)
+    config = check_live(with_model_folder(config)).config
     assert config.model
     console = Console(soft_wrap=True)
     console.print(f"weights   {config.model.path}")

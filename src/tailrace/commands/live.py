@@ -16,7 +16,8 @@ from tailrace.commands.environments import (
     unused_rewards,
 )
 from tailrace.commands.judges import check_judges, open_judges
-from tailrace.commands.memory import check_memory, run_memory
+from tailrace.commands.machine import Fitted, Machine, fit
+from tailrace.commands.memory import engines_on_gpu
 from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
@@ -26,7 +27,12 @@ from tailrace.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from tailrace.devices import check_device
 from tailrace.engine.base import Engine
 from tailrace.engine.native.support import check_model
-from tailrace.engine.settings import NativeEngineSettings, SglangEngineSettings, VllmEngineSettings
+from tailrace.engine.settings import (
+    NativeEngineSettings,
+    SamplingSettings,
+    SglangEngineSettings,
+    VllmEngineSettings,
+)
 from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
@@ -43,6 +49,7 @@ from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
+from tailrace.schedules.resolve import BoundSchedule, trains_while_generating
 from tailrace.trainer.adapter import check_lora
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
@@ -51,17 +58,26 @@ from tailrace.workers.reward import RewardPool
 
 CHECKED_ROWS = 16
 """Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
+MEASURED_PROMPTS = 256
+"""Prompts of which the longest stands for all in the estimate of memory."""
 MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
 
 
-def check_live(config: RunConfig) -> None:
+def check_live(config: RunConfig, schedule: BoundSchedule | None = None) -> Fitted:
     """Check everything that can be checked without starting a process.
+
+    Args:
+        schedule: that will run; None: nothing is trained.
+
+    Returns:
+        The config with what it takes from this machine.
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
     """
-    require_sections(config, "model", "data", "sampling")
+    require_sections(config, "model", "data")
+    config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     _check_engine(config)
     _check_trainer(config)
@@ -82,9 +98,12 @@ def check_live(config: RunConfig) -> None:
     check_trackers(config.record.trackers)
     check_placement(config)
     check_host(config.host, weights=config.weights, broker=config.broker)
-    if config.host.kind == "local":
-        in_turn = config.placement.kind == "colocated"
-        check_memory(run_memory(config), config.model.path, in_turn=in_turn)
+    if config.host.kind != "local":
+        return Fitted(config)
+    prompt_tokens = max((len(prompt.ids) for prompt in usable_prompts(prompts, MEASURED_PROMPTS)), default=0)
+    overlaps = schedule is not None and trains_while_generating(config, schedule)
+    machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
+    return fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
 
 
 def _check_trainer(config: RunConfig) -> None:

@@ -9,8 +9,7 @@ from tailrace.data.base import sources_of
 from tailrace.engine.memory import engine_memory
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.environments.settings import EpisodeSettings
-from tailrace.errors import ConfigError
-from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib
+from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory
 from tailrace.model_folder import context_length
 from tailrace.reward.judge_memory import judge_memory
 from tailrace.reward.judge_settings import LocalJudgeSettings
@@ -26,15 +25,20 @@ but takes them again before the trainer has published."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def run_memory(config: RunConfig) -> list[ProcessMemory]:
-    """Estimate the memory of all processes that a checked config starts on this machine."""
-    return list(_processes(config))
+def run_memory(config: RunConfig, prompt_tokens: int) -> list[ProcessMemory]:
+    """Estimate the memory of all processes that a checked config starts on this machine.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+    """
+    return list(_processes(config, prompt_tokens))
 
 
-def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
-    assert config.model and config.data and config.sampling
+def _processes(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
+    assert config.model and config.sampling
     path, trainer, engine = config.model.path, config.trainer, config.engine
     shape, joined = ModelShape.read(path), config.broker.joined if config.broker.url else ()
+    longest = longest_sample(config, prompt_tokens)
     modules = adapted_modules(path, trainer.lora) if trainer.lora else {}
     rank = trainer.lora.rank if trainer.lora else 0
     adapter = sum(rank * (outputs + inputs) for outputs, inputs in modules.values())
@@ -46,21 +50,15 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
             kept_publications=KEPT_VERSIONS if isinstance(config.weights, ProcessGroupSettings) else 0,
             has_critic=config.algorithm.advantage == "gae",
             keeps_old_policy=config.algorithm.old_policy == "recomputed",
+            saves_beside=trainer.async_checkpoints and config.run.checkpoint_every > 0,
         )
-        longest = _longest_sample(config)
         for is_first in (True, False):
             if (process := trainer_memory(shape, trainer, work, is_first=is_first, longest=longest)).num:
                 yield process
     if isinstance(engine, NativeEngineSettings) or not engine.urls:
-        completion = config.sampling.max_completion_tokens
-        limits = [source.max_prompt_tokens or context_length(path) for source in sources_of(config.data)]
-        longest = max(limits) + completion
         kept = sum(outputs * inputs for outputs, inputs in modules.values()) if trainer.adapter else 0
-        context = context_length(path)
-        if not isinstance(config.environment, EpisodeSettings):  # its tokens fill the context
-            context = min(context, longest)
         yield engine_memory(
-            shape, engine, context=context, adapted_parameters=kept, has_cuda=_has_nvidia_driver()
+            shape, engine, context=longest, adapted_parameters=kept, has_cuda=engines_on_gpu(config)
         )
     if config.algorithm.needs_reference and not trainer.lora and "reference" not in joined:
         alone = trainer.model_copy(update={"ranks": 1, "replicas": 1, "cpu_offload": False})
@@ -72,18 +70,17 @@ def _processes(config: RunConfig) -> Iterator[ProcessMemory]:
         if isinstance(judge, LocalJudgeSettings):
             yield judge_memory(judge)
     small = {"process": SMALL_PROCESS_BYTES}
-    yield ProcessMemory("controller and reward workers", "cpu", small, {}, config.reward.workers + 1)
+    yield ProcessMemory("controller, reward workers", "cpu", small, {}, config.reward.workers + 1)
 
 
-def _longest_sample(config: RunConfig) -> int:
-    """Tokens of one sequence of the trainer, as far as they are bounded: prompts count where
-    `max_prompt_tokens` bounds them, and the tokens of an environment fill the context."""
+def longest_sample(config: RunConfig, prompt_tokens: int) -> int:
+    """Tokens of the longest sample. Those of an environment fill the context."""
     assert config.model and config.data and config.sampling
     context = context_length(config.model.path)
     if isinstance(config.environment, EpisodeSettings):
         return context
-    prompts = [source.max_prompt_tokens or 0 for source in sources_of(config.data)]
-    return min(context, max(prompts) + config.sampling.max_completion_tokens)
+    limits = [source.max_prompt_tokens or context for source in sources_of(config.data)]
+    return min(context, min(prompt_tokens, max(limits)) + config.sampling.max_completion_tokens)
 
 
 def _without_training(trainer: ProcessMemory) -> ProcessMemory:
@@ -91,24 +88,6 @@ def _without_training(trainer: ProcessMemory) -> ProcessMemory:
     kept = {name: size for name, size in trainer.on_device.items() if name in ("process", "CUDA", "weights")}
     computing = {"computation": trainer.on_device.get("logits", 0)}
     return ProcessMemory("reference", trainer.device, kept | computing, trainer.in_host)
-
-
-def memory_table(processes: Sequence[ProcessMemory], *, in_turn: bool = False) -> str:
-    """The estimate in words: a line for each kind of process, then the sum and what the machine has.
-
-    Args:
-        in_turn: engines and trainer have the same devices in turn.
-    """
-    lines = ["memory, estimated:"]
-    for each in processes:
-        number = f"{each.num} x " if each.num > 1 else ""
-        for place, parts in ((each.device, each.on_device), ("host", each.in_host)):
-            if parts:
-                named = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-                place = "host" if place == "cpu" else place
-                lines.append(f"  {each.name}: {number}{gib(sum(parts.values()))} on {place} ({named})")
-    lines.append(f"  host: {gib(host_bytes(processes, in_turn=in_turn))} of {gib(host_limit())}")
-    return "\n".join(lines)
 
 
 def host_bytes(processes: Sequence[ProcessMemory], *, in_turn: bool = False) -> int:
@@ -133,35 +112,6 @@ def _lent(processes: Sequence[ProcessMemory]) -> int:
     return sum(each.num * sum(each.on_device.get(part, 0) for part in _LENT) for each in on_cpu)
 
 
-def check_memory(processes: Sequence[ProcessMemory], model: Path, *, in_turn: bool = False) -> None:
-    """Refuse processes that cannot fit this machine together.
-
-    Args:
-        in_turn: as of `host_bytes`.
-
-    Raises:
-        ConfigError: the host, or the device of a process, has less memory than the estimate.
-    """
-    if (needed := host_bytes(processes, in_turn=in_turn)) > (limit := host_limit()):
-        largest = max(processes, key=lambda each: each.num * each.host_bytes)
-        raise _too_large(model, "host memory", needed, limit, largest)
-    on_gpu = [each for each in processes if each.device != "cpu"]
-    available = _largest_gpu() if on_gpu else 0
-    for each in on_gpu:
-        if available and each.device_bytes > available:
-            raise _too_large(model, f"the memory of {each.device}", each.device_bytes, available, each)
-
-
-def _too_large(model: Path, where: str, needed: int, limit: int, largest: ProcessMemory) -> ConfigError:
-    parts = dict(largest.on_device) or dict(largest.in_host)
-    named = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    problem = (
-        f"the run needs {gib(needed)} of {where}, and this machine has {gib(limit)}; "
-        f"the largest part is {largest.num} x {largest.name}: {named}"
-    )
-    return ConfigError("model.path", str(model), problem, largest.advice or "choose a smaller model")
-
-
 def host_limit() -> int:
     """Memory that processes of this machine, or of this container, may have."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -171,16 +121,8 @@ def host_limit() -> int:
     return min(limits)
 
 
-def _has_nvidia_driver() -> bool:
+def engines_on_gpu(config: RunConfig) -> bool:
+    """Whether the engines compute on a GPU. An inference server does where this machine has one."""
+    if isinstance(config.engine, NativeEngineSettings):
+        return config.engine.device != "cpu"
     return Path("/proc/driver/nvidia/version").exists()
-
-
-def _largest_gpu() -> int:
-    """Total memory of the largest CUDA device; 0: there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    # Not mem_get_info: it would take memory of the device for this process.
-    indices = range(torch.cuda.device_count())
-    return max(torch.cuda.get_device_properties(index).total_memory for index in indices)

@@ -76,8 +76,10 @@ def train(
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     saved = None if reward is None else saved_function(reward, "reward")
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
-        check_live(_with_reward(config, reward, saved, Path(scratch) / "reward.pkl"))
-    config = _with_reward(config, reward, None, folder.reward)
+        fitted = check_live(_with_reward(config, reward, saved, Path(scratch) / "reward.pkl"), schedule)
+    if fitted.table:
+        print(fitted.table, file=sys.stderr)
+    config = _with_reward(fitted.config, reward, None, folder.reward)
     with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
         num_restarts = 0
         while True:

@@ -33,24 +33,24 @@ def engine_memory(
         # A server takes the KV cache that its device has room for. One sequence must fit.
         tensor_parallel = settings.tensor_parallel_size
         parts = {"weights": weights["weights"] // tensor_parallel, "KV cache": context * token}
-        advice = "choose a smaller model, a larger engine.tensor_parallel_size, or shorter completions"
         process = {"process": SERVER_BYTES * tensor_parallel}
         device, host = ("cuda", process) if has_cuda else ("cpu", {})
         on_device = parts if has_cuda else process | parts
-        return ProcessMemory("engine", device, on_device, host, settings.num_engines, advice)
+        return ProcessMemory("engine", device, on_device, host, settings.num_engines)
     kv = token * min(settings.kv_cache_tokens, settings.max_num_seqs * context)
-    prefill = settings.max_prefill_tokens * size * (4 * shape.hidden_size + 3 * shape.mlp_size)
+    # The keys and values of all layers, and once more while those of the layers are joined.
+    position = 2 * token + size * (4 * shape.hidden_size + 3 * shape.mlp_size)
+    prefill = position * min(settings.max_prefill_tokens, settings.max_num_seqs * context)
     decode = settings.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     loading = {"new weights": shape.stored_bytes}
     host = {"process": PROCESS_BYTES}
     computing = {"KV cache": kv, "computation": max(prefill, decode)}
-    advice = "lower engine.kv_cache_tokens or engine.max_num_seqs"
     num = settings.num_engines
     if settings.device == "cpu":
         phases = {"load": host | weights | loading, "generate": host | weights | computing}
-        return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num, advice)
+        return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num)
     on_device = largest_phase({"generate": weights | computing})
-    return ProcessMemory("engine", settings.device, on_device, host | loading, num, advice)
+    return ProcessMemory("engine", settings.device, on_device, host | loading, num)
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int) -> int:

@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from tailrace.devices import Device
-from tailrace.settings import Settings
+from tailrace.settings import CHOSEN, Settings
 
 
 class SamplingSettings(Settings):
     """How completions are sampled. Log-probs are recorded at this temperature over the whole vocabulary."""
 
-    max_completion_tokens: int = Field(gt=0, le=2**24)
+    max_completion_tokens: int = Field(default=256, gt=0, le=2**24)
     """The longest completion, in tokens; 1 to 2^24, and less than the model's context."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
     """Logits are divided by it; above 0, at most 1000."""
@@ -32,8 +32,8 @@ class ReplicaSettings(Settings):
 
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines; 1 to 1024. Each is a process, or a server."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type of weights and KV cache."""
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
+    """The type of weights and KV cache. Not set: as trainer.dtype, for the engine's device."""
     max_num_seqs: int = Field(default=128, ge=1, le=65_536)
     """Requests that one engine decodes together; 1 to 65,536."""
     health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
@@ -54,13 +54,13 @@ class NativeEngineSettings(ReplicaSettings):
 
     kind: Literal["native"] = "native"
     """Selects this kind of engine."""
-    threads: int = Field(default=1, ge=1, le=1024)
-    """Torch threads of each process; 1 to 1024."""
+    threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
+    """Torch threads of each process; 1 to 1024. Not set: as trainer.threads."""
     device: Device = "cpu"
     """The torch device: "cpu", "cuda" or "cuda:N"."""
-    kv_cache_tokens: int = Field(default=262_144, ge=1, le=2**40)
+    kv_cache_tokens: int = Field(default=262_144, ge=1, le=2**40, json_schema_extra=CHOSEN)
     """Size of one engine's KV cache, in token positions; 1 to 2^40. When it is full, the most recently
-    admitted request is preempted and recomputed later."""
+    admitted request is preempted and recomputed later. Not set: 262,144, or what fits the memory."""
     max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
     """Context tokens computed between two decode steps, at most; 1 to 2^31. A longer context is computed
     alone."""

@@ -109,8 +109,7 @@ def judge_memory(settings: LocalJudgeSettings) -> ProcessMemory:
     if settings.device != "cpu":
         host["layers"] = ITEM_BYTES[settings.dtype] * shape.num_layers * shape.block_parameters
     parts = (on_device | host, {}) if settings.device == "cpu" else (on_device, host)
-    advice = "lower reward.judges.memory_mib or max_tokens"
-    return ProcessMemory(f"judge {settings.name}", settings.device, *parts, 1, advice)
+    return ProcessMemory(f"judge {settings.name}", settings.device, *parts)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:

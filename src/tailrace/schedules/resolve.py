@@ -6,6 +6,7 @@ own.
 """
 
 import inspect
+import math
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.data.base import Prompts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.record.events import Recorder
+from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.settings import type_problem
@@ -174,9 +175,40 @@ class FewPrompts:
         return self._prompts[index]
 
 
-def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> None:
-    """Raises a ConfigError if the schedule cannot run with these parameters."""
-    lengths = SimLengthSettings(median_tokens=20, max_tokens=100)
+class _Overlap:
+    """A sink that notes whether the trainer computed while an engine generated."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._num_served, self._served_until_s = 0, -math.inf
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RequestStarted():
+                self._num_served += 1
+            case RequestEnded(time_s=time_s):
+                self._num_served, self._served_until_s = self._num_served - 1, time_s
+            case Accumulated(start_s=start_s) | Stepped(start_s=start_s):
+                self.found |= self._num_served > 0 or self._served_until_s > start_s
+
+    def close(self) -> None:
+        pass
+
+
+def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
+    """Whether the trainer computes while engines generate, in a rehearsal of a schedule that was resolved."""
+    synchronous = config.reward.synchronous or config.sim.rewards.synchronous
+    rewards = SimRewardSettings(synchronous=synchronous, median_s=0.0)  # else they hide a short overlap
+    return _rehearse(schedule, config.run, config.placement.kind, rewards)
+
+
+def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> bool:
+    """Return whether the trainer computed while engines generated.
+
+    Raises:
+        ConfigError: the schedule cannot run with these parameters.
+    """
+    lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
@@ -191,10 +223,12 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))
         few = FewPrompts(parts.prompts, schedule.keywords)
-        await execute(watched, replace(parts, prompts=few), rehearsal, Recorder())
+        await execute(watched, replace(parts, prompts=few), rehearsal, Recorder(overlap))
 
+    overlap = _Overlap()
     try:
         clock.run(two_rounds(), virtual=True)
     except (ScheduleError, Stuck) as why:
         problem = f"a rehearsal failed: {why}"
         raise ConfigError("schedule", "these parameters", problem, "change them") from why
+    return overlap.found

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
-from tailrace.settings import Settings
+from tailrace.settings import CHOSEN, Settings
 from tailrace.types import Sample, SampleId
 from tailrace.weights.base import Weights
 
@@ -52,19 +52,22 @@ class TrainerSettings(Settings):
     """AdamW's weight decay, applied to matrices, not to norms and biases. Range: [0, 1]."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of a larger global norm are scaled down to it. Above 0."""
-    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, le=MAX_TOKENS, json_schema_extra=CHOSEN)
     """Prompt and completion tokens of one forward and backward pass. A longer sample is computed alone.
+    Not set: the largest power of two that fits the memory, at most 1,024 on a CPU and 16,384 on a GPU.
     Range: [1, 2^31 - 1]."""
     min_tokens_per_microbatch: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Fewer tokens, of each rank, wait for the next groups, at most until the optimizer step. Default: 512 on
     a CPU, which more tokens do not make faster; on CUDA 16,384, or `max_tokens_per_microbatch` if that is
     less. Range: [1, 2^31 - 1]."""
-    threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of the trainer process. Range: [1, 1024]."""
+    threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
+    """CPU threads of each process of the trainer. Not set: its share of all cores where the schedule never
+    trains while engines generate, and of half of them otherwise. Range: [1, 1024]."""
     device: str = "cpu"
     """Torch device: cpu, cuda or cuda:N."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of forward and backward computation. Weights, gradients and optimizer states are float32."""
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
+    """Precision of forward and backward computation. Weights, gradients and optimizer states are float32.
+    Not set: bfloat16 on a processor with AMX or AVX512-BF16, and on a GPU that computes it; else float32."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes over which each replica is sharded: weights, gradients and optimizer states (FSDP2).
     Range: [1, 1024]."""

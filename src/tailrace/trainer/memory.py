@@ -2,7 +2,7 @@
 
 The phases of a rank, one of which is the largest: reading the folder, a pass over a micro-batch of
 `max_tokens_per_microbatch` tokens, publishing, and saving a checkpoint. The copy from which a checkpoint is
-written is there in all of them but the first. benchmarks/memory.py measures.
+written is there in all of them but the first, if training goes on beside it. benchmarks/memory.py measures.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,6 @@ FILE_BYTES = 2**28
 """As state_files.FILE_BYTES. torch holds a file of a checkpoint twice while it is written."""
 LOGIT_BYTES = 20
 """Of one logit: scaled, normalised, exponentiated and their gradients, in float32."""
-ALLOCATOR_SHARE = 0.12
-"""Host memory that was freed and that the C library keeps, as a share of what is held; measured."""
-ADVICE = (
-    "lower trainer.max_tokens_per_microbatch or sampling.max_completion_tokens, set "
-    "trainer.async_checkpoints = false, train with [trainer.lora], or use more trainer.ranks"
-)
 CUDA_BYTES = 600 * 2**20
 """CUDA's context and the workspaces of its libraries."""
 
@@ -36,6 +30,7 @@ class TrainerWork:
         kept_publications: in the memory of the trainer's process.
         has_critic: a critic of the size of the model.
         keeps_old_policy: a copy of the published weights.
+        saves_beside: it trains on while a checkpoint is written.
     """
 
     adapter_parameters: int | None = None
@@ -43,6 +38,7 @@ class TrainerWork:
     kept_publications: int = 0
     has_critic: bool = False
     keeps_old_policy: bool = False
+    saves_beside: bool = False
 
 
 def trainer_memory(
@@ -74,18 +70,15 @@ def trainer_memory(
     host = {
         "process": TRANSFORMERS_BYTES,
         "publications": publications if is_first else 0,
-        "checkpoint copy": state + model + files if settings.async_checkpoints else 0,
+        "checkpoint copy": state + model + files if work.saves_beside else 0,
     }
     gathered = 8 * shape.tensor_parameters if is_sharded else 0
     is_copied = is_first and (is_sharded or has_adapter or settings.device != "cpu")
+    copied = state + model if settings.async_checkpoints else model if is_copied else 0
     phases = {
         "pass": computing,
         "publish": {"new publication": max(gathered, work.published_bytes if is_first else 0)},
-        "save": {
-            "checkpoint": gathered
-            if settings.async_checkpoints
-            else max(gathered, files + (model if is_copied else 0))
-        },
+        "save": {"checkpoint": gathered if work.saves_beside else max(gathered, files + copied)},
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read
@@ -93,24 +86,13 @@ def trainer_memory(
     num, name = (replicas, "trainer") if is_first else ((ranks - 1) * replicas, "trainer rank")
     if settings.device == "cpu":
         held = largest_phase({each: host | kept | phase for each, phase in phases.items()} | {"load": load})
-        return ProcessMemory(name, "cpu", _with_allocator(held), {}, num, ADVICE)
+        return ProcessMemory(name, "cpu", held, {}, num)
     on_device = {"CUDA": CUDA_BYTES} | ({} if settings.cpu_offload else kept) | computing
     offloaded = kept if settings.cpu_offload else {}
     in_host = {each: host | offloaded | phases[each] for each in ("publish", "save")} | {"load": load}
     return ProcessMemory(
-        name,
-        settings.device,
-        largest_phase({"pass": on_device}),
-        _with_allocator(largest_phase(in_host)),
-        num,
-        ADVICE,
+        name, settings.device, largest_phase({"pass": on_device}), largest_phase(in_host), num
     )
-
-
-def _with_allocator(parts: dict[str, int]) -> dict[str, int]:
-    """With the memory that the C library has been given back and keeps."""
-    held = sum(size for name, size in parts.items() if name != "process")
-    return parts | {"allocator": int(ALLOCATOR_SHARE * held)}
 
 
 def _pass(
@@ -120,7 +102,7 @@ def _pass(
     size = ITEM_BYTES[settings.dtype]
     block, outside = shape.block_parameters, shape.outside_parameters
     activations = tokens * block_activation_bytes(shape, size)
-    kept = tokens * shape.hidden_size * size * shape.num_layers
+    kept = tokens * shape.hidden_size * 4 * shape.num_layers  # the residual stream
     if not settings.activation_checkpointing:
         kept = activations * shape.num_layers
         activations = 0
@@ -149,15 +131,15 @@ def _pass(
 def block_activation_bytes(shape: ModelShape, size: int) -> int:
     """Bytes that one block keeps for the backward pass of one token.
 
-    Norms keep their input in float32 and their output; attention its queries, keys, values and output; the
-    feed-forward layer its input, both branches, the activation and the product.
+    The residual stream is float32, so norms keep their input and their normalised input in float32. Autocast
+    makes a copy of its input for each linear layer. Attention keeps queries, keys, values and its output,
+    before and after the sequences are joined; the feed-forward layer both branches, the activation and the
+    product.
 
     Args:
         size: bytes of a number of the computation.
     """
-    hidden, heads = shape.hidden_size, shape.query_size + shape.kv_size
-    norms = 2 * (8 + 2 * size) * hidden
-    rotated = (8 + 4 * size) * heads
-    attention = size * (2 * shape.query_size + 2 * shape.kv_size)
-    feed_forward = size * (hidden + 4 * shape.mlp_size)
-    return norms + rotated + attention + feed_forward
+    hidden, query, kv = shape.hidden_size, shape.query_size, shape.kv_size
+    norms = 16 * hidden + (4 + size) * (query + kv) * shape.head_norms
+    inputs = size * hidden * (2 if size == 4 else 5)
+    return norms + inputs + size * (3 * query + 2 * kv + 4 * shape.mlp_size)

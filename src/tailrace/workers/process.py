@@ -239,6 +239,7 @@ def _environment(threads: int, devices: Devices) -> dict[str, str]:
     gpus = [seen[number] if seen else str(number) for number in devices.gpus]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     return {
+        "OMP_WAIT_POLICY": "passive",  # threads that spin for work take the cores from other processes
         **os.environ,
         **visible,
         **dict.fromkeys(counts, str(threads)),

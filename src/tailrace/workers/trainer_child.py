@@ -173,6 +173,7 @@ def serve_as(
             ranks=ranks,
         )
     publish = publish_by(sender, job, trainer)
+    give_memory_back()  # a file of weights is read twice
     channel.send(Ready())
     for message in received:
         try:

@@ -77,7 +77,7 @@ class PrefillAttention:
         self._pieces: list[Tensor] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._pieces += k, v
+        self._pieces += k.clone(), v.clone()  # views of tensors that hold the queries, too
         # Of all contexts [1, heads, T, D].
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         parts = (x.split_with_sizes(self._lengths, 2) for x in (q, *for_fused_attention(q, k, v)))

@@ -1,0 +1,227 @@
+"""What a run takes from the machine where its config is silent, and the refusal of one that is too large."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tailrace.cli import main
+from tailrace.commands import machine
+from tailrace.commands.machine import Machine, fit
+from tailrace.config import RunConfig, load_config
+from tailrace.errors import ConfigError
+from tailrace.memory import GIB, ModelShape
+
+SMALL = Machine(cores=2, memory=24 * GIB, bfloat16="avx512_bf16")
+SMOLLM2 = ModelShape(
+    num_parameters=134_515_008,
+    block_parameters=3_540_096,
+    outside_parameters=28_312_128,
+    tensor_parameters=28_311_552,
+    num_layers=30,
+    hidden_size=576,
+    query_size=576,
+    kv_size=192,
+    mlp_size=1536,
+    vocabulary=49_152,
+    stored_bytes=269_030_016,
+)
+"""SmolLM2-135M."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run with no setting but model, data, reward, length and schedule."""
+    monkeypatch.setattr(ModelShape, "read", lambda path: SMOLLM2)
+    tiny = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    tiny.num_hidden_layers, tiny.max_position_embeddings = 1, 8192
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "model")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        """
+        run = { rounds = 1, group_size = 8 }
+        schedule = { name = "serial", groups_per_round = 8, groups_per_step = 8 }
+        model = { path = "model" }
+        data = { kind = "rows", path = "rows.jsonl" }
+        reward = { function = "rewards.py:exact" }
+        sampling = { max_completion_tokens = 32 }
+        """
+    )
+    return load_config(path)
+
+
+def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return RunConfig.model_validate(tree | {name: tree.get(name, {}) | sections[name] for name in sections})
+
+
+def fitted(config: RunConfig, machine: Machine = SMALL, *, overlaps: bool = False) -> RunConfig:
+    return fit(config, machine, prompt_tokens=50, overlaps=overlaps).config
+
+
+def refusal(config: RunConfig, memory: float) -> str:
+    with pytest.raises(ConfigError) as caught:
+        fitted(config, Machine(2, int(memory * GIB), "avx512_bf16"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("", "float32")]
+)
+def test_bfloat16_is_for_processors_that_compute_it(config: RunConfig, flag: str, dtype: str) -> None:
+    found = fitted(config, Machine(2, 24 * GIB, flag))
+    assert (found.trainer.dtype, found.engine.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(("computes", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_on_a_gpu_its_own_capability_counts(config: RunConfig, computes: bool, dtype: str) -> None:
+    gpu = changed(config, trainer={"device": "cuda"}, engine={"device": "cuda"})
+    found = fitted(gpu, Machine(2, 24 * GIB, "", 80 * GIB, computes))
+    assert (found.trainer.dtype, found.engine.dtype) == (dtype, dtype)
+    assert found.trainer.max_tokens_per_microbatch == 16_384
+    assert (found.trainer.threads, found.engine.threads) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "overlaps", "replicas", "ranks", "threads"),
+    [
+        (2, False, 1, 1, (2, 2)),
+        (2, True, 1, 1, (1, 1)),
+        (16, False, 4, 2, (4, 8)),
+        (16, True, 4, 2, (2, 4)),
+        (1, True, 1, 1, (1, 1)),
+        (2, False, 4, 1, (1, 2)),
+    ],
+)
+def test_engines_and_trainer_take_turns_on_all_cores_or_share_them(
+    config: RunConfig, cores: int, overlaps: bool, replicas: int, ranks: int, threads: tuple[int, int]
+) -> None:
+    several = changed(config, engine={"replicas": replicas}, trainer={"ranks": ranks})
+    found = fitted(several, Machine(cores, 64 * GIB), overlaps=overlaps)
+    assert (found.engine.threads, found.trainer.threads) == threads
+
+
+def test_listed_cores_are_the_threads_of_their_processes(config: RunConfig) -> None:
+    listed = changed(config, placement={"engines": [[0]], "trainer": [[1, 2, 3]]})
+    found = fitted(listed, Machine(8, 24 * GIB))
+    assert (found.engine.threads, found.trainer.threads) == (1, 3)
+    half = changed(config, placement={"trainer": [[1, 2, 3]]})
+    found = fitted(half, Machine(8, 24 * GIB), overlaps=True)
+    assert (found.engine.threads, found.trainer.threads) == (5, 3)
+
+
+def test_joined_servers_leave_the_cores_to_the_trainer(config: RunConfig) -> None:
+    joined = changed(config, engine={"kind": "vllm", "urls": ["http://nowhere:1"]})
+    assert fitted(joined, overlaps=True).trainer.threads == 2
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(24, 1024), (7.5, 512), (6.9, 256)])
+def test_the_micro_batch_is_the_largest_that_fits(config: RunConfig, memory: float, tokens: int) -> None:
+    waits = changed(config, trainer={"async_checkpoints": False}, sampling={"max_completion_tokens": 128})
+    found = fitted(waits, Machine(2, int(memory * GIB), "avx512_bf16"))
+    assert found.trainer.max_tokens_per_microbatch == tokens
+
+
+def test_the_kv_cache_falls_when_no_micro_batch_fits(config: RunConfig) -> None:
+    long = changed(config, engine={"max_num_seqs": 128}, sampling={"max_completion_tokens": 2000})
+    assert fitted(long).engine.kv_cache_tokens == 262_144
+    found = fitted(long, Machine(2, 10 * GIB, "avx512_bf16"))
+    assert found.engine.kv_cache_tokens == 32_768
+
+
+def test_what_the_config_sets_stays(config: RunConfig) -> None:
+    trainer = {"dtype": "float32", "threads": 3, "max_tokens_per_microbatch": 100}
+    engine = {"dtype": "float32", "threads": 4, "kv_cache_tokens": 10_000}
+    found = fitted(changed(config, trainer=trainer, engine=engine))
+    assert found.trainer.model_dump(include=set(trainer)) == trainer
+    assert found.engine.model_dump(include=set(engine)) == engine
+    assert fitted(found, Machine(64, 500 * GIB)) == found, "a choice is made once"
+
+
+def test_a_value_that_cannot_work_is_refused_with_the_one_that_would(config: RunConfig) -> None:
+    machine = Machine(2, 8 * GIB, "avx512_bf16")
+    message = refusal(changed(config, trainer={"max_tokens_per_microbatch": 16_384}), 8)
+    assert message.startswith("trainer.max_tokens_per_microbatch = 16384: the run needs ")
+    assert "host memory, and this machine has 8.0 GiB; the largest part is 1 x trainer: " in message
+    assert (
+        "set trainer.max_tokens_per_microbatch = 1024, or trainer.activation_checkpointing = true" in message
+    )
+    fitted(changed(config, trainer={"max_tokens_per_microbatch": 1024}), machine)
+    assert "max_tokens_per_microbatch = 2048" in refusal(
+        changed(config, trainer={"max_tokens_per_microbatch": 2048}), 8
+    )
+
+
+def test_a_refusal_names_each_setting_with_which_the_run_fits(config: RunConfig) -> None:
+    long = changed(config, trainer={"dtype": "float32"}, engine={"dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"set .*data\.max_prompt_tokens = 1024") as caught:
+        fit(long, Machine(2, 10 * GIB), prompt_tokens=8000, overlaps=False)
+    assert "trainer.activation_checkpointing = true" in str(caught.value)
+
+
+def test_a_refusal_says_what_fits_together_or_that_nothing_does(config: RunConfig) -> None:
+    together = (
+        "trainer.activation_checkpointing = true and trainer.async_checkpoints = false and [trainer.lora]"
+    )
+    assert f"set {together} rank = 16" in refusal(config, 3.9)
+    nothing = refusal(config, 1)
+    assert f"choose a smaller model: with {together} rank = 16" in nothing
+    assert nothing.endswith("GiB of host memory, and this machine has 1.0 GiB")
+
+
+def test_a_gpu_without_room_for_the_trainer_is_named(config: RunConfig) -> None:
+    gpu = changed(config, trainer={"device": "cuda"}, engine={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"of the memory of cuda, and this machine has 2\.0 GiB"):
+        fitted(gpu, Machine(2, 24 * GIB, "", 2 * GIB))
+
+
+def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
+    config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "read", lambda uses_gpu: SMALL)
+    text = config_path.read_text()
+    for name in ("engine", "trainer"):  # as a user's, who sets neither
+        text = text.replace(f'[{name}]\ndtype = "float32"\nthreads = 1\n', f"[{name}]\n")
+    config_path.write_text(text)
+    words = ["--engine.replicas", "2", "--trainer.dtype", "float32", "--dry-run"]
+    assert main(["train", str(config_path), "--output-dir", str(config_path.parent / "out"), *words]) == 0
+    out = capsys.readouterr().out
+    resolved = tomllib.loads(out)
+    assert resolved["engine"]["dtype"] == "bfloat16"
+    assert resolved["trainer"]["max_tokens_per_microbatch"] == 1024
+    table = [line for line in out.splitlines() if line.startswith("#")]
+    assert max(map(len, table)) < 80
+    rows = [line.split() for line in table]
+    assert rows[0] == ["#", "process", "device", "threads", "dtype", "micro-batch", "memory"]
+    assert rows[1][1:6] == ["trainer", "cpu", "1", "float32", "1,024"]
+    assert rows[2][1:7] == ["engine", "x", "2", "cpu", "1", "bfloat16"]
+    assert any(
+        line.startswith("# host memory, estimated: ") and line.endswith("of 24.0 GiB") for line in table
+    )
+    assert "# engine.dtype = bfloat16: the processor has avx512_bf16" in table
+    assert not any(line.startswith("# trainer.dtype") for line in table), "it was set"
+    why = "# engine.threads = 1: of 2 cores; the schedule trains while engines generate"
+    assert why in " ".join(table)
+
+
+def test_a_run_that_cannot_fit_starts_nothing(
+    config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "host_limit", lambda: 2**28)
+    folder = config_path.parent / "out"
+    for words in ([], ["--dry-run"]):
+        assert main(["train", str(config_path), "--output-dir", str(folder), *words]) == 2
+        assert "GiB of host memory, and this machine has 0.2 GiB" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_the_cores_are_those_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_CPU_LIMIT", tmp_path / "cpu.max")
+    free = Machine.read(uses_gpu=False)
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert Machine.read(uses_gpu=False).cores == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert Machine.read(uses_gpu=False) == free
+    assert free.gpu_memory == 0
