@@ -124,15 +124,14 @@ class HttpEngines:
         )
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
-        max_context = self._max_context
         if isinstance(settings, SglangEngineSettings):
-            return sglang_server.launch(settings, model=self._model, max_context=max_context, port=port)
+            return sglang_server.launch(settings, model=self._model, max_context=self._max_context, port=port)
         assert isinstance(settings, VllmEngineSettings)
         return VllmInstallation.find(settings).launch(
             settings,
             self._sampling,
             model=self._model,
-            max_context=max_context,
+            max_context=self._max_context,
             port=port,
             plugins=plugins,
             seed=next(self._seeds),

@@ -48,7 +48,7 @@ function = "rewards.py:digits"
 [engine]
 kind = "vllm"
 args = ["--enforce-eager"]
-env = {{ VLLM_CPU_KVCACHE_SPACE = "1" }}
+env = {{ VLLM_CPU_KVCACHE_SPACE = "1", VLLM_CPU_NUM_OF_RESERVED_CPU = "1" }}
 [trainer]
 learning_rate = 3e-5
 max_tokens_per_microbatch = 1024
