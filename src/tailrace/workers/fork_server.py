@@ -75,7 +75,7 @@ def serve(controller: socket.socket) -> Start | None:
         if has_cuda:
             raise SystemExit(
                 f"a module that {start.module} imports has initialised CUDA, which works in no process that "
-                "is forked afterwards. bitsandbytes does so: uninstall it, or import it where it is first used"
+                "is forked afterwards. bitsandbytes does so: uninstall it, or import it where it is used"
             )
         return start
     return None
