@@ -6,8 +6,8 @@ Most checks are short live runs. Every schedule runs on the quickstart's model a
 engine and on vLLM (the interpreter $VLLM_PYTHON). The parts of a run, from LoRA to a trainer sharded over two
 GPUs, run there, too. The runs named "real shape" train a model of the shape of Qwen3-0.6B with random
 weights. A run passes if it ends, each of its steps has a finite gradient, and the log-probs of engine and
-trainer differ by less than MAX_MISMATCH_KL. The other checks drive an engine, a trainer or a publication of the
-real shape in this process, and look at kernels, memory and micro-batches.
+trainer differ by less than MAX_MISMATCH_KL. The other checks drive an engine, a trainer or a publication in
+this process, and look at kernels, memory and micro-batches.
 
 All compute in bfloat16, except where a check names float32. --list prints the checks and what each would have
 caught. Without a GPU those that a CPU can run are run on it, with a small model, and the list says what was
@@ -129,7 +129,7 @@ def checks(device: str = "cuda") -> list[Check]:
         placement = f'kind = "{kind}", devices = "{devices}", engines = {engines}, trainer = {trainer}'
         return {"placement": f"{{ {placement} }}"}
 
-    together, elastic = placed("colocated", "[[0]]", "[[0]]"), placed("elastic", "[[0], [1]]", "[[0], [1]]")
+    together, elastic = placed("colocated", "[[0]]", "[[0]]"), placed("elastic", "[[0], [1]]", "[[1], [0]]")
     serial = {"schedule": f'{{ name = "serial", {SCHEDULES["serial"]} }}'}
     eager = {"schedule": f'{{ name = "rolloutpipe_eager", {SCHEDULES["rolloutpipe_eager"]} }}'}
     two_engines = {"trainer.replicas": "2", "engine": native.replace("{ ", "{ replicas = 2, ")}
