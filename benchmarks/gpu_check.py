@@ -140,7 +140,7 @@ def checks(device: str = "cuda") -> list[Check]:
         f'labels = ["1", "2"], device = "{device}", dtype = "bfloat16", memory_mib = 2, max_tokens = 400'
     )  # the model that is trained judges, with less memory than its layers need
     apart = placed("disaggregated", "[[0]]", "[[1]]")
-    sharded = {"trainer.ranks": "2"} | placed("disaggregated", "[[0]]", "[[0, 1]]")
+    sharded = {"trainer.ranks": "2"} | placed("colocated", "[[0]]", "[[0, 1]]")
     woken = "an engine wakes after the trainer computed on the same GPU: cached memory"
     refused = "NCCL refuses two ranks on one GPU"
     recomputed, streamed = "the second forward pass", "pinned memory, copies beside computation"
