@@ -2,7 +2,7 @@
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
-# make gpu-check    short runs of every part on a machine with a GPU; lists what it skipped, without one everything
+# make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
 # make check        ruff and mypy

@@ -2,20 +2,26 @@
 
     make gpu-check        python benchmarks/gpu_check.py [--list] [--only WORD] [--json FILE]
 
-Each check is a short live run on the quickstart's model and task, in bfloat16: every schedule on the embedded
-engine, every schedule on vLLM (the interpreter $VLLM_PYTHON), LoRA, activation checkpointing, CPU offload,
-engine and trainer colocated on one GPU, weights by NCCL, and a trainer sharded over two GPUs. A check passes
-if the run ends, each of its steps has a finite gradient, and the log-probs of engine and trainer differ by
-less than MAX_MISMATCH_KL.
+Most checks are short live runs. Every schedule runs on the quickstart's model and task, on the embedded
+engine and on vLLM (the interpreter $VLLM_PYTHON). The parts of a run, from LoRA to a trainer sharded over two
+GPUs, run there, too. The runs named "real shape" train a model of the shape of Qwen3-0.6B with random
+weights. A run passes if it ends, each of its steps has a finite gradient, and the log-probs of engine and
+trainer differ by less than MAX_MISMATCH_KL. The other checks drive an engine, a trainer or a publication in
+this process, and look at kernels, memory and micro-batches.
 
-The exit code is 1 if a check failed. Without a GPU it is 0, and the list says what was skipped.
+All compute in bfloat16, except where a check names float32. --list prints the checks and what each would have
+caught. Without a GPU those that a CPU can run are run on it, with a small model, and the list says what was
+skipped. The exit code is 1 if a check failed.
 """
 
 import argparse
 import json
+import math
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,73 +57,287 @@ SCHEDULES = {
     "tailrace": "groups_per_step = 16, groups_in_flight = 32, staleness = 2",
     "tailrace_on_policy": "groups_per_round = 16",
 }
-NATIVE = '{ device = "cuda", dtype = "bfloat16", max_num_seqs = 256 }'
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'
 SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
 """Gives its memory back when it sleeps."""
-
-JUDGES = (
-    f'[{{ kind = "local", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", '
-    'labels = ["1", "2"], device = "cuda", dtype = "bfloat16", memory_mib = 2, max_tokens = 400 }]'
-)
-"""The model that is trained judges, with less memory than its layers need."""
+REAL = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+}
+"""Of Qwen3-0.6B."""
+SMALL = REAL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
+"""On a CPU."""
+PUBLICATION_S = 10.0
+"""For one publication of the real shape, with its comparison."""
+LIVE_FAULTS = "the schedule's order of generation, training and publication on real devices"
+ALLOCATOR = "its memory is counted by CUDA's allocator"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One live run.
+    """One live run, or one measurement.
 
     Args:
+        catches: the fault that it would have caught.
         overrides: of the quickstart's config.
-        num_gpus: CUDA devices that it needs.
+        num_gpus: CUDA devices that it needs; 0: a CPU can run it.
+        measure: takes the folder of a model of the real shape and a device; returns what is wrong. None: the
+            check is a live run.
+        has_real_shape: the run trains that model.
     """
 
     name: str
-    overrides: Mapping[str, str]
-    num_gpus: int = 1
+    catches: str
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    num_gpus: int = 0
     needs_vllm: bool = False
+    measure: Callable[[Path, str], str | None] | None = None
+    has_real_shape: bool = False
+    why_gpu: str = ""
 
     def skipped(self, num_gpus: int, vllm: str | None) -> str | None:
         """Why it cannot run here; None: it can."""
         if num_gpus < self.num_gpus:
-            return f"needs {self.num_gpus} CUDA device{'s' * (self.num_gpus > 1)}, found {num_gpus}"
+            why = f"needs {self.num_gpus} CUDA device{'s' * (self.num_gpus > 1)}, found {num_gpus}"
+            return f"{why}: {self.why_gpu}" if self.why_gpu else why
         if self.needs_vllm and not vllm:
             return "needs vLLM: set $VLLM_PYTHON to the interpreter of its environment"
         return None
 
 
-def checks() -> list[Check]:
-    """The whole list."""
+def checks(device: str = "cuda") -> list[Check]:
+    """The whole list, for a machine with GPUs ("cuda") or without ("cpu")."""
     found = []
+    native = f'{{ device = "{device}", dtype = "bfloat16", max_num_seqs = 256 }}'
+    devices, one, two = ("gpus", 1, 2) if device == "cuda" else ("cpus", 0, 0)
     for schedule, parameters in SCHEDULES.items():
         chosen = {"schedule": f'{{ name = "{schedule}", {parameters} }}'}
-        found.append(Check(f"{schedule}, embedded engine", _overrides(chosen, NATIVE)))
-        found.append(Check(f"{schedule}, vLLM", _overrides(chosen, VLLM), needs_vllm=True))
-    together = '{ kind = "colocated", devices = "gpus", engines = [[0]], trainer = [[0]] }'
-    apart = '{ devices = "gpus", engines = [[0]], trainer = [[1]] }'
-    sharded = '{ devices = "gpus", engines = [[0]], trainer = [[0, 1]] }'
+        of = _overrides(device, chosen)
+        found.append(Check(f"{schedule}, embedded engine", LIVE_FAULTS, of | {"engine": native}, one))
+        found.append(Check(f"{schedule}, vLLM", LIVE_FAULTS, of | {"engine": VLLM}, 1, needs_vllm=True))
+
+    def placed(kind: str, engines: str, trainer: str) -> dict[str, str]:
+        placement = f'kind = "{kind}", devices = "{devices}", engines = {engines}, trainer = {trainer}'
+        return {"placement": f"{{ {placement} }}"}
+
+    together, elastic = placed("colocated", "[[0]]", "[[0]]"), placed("elastic", "[[0], [1]]", "[[1], [0]]")
     serial = {"schedule": f'{{ name = "serial", {SCHEDULES["serial"]} }}'}
-    nccl = {"weights": '{ transport = "process_group", backend = "nccl" }', "placement": apart}
-    parts = {
-        "LoRA, adapter alone": ({"trainer.lora": '{ rank = 16, publish = "adapter" }'}, 1),
-        "colocated": ({"placement": together}, 1),
-        "weights by NCCL": (nccl, 2),
-        "trainer of two ranks, NCCL": ({"trainer.ranks": "2", "placement": sharded}, 2),
-        "activation checkpointing": ({"trainer.activation_checkpointing": "true"}, 1),
-        "judge with streamed layers": ({"reward.judges": JUDGES}, 1),
-        "CPU offload": ({"trainer.cpu_offload": "true"}, 1),
-    }
-    for name, (overrides, num_gpus) in parts.items():
-        found.append(Check(f"{name}, embedded engine", _overrides(serial | overrides, NATIVE), num_gpus))
-    colocated = serial | parts["colocated"][0]
-    found.append(Check("colocated, vLLM", _overrides(colocated, SLEEPING_VLLM), needs_vllm=True))
+    eager = {"schedule": f'{{ name = "rolloutpipe_eager", {SCHEDULES["rolloutpipe_eager"]} }}'}
+    two_engines = {"trainer.replicas": "2", "engine": native.replace("{ ", "{ replicas = 2, ")}
+    nccl = {"weights": '{ transport = "process_group", backend = "nccl" }'}
+    gloo = {"weights": '{ transport = "process_group", backend = "gloo" }'}
+    judge = (
+        f'kind = "local", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", '
+        f'labels = ["1", "2"], device = "{device}", dtype = "bfloat16", memory_mib = 2, max_tokens = 400'
+    )  # the model that is trained judges, with less memory than its layers need
+    apart = placed("disaggregated", "[[0]]", "[[1]]")
+    sharded = {"trainer.ranks": "2"} | placed("colocated", "[[0]]", "[[0, 1]]")
+    woken = "an engine wakes after the trainer computed on the same GPU: cached memory"
+    refused = "NCCL refuses two ranks on one GPU"
+    recomputed, streamed = "the second forward pass", "pinned memory, copies beside computation"
+    parts: list[tuple[str, str, dict[str, str], int, str]] = [
+        ("LoRA", "an adapter", {"trainer.lora": '{ rank = 16, publish = "adapter" }'}, one, ""),
+        ("colocated", "an engine that sleeps and wakes", together, one, ""),
+        ("colocated, real shape", woken, together, one, ""),
+        ("elastic, real shape", woken, eager | elastic | two_engines, two, ""),
+        ("weights by gloo", "a transfer that training overtakes", gloo, one, ""),
+        ("weights by NCCL", "a transfer on the stream of the training", nccl | apart, 2, refused),
+        ("weights by NCCL, real shape", "a second model on the GPU", nccl | apart, 2, refused),
+        ("trainer of two ranks", "collectives of NCCL", sharded, two, refused),
+        ("activation checkpointing", recomputed, {"trainer.activation_checkpointing": "true"}, one, ""),
+        ("judge with streamed layers", streamed, {"reward.judges": f"[{{ {judge} }}]"}, one, ""),
+        (
+            "CPU offload",
+            "weights that change while they are copied",
+            {"trainer.cpu_offload": "true"},
+            one,
+            "",
+        ),
+    ]
+    for name, catches, overrides, num_gpus, why in parts:
+        of = _overrides(device, serial | {"engine": native} | overrides)
+        real = "real shape" in name
+        name = f"{name}, embedded engine"
+        found.append(Check(name, catches, of, num_gpus, has_real_shape=real, why_gpu=why))
+    found += [
+        Check(
+            "colocated, vLLM",
+            "an engine that sleeps and wakes",
+            _overrides(device, serial | together | {"engine": SLEEPING_VLLM}),
+            1,
+            needs_vllm=True,
+        ),
+        Check(
+            "real shape, vLLM",
+            "a server that reserves a KV cache for the model's whole context: --max-model-len",
+            _overrides(device, serial | {"engine": VLLM}),
+            1,
+            needs_vllm=True,
+            has_real_shape=True,
+        ),
+        Check("decode kernels", "cuDNN makes a plan for each shape of a decode step", measure=decode_kernels),
+        Check(
+            "KV budget",
+            "old and new tensors at once while the KV cache grows",
+            measure=kv_budget,
+            num_gpus=1,
+            why_gpu=ALLOCATOR,
+        ),
+        Check(
+            "float32 with grouped heads",
+            "attention falls back to math and makes [heads, T, T]",
+            measure=float32_attention,
+            num_gpus=1,
+            why_gpu=ALLOCATOR,
+        ),
+        Check("micro-batches", "micro-batches of one group, far below the limit", measure=full_micro_batches),
+        Check("publication", "the comparison of two publications stops training", measure=publication),
+    ]
     return found
 
 
-def _overrides(chosen: Mapping[str, str], engine: str) -> dict[str, str]:
+def _overrides(device: str, chosen: Mapping[str, str]) -> dict[str, str]:
     run = {"run.rounds": str(ROUNDS), "run.eval_every": "0", "run.checkpoint_every": "0"}
-    trainer = {"trainer.dtype": "bfloat16", "trainer.device": "cuda"}
-    return {**run, **trainer, "engine": engine, **chosen}
+    trainer = {"trainer.dtype": "bfloat16", "trainer.device": device}
+    return {**run, **trainer, **chosen}
+
+
+def make_model(folder: Path, shape: Mapping[str, object]) -> Path:
+    """Save a model with random weights in bfloat16, and the quickstart's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(EXAMPLE.parent / "model" / name, folder)
+    return folder
+
+
+def _generate(folder: Path, device: str, budget: int, num_requests: int, length: int) -> None:
+    from tailrace.engine.base import GenerationRequest
+    from tailrace.engine.native.engine import NativeEngine
+    from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+
+    settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
+    sampling = SamplingSettings(max_completion_tokens=length)
+    engine = NativeEngine.from_pretrained(folder, settings, sampling)
+    for number in range(num_requests):
+        engine.submit(GenerationRequest(f"{number}", [5] * (1 + 7 * number % 100), (), number))
+    while not engine.idle:
+        engine.step()
+
+
+def decode_kernels(folder: Path, device: str) -> str | None:
+    """Prefills and decode steps of many shapes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    with profile(activities=activities) as profiler:
+        _generate(folder, device, 8192, 12, 40)
+    names = {event.key for event in profiler.key_averages()}
+    if not any("scaled_dot_product" in name for name in names):
+        return "the profiler saw no attention"
+    plans = sorted(name for name in names if "cudnn" in name.lower() and "attention" in name.lower())
+    return f"cuDNN computed attention: {', '.join(plans[:3])}" if plans else None
+
+
+def kv_budget(folder: Path, device: str) -> str | None:
+    """Sequences that outgrow a small cache."""
+    import torch
+
+    from tailrace.engine.memory import engine_memory
+    from tailrace.engine.settings import NativeEngineSettings
+    from tailrace.memory import ModelShape
+
+    budget = 65_536
+    settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
+    shape = ModelShape.read(folder)
+    allowed = engine_memory(shape, settings, context=budget).device_bytes
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _generate(folder, device, budget, 128, 1000)
+    peak = torch.cuda.max_memory_allocated() - before
+    return f"the engine allocated {peak:,} bytes, counted were {allowed:,}" if peak > allowed else None
+
+
+def float32_attention(folder: Path, device: str) -> str | None:
+    """One layer of the real shape, forward and backward."""
+    import torch
+
+    from tailrace.trainer.attention import packed_causal_attention
+
+    length, heads, kv_heads, dim = 8192, 16, 8, 128
+    q, k, v = (
+        torch.randn(1, num, length, dim, device=device, requires_grad=True)
+        for num in (heads, kv_heads, kv_heads)
+    )
+    boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = packed_causal_attention(
+        torch.nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries, sequence_lengths=[length]
+    )
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    peak, square = torch.cuda.max_memory_allocated() - before, 4 * heads * length**2
+    return f"attention took {peak:,} bytes; [H, L, L] takes {square:,}" if peak >= square else None
+
+
+def full_micro_batches(folder: Path, device: str) -> str | None:
+    """Groups that come one by one, with a bit more than half a micro-batch each."""
+    from tailrace.algo.base import AlgorithmSettings
+    from tailrace.trainer.base import TrainerSettings
+    from tailrace.trainer.batch import TrainingSample
+    from tailrace.trainer.trainer import TorchTrainer
+    from tailrace.types import SampleId
+
+    limit = 8192 if device == "cuda" else 600
+    chosen = {"max_tokens_per_microbatch": limit} | (
+        {} if device == "cuda" else {"min_tokens_per_microbatch": limit}
+    )
+    settings = TrainerSettings.model_validate({"device": device, "dtype": "bfloat16", **chosen})
+    length = limit // 14  # eight samples are 0.57 of a micro-batch
+    trainer = TorchTrainer.load(
+        folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=length
+    )
+    for group in range(14):
+        ids = [SampleId(group, 0, number) for number in range(8)]
+        trainer.accumulate([[TrainingSample(i, [5], [6] * length, [-5.0] * length, 1.0) for i in ids]])
+    num, least = trainer.step().num_micro_batches, math.ceil(14 * 8 * length / limit)
+    return f"{num} micro-batches, where {least} hold the tokens" if num > least + 1 else None
+
+
+def publication(folder: Path, device: str) -> str | None:
+    """The second publication, which is compared with the first."""
+    from tailrace.algo.base import AlgorithmSettings
+    from tailrace.trainer.base import TrainerSettings
+    from tailrace.trainer.trainer import TorchTrainer
+    from tailrace.weights.shared_memory import SharedMemorySender
+    from tailrace.weights.tensors import Publisher
+
+    settings = TrainerSettings(device=device, dtype="bfloat16")
+    trainer = TorchTrainer.load(
+        folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=8
+    )
+    sender = SharedMemorySender()
+    try:
+        publisher = Publisher(sender, "bfloat16", trainer.weights())
+        started = time.perf_counter()
+        publisher.publish(trainer.publish(), 1)
+        seconds = time.perf_counter() - started
+    finally:
+        sender.close()
+    return f"a publication took {seconds:.1f} s" if seconds > PUBLICATION_S else None
 
 
 @dataclass(slots=True)
@@ -129,10 +349,21 @@ class Results:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def run_check(check: Check, folder: Path) -> str | None:
-    """Run it; returns what is wrong, or None."""
+def run_check(check: Check, folder: Path, model: Path, device: str) -> str | None:
+    """Run it; returns what is wrong, or None.
+
+    Args:
+        folder: for the run.
+        model: the folder of the real shape.
+    """
+    if check.measure:
+        try:
+            return check.measure(model, device)
+        except Exception as error:  # the next check is another part
+            return f"{type(error).__name__}: {error}"
+    real = {"model.path": str(model), "sampling.max_completion_tokens": "64"} if check.has_real_shape else {}
     try:
-        train(load_config(EXAMPLE, check.overrides), folder)
+        train(load_config(EXAMPLE, {**check.overrides, **real}), folder)
     except TailraceError as error:
         return str(error)
     steps = [row for row in read_rows(folder / "metrics.jsonl") if isinstance(row, StepRow)]
@@ -149,17 +380,21 @@ def run_check(check: Check, folder: Path) -> str | None:
 def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results:
     """Run what can run here, and print a line for each."""
     results = Results()
-    for check in chosen:
-        if why := check.skipped(num_gpus, vllm):
-            results.skipped[check.name] = why
-            print(f"skipped  {check.name}: {why}")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            if why := run_check(check, Path(folder) / "run"):
+    device = "cuda" if num_gpus else "cpu"
+    with tempfile.TemporaryDirectory() as models:
+        model = make_model(Path(models), REAL if num_gpus else SMALL)
+        for check in chosen:
+            if why := check.skipped(num_gpus, vllm):
+                results.skipped[check.name] = why
+                print(f"skipped  {check.name}: {why}")
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                why = run_check(check, Path(folder) / "run", model, device)
+            if why:
                 results.failed[check.name] = why
             else:
                 results.passed.append(check.name)
-        print(f"FAILED   {check.name}: {why}" if why else f"passed   {check.name}", flush=True)
+            print(f"FAILED   {check.name}: {why}" if why else f"passed   {check.name}", flush=True)
     print(f"{len(results.passed)} passed, {len(results.failed)} failed, {len(results.skipped)} skipped")
     return results
 
@@ -173,17 +408,21 @@ def count_gpus() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the names of the checks")
+    parser.add_argument(
+        "--list", action="store_true", help="print the checks and what each would have caught"
+    )
     parser.add_argument("--only", default="", metavar="WORD", help="checks whose name has the word")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    chosen = [check for check in checks() if arguments.only in check.name]
+    num_gpus = count_gpus()
+    chosen = [check for check in checks("cuda" if num_gpus else "cpu") if arguments.only in check.name]
     if not chosen:
         parser.error(f"no check has {arguments.only!r} in its name; --list prints the names")
     if arguments.list:
-        print("\n".join(check.name for check in chosen))
+        width = max(len(check.name) for check in chosen)
+        print("\n".join(f"{check.name:{width}}  {check.catches}" for check in chosen))
         return 0
-    results = run_all(chosen, count_gpus(), os.environ.get("VLLM_PYTHON"))
+    results = run_all(chosen, num_gpus, os.environ.get("VLLM_PYTHON"))
     if arguments.json:
         fields = {name: getattr(results, name) for name in Results.__slots__}
         arguments.json.write_text(json.dumps(fields, indent=2))

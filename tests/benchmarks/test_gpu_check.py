@@ -1,11 +1,14 @@
 """The GPU check list: what it covers, and what it says on a machine without a GPU."""
 
+import re
+
 import pytest
 
-from gpu_check import EXAMPLE, checks, main, run_all
+from gpu_check import EXAMPLE, Check, checks, main, run_all
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.resolve import resolve
+from tailrace.trainer.base import TrainerSettings
 
 CHECKS = checks()
 
@@ -27,22 +30,52 @@ def test_a_word_that_no_check_has_is_refused(
     assert "no check has 'nothing' in its name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_each_check_is_a_valid_run_in_bfloat16(check: object) -> None:
-    config = load_config(EXAMPLE, check.overrides)  # type: ignore[attr-defined]
+RUNS = [check for device in ("cuda", "cpu") for check in checks(device) if not check.measure]
+
+
+@pytest.mark.parametrize("check", RUNS, ids=lambda check: check.name)
+def test_each_run_is_valid_and_in_bfloat16(check: Check) -> None:
+    config = load_config(EXAMPLE, check.overrides)
     resolve(config)
     assert (config.trainer.dtype, config.engine.dtype) == ("bfloat16", "bfloat16")
-    assert config.trainer.device == "cuda"
 
 
-def test_without_a_gpu_everything_is_skipped_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    results = run_all(CHECKS, num_gpus=0, vllm=None)
+def test_the_list_says_what_each_check_would_have_caught(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--list"])
+    assert main() == 0
+    lines = dict(re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
+    assert len(lines) == len(CHECKS) and all(lines.values())
+    woken = "an engine wakes after the trainer computed on the same GPU: cached memory"
+    assert lines["colocated, real shape, embedded engine"] == woken
+
+
+def test_what_needs_a_gpu_is_skipped_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_all([check for check in checks("cpu") if check.num_gpus], num_gpus=0, vllm=None)
     assert not results.passed and not results.failed
-    assert set(results.skipped) == {check.name for check in CHECKS}
+    assert {f"{schedule}, vLLM" for schedule in SCHEDULES} < set(results.skipped)
     out = capsys.readouterr().out
     assert "skipped  serial, vLLM: needs 1 CUDA device, found 0" in out
-    assert "skipped  trainer of two ranks, NCCL, embedded engine: needs 2 CUDA devices, found 0" in out
-    assert f"0 passed, 0 failed, {len(CHECKS)} skipped" in out
+    refused = "needs 2 CUDA devices, found 0: NCCL refuses two ranks on one GPU"
+    assert f"skipped  weights by NCCL, embedded engine: {refused}" in out
+    assert (
+        "skipped  KV budget: needs 1 CUDA device, found 0: its memory is counted by CUDA's allocator" in out
+    )
+    assert f"0 passed, 0 failed, {len(results.skipped)} skipped" in out
+
+
+def test_on_a_cpu_the_measurements_of_engine_trainer_and_publication_pass() -> None:
+    chosen = [check for check in checks("cpu") if check.measure and not check.num_gpus]
+    results = run_all(chosen, num_gpus=0, vllm=None)
+    assert results.passed == ["decode kernels", "micro-batches", "publication"], results.failed
+
+
+def test_micro_batches_that_are_not_full_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainerSettings, "least_tokens", lambda self: 1)
+    (check,) = [check for check in checks("cpu") if check.name == "micro-batches"]
+    results = run_all([check], num_gpus=0, vllm=None)
+    assert results.failed["micro-batches"].endswith("where 8 hold the tokens")
 
 
 def test_with_a_gpu_but_without_vllm_only_its_checks_are_skipped() -> None:

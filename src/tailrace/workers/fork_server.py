@@ -74,8 +74,8 @@ def serve(controller: socket.socket) -> Start | None:
         _become(start, end)
         if has_cuda:
             raise SystemExit(
-                f"a module that {start.module} imports has initialised CUDA, which works in no process that "
-                "is forked afterwards. bitsandbytes does so: uninstall it, or import it where it is used"
+                f"a module that {start.module} imports has initialised CUDA, which then works in no process "
+                "that is forked. bitsandbytes does so: uninstall it, or import it where it is first used"
             )
         return start
     return None
