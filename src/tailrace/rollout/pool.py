@@ -312,7 +312,7 @@ class Pool:
             self._in_flight.pop(group, None)
             self._frontier.pop(group, None)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
-        self._parking = self._tasks.create_task(self._settle(groups, aborting))
+        self._parking = asyncio.create_task(self._settle(groups, aborting))
         self.changed.fire()
 
     async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
