@@ -20,7 +20,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
-from tailrace.types import Group, Prompt, Sample, SampleId, Turn, noise_seed
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed
 
 SEED = 3
 TREE = ((1, 0, 0), (2, 1, 2), (3, 1, 1))
@@ -269,6 +269,20 @@ def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -
         assert starting_point.totals.trained_tokens == 4 and starting_point.totals.wasted_tokens == {
             "interrupted": 5
         }
+
+    by_hand(main)
+
+
+def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> None:
+    async def main() -> None:
+        life = Life(SqliteStore.create(tmp_path / "ledger.sqlite"))
+        group = life.draw(10, version=7)
+        await life.mark(tmp_path, 7, 7)
+        group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
+        await life.journal.finish()
+        (restored,) = life.next(tmp_path, 10).interrupted
+        assert restored.samples[0].spans == [Span(3, 6), Span(7, 4)]
+        assert restored.oldest_version == 3
 
     by_hand(main)
 

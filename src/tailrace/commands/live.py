@@ -44,6 +44,7 @@ from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.rollout.episodes import NoRewards
 from tailrace.trainer.adapter import check_lora
+from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
@@ -60,9 +61,12 @@ def check_live(config: RunConfig) -> None:
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
+        CheckpointError: the model is a checkpoint that is damaged.
     """
     require_sections(config, "model", "data", "sampling")
     assert config.model and config.data and config.sampling
+    path = config.model.path
+    verify(path, f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}")
     _check_engine(config)
     _check_trainer(config)
     for source in sources_of(config.data):

@@ -23,7 +23,7 @@ from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
-from tailrace.errors import ConfigError, Interrupted, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
@@ -43,6 +43,7 @@ from tailrace.record.trackers import TrackedRun, open_trackers
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
+from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 
 def train(
@@ -79,7 +80,8 @@ def train(
                 if num_restarts == limit or interruption.signal is not None:
                     raise
                 num_restarts += 1
-                print(f"tailrace: {died}\ntailrace: restart {num_restarts} of {limit}", file=sys.stderr)
+                _say(str(died))
+                _say(f"restart {num_restarts} of {limit}")
 
 
 def _one_life(
@@ -129,7 +131,7 @@ def opened(
 def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     books = read_books(store)
     check_resumable(books.lives[max(books.lives)].config, config)
-    return next_life(
+    start = next_life(
         books,
         name=store.name,
         config=config.to_json(),
@@ -138,6 +140,33 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
+    _check_checkpoint(folder, start)
+    undone = [training.step for training in books.trainings.values() if training.undone == start.life]
+    num_undone = max(undone, default=start.step) - start.step
+    where = start.checkpoint or "the model of the config"
+    _say(f"resumed from {where}, step {start.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
+    return start
+
+
+def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
+    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
+    missing = ", ".join(mark.checkpoint for mark in start.missing)
+    if not start.checkpoint:
+        if any(mark.step for mark in start.missing):
+            raise CheckpointError(
+                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
+                "put the folder back, or begin a new run in another --output-dir"
+            )
+        return
+    if missing:
+        _say(f"checkpoints that the ledger knows are missing: {missing}")
+    path = folder.checkpoints / start.checkpoint
+    if not verify(path, remedy(path), step=start.step):
+        _say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
+
+
+def _say(line: str) -> None:
+    print(f"tailrace: {line}", file=sys.stderr)
 
 
 async def _train(

@@ -36,7 +36,7 @@ MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
 """After a scan of all groups the journal pauses at least this many times as long as the scan took; the second
 where someone waits for what is written."""
 
-_SampleState = tuple[int, str | None, float | None, str | None, bool, tuple[tuple[int, int, int], ...]]
+_SampleState = tuple[object, ...]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""
@@ -321,7 +321,8 @@ def _state_of(sample: Sample) -> _SampleState:
         (len(turn.observation_ids), len(turn.results), turn.results.count(None)) for turn in sample.turns
     )
     state = (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
-    return (*state, sample.in_episode, turns)
+    spans = tuple((span.version, span.num_tokens) for span in sample.spans)  # a server may correct them later
+    return (*state, sample.in_episode, turns, spans)
 
 
 def _retrieve_error(commit: asyncio.Future[None]) -> None:

@@ -68,6 +68,8 @@ class StartingPoint:
     """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)
     """The base, if there is one."""
+    missing: list[MarkRow] = field(default_factory=list)
+    """The marks after the base, whose checkpoints were removed."""
     trained: list[tuple[int, SampleRow]] = field(default_factory=list)
     """(step, sample): samples trained before the base whose tokens are still stored."""
     opening: Cut = field(default_factory=lambda: Cut([]))
@@ -127,6 +129,7 @@ def next_life(
         steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
         anchors=msgspec.json.decode(base.anchors, type=dict[int, float]),
         marks=[base] if base.checkpoint else [],
+        missing=later,
         trained=[
             (training.step, books.samples[training.id])
             for training in books.trainings.values()
