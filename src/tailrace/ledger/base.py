@@ -164,6 +164,11 @@ class SampleRow(Row, frozen=True, array_like=True):
         return SampleId(self.prompt, self.attempt, self.number)
 
     @property
+    def without_tokens(self) -> "SampleRow":
+        """The row of the sample when its tokens are removed."""
+        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns="[]")
+
+    @property
     def origins(self) -> list["Origin"]:
         return msgspec.json.decode(self.spans, type=list[Origin])
 
@@ -227,6 +232,8 @@ class Cut:
     rows: Sequence[Row]
     pruned: Sequence[SampleId] = ()
     """Samples whose tokens the store removes."""
+    covered_step: int = 0
+    """The store removes the tokens of all samples that were trained up to this optimizer step."""
 
 
 @dataclass(slots=True)

@@ -70,13 +70,13 @@ class Journal:
         """Stored row of each group without a fate."""
         self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
         """Stored state of each sample without a fate."""
-        self._trained = starting_point.trained
         self._marks = starting_point.marks
         """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
         self._settled: list[tuple[Sample, int | None]] = []
         self._rows: list[Row] = []
         self._pruned: list[SampleId] = []
+        self._covered_step = 0
         self._commit: asyncio.Future[None] | None = None
         self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
         self._scan_s = 0.0  # how long the last scan of all groups took
@@ -172,9 +172,9 @@ class Journal:
 
     def _put(self) -> None:
         if self._rows or self._pruned:
-            self._commit = self._start_commit(Cut(self._rows, self._pruned))
+            self._commit = self._start_commit(Cut(self._rows, self._pruned, self._covered_step))
             self._commit.add_done_callback(_retrieve_error)
-            self._rows, self._pruned = [], []
+            self._rows, self._pruned, self._covered_step = [], [], 0
 
     async def _put_and_wait(self) -> None:
         with waiting("the ledger to be written"):
@@ -228,13 +228,12 @@ class Journal:
 
     def _collect_settled(self, sample: Sample, step: int | None) -> None:
         if step is None:
-            self._rows.append(_pruned(self._sample_row(sample)))
+            self._rows.append(self._sample_row(sample).without_tokens)
             if self._num_stored(sample):
                 self._pruned.append(sample.id)
         else:
             self._rows += self._sample_rows(sample)
             self._rows.append(TrainingRow(self._life, *sample.id, step))
-            self._trained.append((step, self._sample_row(sample)))
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 
@@ -282,10 +281,7 @@ class Journal:
         for old in marks[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}", anchors="{}"))
         for last in marks[-2:-1]:
-            covered = [row for step, row in self._trained if step <= last.step]
-            self._rows += map(_pruned, covered)
-            self._pruned += (row.id for row in covered)
-            self._trained = [(step, row) for step, row in self._trained if step > last.step]
+            self._covered_step = last.step
         self._marks = marks[-2:]
 
 
@@ -309,10 +305,6 @@ class NullJournal:
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _pruned(row: SampleRow) -> SampleRow:
-    return msgspec.structs.replace(row, text="", pruned=True, reference_logprobs=b"", turns="[]")
 
 
 def _state_of(sample: Sample) -> _SampleState:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import ROWS, Cut, R, Row, RunRow, TokensRow, explained
+from tailrace.ledger.base import ROWS, Cut, R, Row, RunRow, SampleRow, TokensRow, TrainingRow, explained
 from tailrace.types import SampleId
 
 _encode = msgspec.msgpack.encode
@@ -58,7 +58,10 @@ class RedisStore:
                     transaction.sadd(self._with_tokens, str(id))
                 else:
                     transaction.hset(self._prefix + row.table, _encode(row.key), _encode(row))
-            for id in cut.pruned:
+            covered = self._covered(cut.covered_step) if cut.covered_step else []
+            for row in covered:
+                transaction.hset(self._prefix + row.table, _encode(row.key), _encode(row.without_tokens))
+            for id in (*cut.pruned, *(row.id for row in covered)):
                 transaction.unlink(self._tokens(id))
                 transaction.srem(self._with_tokens, str(id))
             transaction.execute()
@@ -69,6 +72,14 @@ class RedisStore:
             return sorted(
                 (msgspec.msgpack.decode(blob, type=kind) for blob in blobs), key=lambda row: row.key
             )
+
+    def _covered(self, step: int) -> list[SampleRow]:
+        """Return the samples that were trained up to a step and still have tokens."""
+        with_tokens = self._redis.smembers(self._with_tokens)
+        trained = [row.id for row in self.rows(TrainingRow) if row.undone is None and row.step <= step]
+        keys = [_encode(tuple(id)) for id in trained if str(id).encode() in with_tokens]
+        blobs = self._redis.hmget(self._prefix + SampleRow.table, keys) if keys else []
+        return [msgspec.msgpack.decode(blob, type=SampleRow) for blob in blobs]
 
     def close(self) -> None:
         self._redis.close()

@@ -13,7 +13,7 @@ from zlib import crc32
 import msgspec
 
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import ROWS, Cut, R, Row, explained
+from tailrace.ledger.base import ROWS, Cut, R, Row, SampleRow, explained
 
 _explained = partial(explained, errors=(sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError))
 _readable = partial(
@@ -82,12 +82,12 @@ class SqliteStore:
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                for kind in ROWS:
-                    rows = [_with_checksum(row) for row in cut.rows if type(row) is kind]
-                    places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
-                    self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", rows)
+                self._write(cut.rows)
+                covered = self._covered(cut.covered_step) if cut.covered_step else []
+                self._write([row.without_tokens for row in covered])
                 self._connection.executemany(
-                    "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?", cut.pruned
+                    "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?",
+                    [*cut.pruned, *(row.id for row in covered)],
                 )
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -99,6 +99,21 @@ class SqliteStore:
         query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
         with _readable(self.name):
             return [_checked(values, kind) for values in self._connection.execute(query)]
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        for kind in ROWS:
+            values = [_with_checksum(row) for row in rows if type(row) is kind]
+            places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
+            self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", values)
+
+    def _covered(self, step: int) -> list[SampleRow]:
+        """Return the samples that were trained up to a step and still have tokens."""
+        key = _key(SampleRow)
+        query = (
+            f"SELECT {_columns(SampleRow)} FROM samples WHERE NOT pruned AND ({key}) IN "
+            f"(SELECT {key} FROM trainings WHERE undone IS NULL AND step <= ?)"
+        )
+        return [_checked(values, SampleRow) for values in self._connection.execute(query, (step,))]
 
     def close(self) -> None:
         self._connection.close()
