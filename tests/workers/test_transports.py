@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
@@ -20,7 +21,12 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import EngineDied, TransferFailed, WeightsRefused
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Sample
-from tailrace.weights.base import FilesystemSettings, ProcessGroupSettings, WeightsSettings
+from tailrace.weights.base import (
+    FilesystemSettings,
+    ProcessGroupSettings,
+    SharedMemorySettings,
+    WeightsSettings,
+)
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.messages import EngineJob, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
@@ -55,7 +61,7 @@ def expected(models: tuple[Path, Path]) -> list[list[int]]:
 
 @asynccontextmanager
 async def started(
-    models: tuple[Path, Path], weights: WeightsSettings, logs: Path, num_engines: int
+    models: tuple[Path, Path], weights: WeightsSettings, logs: Path, num_engines: int, seed: int = 0
 ) -> AsyncIterator[tuple[RemoteTrainer, list[RemoteEngine]]]:
     served, trained = models
     job = TrainerJob(
@@ -65,6 +71,7 @@ async def started(
         sampling=SAMPLING,
         weights=weights,
         published_dtype="float32",
+        seed=seed,
     )
     trainer = RemoteTrainer([await TrainerProcess.spawn("trainer", job, LocalSpawner(logs))])
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
@@ -156,5 +163,36 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
                 await loading
             await engine.load(weights, kv="recompute")
             assert await completions(engine) == expected
+
+    execute(main())
+
+
+def test_two_trainers_of_one_seed_draw_the_same_and_one_of_another_does_not(
+    execute: Execute, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def random_state(name: str, seed: int) -> bytes:
+        async with started(models, SharedMemorySettings(), tmp_path, 0, seed=seed) as (trainer, _):
+            await (await trainer.save(tmp_path / name))
+        (file,) = (tmp_path / name / "trainer").glob("*.safetensors")
+        return bytes(load_file(file)["random.cpu.0"].tolist())
+
+    async def main() -> None:
+        one, other = await random_state("one", 3), await random_state("other", 3)
+        assert one == other != await random_state("third", 4)
+
+    execute(main())
+
+
+def test_weights_for_which_there_is_no_room_are_an_error_in_words_and_the_trainer_lives(
+    execute: Execute, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with started(models, SharedMemorySettings(), tmp_path, 0) as (trainer, _):
+            folder = Path((await trainer.publish(1)).location).parent
+            away = folder.rename(folder.with_name(f"away-{folder.name}"))
+            with pytest.raises(TransferFailed, match=r"2\.safetensors: .*--shm-size\); make room"):
+                await trainer.publish(2)
+            away.rename(folder)
+            assert (await trainer.publish(2)).version == 2
 
     execute(main())

@@ -223,6 +223,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         reward=where_workers_run(config.host, config.reward),
         data=config.data,
         tokenizer=tokenizer,
+        seed=config.run.seed,
         folder=folder,
         scores=calls_reward_functions(config),
         broker=config.broker,

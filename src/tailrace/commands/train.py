@@ -6,7 +6,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable
+from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
@@ -34,6 +35,7 @@ from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
+from tailrace.record.rows import EvaluationRow, Row
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
@@ -186,7 +188,9 @@ async def _train(
             store.commit(start.opening)
             folder.config.write_text(config.toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
-        recorder, summary = _recorder(config, folder, start, timeline)
+        earlier = read_rows(folder.metrics)
+        start.best = _best(earlier, folder)
+        recorder, summary = _recorder(config, folder, start, timeline, earlier)
         lag = asyncio.create_task(watch_controller_lag(recorder))
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
@@ -205,10 +209,23 @@ async def _train(
     return outcome, summary.summary()
 
 
+def _best(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
+    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there."""
+    found = [
+        (row.accuracy, row.round)
+        for row in earlier
+        if isinstance(row, EvaluationRow) and (folder.checkpoints / checkpoint_name(row.round)).is_dir()
+    ]
+    return max(found, key=lambda each: each[0], default=None)
+
+
 def _recorder(
-    config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
+    config: RunConfig,
+    folder: RunFolder,
+    start: StartingPoint,
+    timeline: Timeline,
+    earlier: Sequence[Row],
 ) -> tuple[Recorder, Summary]:
-    earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
     display = Display(config.run.rounds, clock.who_waits, config.record)
     tracked = TrackedRun(

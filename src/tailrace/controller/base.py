@@ -38,9 +38,9 @@ class RunSettings(Settings):
     """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
-    keep_checkpoints: int | None = Field(default=None, ge=1)
-    """Newest checkpoints that are kept; older ones are deleted. None: all are kept. With 1 the run cannot go
-    back if that one is damaged."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """Newest checkpoints that are kept, beside the one of the best evaluation; others are deleted. 0: all are
+    kept. With 1 the run cannot go back if that one is damaged."""
     patience_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run says which task waits for what."""
     give_up_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)

@@ -54,6 +54,7 @@ class Checkpoints:
         """The newest complete checkpoint that has an optimizer step; None: there is none."""
         self._saved_at = (start.round if start.checkpoint else -1, start.step)
         """Round and optimizer steps of the newest checkpoint, which may be still being written."""
+        self._best = start.best
 
     async def save_if_due(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
@@ -68,9 +69,14 @@ class Checkpoints:
         every = self._settings.checkpoint_every
         due = last or (every > 0 and state.round % every == 0)
         if due and (state.round, state.num_steps) != self._saved_at:
-            await self._save(f"round_{state.round:06d}", state, state.version, parked, longest)
+            await self._save(checkpoint_name(state.round), state, state.version, parked, longest)
         if last:
             await self.written()
+
+    def evaluated(self, round: int, accuracy: float) -> None:
+        """Keep the checkpoint of a round whose evaluation is the best so far."""
+        if round == self._saved_at[0] and (self._best is None or accuracy > self._best[0]):
+            self._best = accuracy, round
 
     async def written(self) -> None:
         """Wait until the newest checkpoint is complete.
@@ -132,11 +138,20 @@ class Checkpoints:
     def _delete_old(self, newest: Path) -> None:
         for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
             shutil.rmtree(unfinished)
-        if (keep := self._settings.keep_checkpoints) is None:
+        if (keep := self._settings.keep_checkpoints) == 0:
             return
-        others = sorted(path for path in newest.parent.glob("round_*") if path != newest)
-        for old in others[: max(0, len(others) - keep + 1)]:
-            shutil.rmtree(old)
+        found = sorted(newest.parent.glob("round_*"))
+        place = found.index(newest)  # what comes after it is of a life that was rolled back
+        kept = {*found[: place + 1][-keep:]}
+        if self._best:
+            kept.add(newest.with_name(checkpoint_name(self._best[1])))
+        for other in found:
+            if other not in kept:
+                shutil.rmtree(other)
+
+
+def checkpoint_name(round: int) -> str:
+    return f"round_{round:06d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +163,7 @@ class Evaluations:
     router: Router
     ledger: Ledger
     recorder: Recorder
+    checkpoints: Checkpoints
 
     async def run_if_due(self, round: int, *, last: bool) -> None:
         """Evaluate if an evaluation is due at the top of a round."""
@@ -168,6 +184,7 @@ class Evaluations:
             result = await evaluate(samples, self.router, parts.rewards)
         finally:  # also when it is interrupted
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
+        self.checkpoints.evaluated(round, result.accuracy)
         mean_tokens = result.num_tokens / len(samples)
         sets = metrics_of_sets(result.samples, settings.eval_solved_at)
         self.recorder.emit(

@@ -77,7 +77,9 @@ class Run:
         self.checkpoints = Checkpoints(
             parts, settings, self._ledger, journal, recorder, tasks, folder=folder, start=start
         )
-        self._evaluations = Evaluations(parts, settings, self.router, self._ledger, recorder)
+        self._evaluations = Evaluations(
+            parts, settings, self.router, self._ledger, recorder, self.checkpoints
+        )
         self.pool = Pool(
             tasks,
             self.router,

@@ -36,7 +36,7 @@ MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
 """After a scan of all groups the journal pauses at least this many times as long as the scan took; the second
 where someone waits for what is written."""
 
-_SampleState = tuple[object, ...]
+_SampleState = tuple[int, *tuple[object, ...]]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""

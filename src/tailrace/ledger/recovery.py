@@ -71,6 +71,8 @@ class StartingPoint:
     """The base, if there is one."""
     missing: list[MarkRow] = field(default_factory=list)
     """The marks after the base, whose checkpoints were removed."""
+    best: tuple[float, int] | None = None
+    """Accuracy and round of the best evaluation that has a checkpoint; None: there is none."""
     opening: Cut = field(default_factory=lambda: Cut([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tailrace.errors import TransferFailed
 from tailrace.weights.base import KEPT_VERSIONS, Link, Weights
 from tailrace.weights.tensors import manifest
 
@@ -56,7 +57,9 @@ class SharedMemorySender:
         except SafetensorError as why:
             partial.unlink(missing_ok=True)
             remedy = f"the {KEPT_VERSIONS} last versions of the weights and one more must fit there"
-            raise OSError(f"{file}: {why}; {remedy} (in a container: --shm-size)") from why
+            raise TransferFailed(
+                f"{file}: {why}; {remedy} (in a container: --shm-size); make room, then --resume"
+            ) from why
         partial.rename(file)
         self._kept = [*(kept for kept in self._kept if kept != file), file]
         while len(self._kept) > KEPT_VERSIONS:

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -37,6 +38,7 @@ def execute(message: ToTrainer, trainer: TorchTrainer, publish: Publish) -> From
     Raises:
         CheckpointError: a checkpoint cannot be written or read.
         ScheduleError: a step without accumulated samples.
+        TransferFailed: there is no room for the published weights.
     """
     match message:
         case messages.Accumulate(units=units):
@@ -141,6 +143,7 @@ def serve_as(
             max_completion_tokens=job.sampling.max_completion_tokens,
             ranks=ranks,
         )
+    torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
     publish = publish_by(sender, job, trainer)
     channel.send(Ready())
     for message in received:
@@ -154,7 +157,7 @@ def serve_as(
                 channel.send(save(message, trainer, channel, job.trainer.async_checkpoints))
                 continue
             channel.send(execute(message, trainer, publish))
-        except (CheckpointError, ScheduleError) as error:
+        except (CheckpointError, ScheduleError, TransferFailed) as error:
             channel.send(Refused.of(error))
 
 
