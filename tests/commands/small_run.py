@@ -17,6 +17,7 @@ group_size = 2
 eval_every = 3
 eval_prompts = 8
 checkpoint_every = 1
+keep_checkpoints = 0
 
 [schedule]
 name = "rolloutpipe"

@@ -16,7 +16,9 @@ from small_run import trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.cli import main
+from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.commands.live import check_live
 from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.counter import counted_tokens
@@ -24,6 +26,7 @@ from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
+from tailrace.schedules.resolve import with_published_defaults
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
 
@@ -31,7 +34,7 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) ->
     checkpoint = RunFolder(interrupted).newest_checkpoint()
     assert checkpoint
     names = {path.name for path in (interrupted / "model").iterdir()}
-    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer"}
+    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer", "checksums.json"}
     assert ONLY_OF_THE_TRAINER == STATE_FOLDER
     model = AutoModelForCausalLM.from_pretrained(interrupted / "model")
     assert model.config.model_type == "qwen3"
@@ -88,6 +91,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+def changed(folder: Path, before: dict[str, bytes]) -> set[str]:
+    """Reading a ledger moves its log into the file."""
+    after = files_of(folder)
+    return {name for name in before.keys() | after.keys() if after.get(name) != before.get(name)}
+
+
 def killed_config(killed: Path) -> RunConfig:
     return load_config(killed, {"run.rounds": "12"})
 
@@ -112,21 +121,86 @@ def test_a_run_is_not_resumed_with_another_config(killed: Path, killed_copy: Pat
 
 
 def test_a_torn_checkpoint_is_named_and_nothing_is_overwritten(killed: Path, killed_copy: Path) -> None:
-    with closing(
-        SqliteStore.open(killed_copy / "ledger.sqlite")
-    ) as store:  # a later one may have no mark yet
-        newest = (
-            killed_copy / "checkpoints" / max(read_books(store).marks, key=lambda mark: mark.round).checkpoint
-        )
+    newest = newest_marked(killed_copy)
     next((newest / "trainer").iterdir()).write_bytes(b"torn")
     before = files_of(killed_copy)
     with pytest.raises(CheckpointError, match=rf"{newest.name}.*remove .*{newest.name} and resume again"):
         train(killed_config(killed), killed_copy, resume=True)
-    after = files_of(killed_copy)
-    assert {name for name in before if after[name] != before[name]} <= {"ledger.sqlite"}
+    assert changed(killed_copy, before) <= {"ledger.sqlite"}
     shutil.rmtree(newest)
     with closing(SqliteStore.open(killed_copy / "ledger.sqlite")) as store:
         assert len(read_books(store).lives) == 1
+
+
+def newest_marked(folder: Path) -> Path:
+    """The newest checkpoint with a mark; a later one may have none yet."""
+    with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
+        marks = read_books(store).marks
+    return folder / "checkpoints" / max(marks, key=lambda mark: mark.round).checkpoint
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer"])
+def test_one_bit_in_a_checkpoint_is_refused_with_the_name_of_the_file(
+    killed: Path, killed_copy: Path, file: str
+) -> None:
+    path = newest_marked(killed_copy) / file
+    path = next(path.iterdir()) if path.is_dir() else path
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+    before = files_of(killed_copy)
+    with pytest.raises(CheckpointError, match=rf"{path.name} is damaged: .*remove .* and resume again"):
+        train(killed_config(killed), killed_copy, resume=True)
+    assert changed(killed_copy, before) <= {"ledger.sqlite"}
+    with pytest.raises(CheckpointError, match=rf"{path.name} is damaged: .*name another model\.path"):
+        check_live(evaluated_config(killed_copy, path.parents[path.parent.name == "trainer"], {}))
+
+
+def test_a_checkpoint_of_another_round_in_its_place_is_refused(killed: Path, killed_copy: Path) -> None:
+    newest = newest_marked(killed_copy)
+    shutil.rmtree(newest)
+    shutil.copytree(killed_copy / "checkpoints" / "round_000001", newest)
+    with pytest.raises(CheckpointError, match=rf"{newest.name} has 2 optimizer steps, and the ledger says"):
+        train(killed_config(killed), killed_copy, resume=True)
+
+
+def test_resume_says_from_where_and_which_checkpoint_is_missing(
+    killed: Path, killed_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = newest_marked(killed_copy)
+    shutil.rmtree(newest)
+    with opened(with_published_defaults(killed_config(killed)), RunFolder(killed_copy), resume=True) as (
+        _,
+        start,
+    ):
+        assert start.checkpoint == f"round_{int(newest.name[-6:]) - 1:06d}"
+    told = capsys.readouterr().err
+    assert f"checkpoints that the ledger knows are missing: {newest.name}" in told
+    assert f"resumed from {start.checkpoint}, step {start.step} (" in told
+    assert int(told.rpartition("(")[2].split()[0]) >= 2, "the two steps of the last round are undone"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(killed: Path, killed_copy: Path) -> None:
+    shutil.rmtree(killed_copy / "checkpoints")
+    before = files_of(killed_copy)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoints of the run are gone \(round_.*another --output-dir"
+    ):
+        train(killed_config(killed), killed_copy, resume=True)
+    assert changed(killed_copy, before) <= {"ledger.sqlite"}
+
+
+def test_a_checkpoint_without_checksums_is_taken_and_named(
+    killed: Path, killed_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = newest_marked(killed_copy)
+    (newest / "checksums.json").unlink()
+    with opened(with_published_defaults(killed_config(killed)), RunFolder(killed_copy), resume=True) as (
+        _,
+        start,
+    ):
+        assert start.checkpoint == newest.name
+    assert f"{newest} has no checksums.json (an older version wrote it)" in capsys.readouterr().err
 
 
 def test_counts_that_are_gone_are_an_error(killed: Path, killed_copy: Path) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints that are written while the run goes on, in virtual time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import CheckpointError
 from tailrace.ledger.read import read_books
 from tailrace.record.events import RoundStarted, Saved, Stepped
-from tailrace.types import Sample
 
 SERIAL = SCHEDULES_BY_NAME["serial"]
 EVERY_ROUND = change(SETTINGS, checkpoint_every=1)
@@ -79,32 +78,3 @@ def test_an_interrupted_run_waits_for_its_checkpoint(tmp_path: Path) -> None:
     run = simulate(SERIAL, EVERY_ROUND, folder=tmp_path, parts=slow(write_s), interrupt_at_s=at_s)
     assert run.ended.interrupted and run.ended.checkpoint == tmp_path / "round_000001"
     assert run.ended_s == run.of(Saved)[-1].time_s == 2 * write_s
-
-
-class Accuracies:
-    """Rewards of held-out samples by the round of the evaluation."""
-
-    def __init__(self, by_round: Sequence[float]) -> None:
-        self._by_round = by_round
-
-    async def score(self, sample: Sample) -> float:
-        return self._by_round[sample.id.attempt] if sample.id.prompt < 0 else sample.id.number % 2
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "kept"),
-    [([0.1, 0.9, 0.2, 0.3, 0.9, 0.5], [1, 4, 5]), ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [4, 5])],
-)
-def test_the_two_newest_checkpoints_are_kept_and_that_of_the_best_evaluation(
-    tmp_path: Path, accuracies: list[float], kept: list[int]
-) -> None:
-    """The first of two that are equally good; also over a kill and a resume."""
-    settings, book = change(SETTINGS, rounds=5, checkpoint_every=1, eval_every=1, eval_prompts=4), Book()
-
-    def parts() -> Parts:
-        return replace(simulated_parts(SIM, 0), rewards=Accuracies(accuracies))
-
-    simulate(SERIAL, settings, folder=tmp_path, book=book, parts=parts, kill_at_s=ROUND_S[2] * 1.5)
-    simulate(SERIAL, settings, folder=tmp_path, book=book, parts=parts)
-    names = sorted(path.name for path in tmp_path.glob("round_*"))
-    assert names == [f"round_{number:06d}" for number in kept]

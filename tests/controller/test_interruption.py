@@ -9,7 +9,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, cha
 from tailrace.ledger.base import Books
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
-from tailrace.record.events import BooksClosed, Published, Saved, Stepped
+from tailrace.record.events import BooksClosed, Evaluated, Published, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 
 
@@ -146,3 +146,24 @@ def test_the_steps_of_a_round_that_was_interrupted_count(name: str, num_steps: i
     books = read_books(book.store)
     assert totals_of(books).num_known_tokens + held_tokens_of(books) == book.num_generated
     assert last.run.version == last.of(Published)[-1].version
+
+
+def test_two_checkpoints_and_the_one_of_the_best_evaluation_are_kept(tmp_path: Path) -> None:
+    settings = change(
+        SETTINGS, rounds=8, checkpoint_every=1, eval_every=1, eval_prompts=16, eval_greedy=False
+    )
+    run = simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
+    accuracies = {event.round: event.accuracy for event in run.of(Evaluated)}
+    best = max(accuracies, key=lambda round: accuracies[round])
+    assert best < 6, "otherwise this test shows nothing"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"round_{number:06d}" for number in (best, 7, 8)}
+
+
+def test_a_checkpoint_of_a_life_that_was_rolled_back_does_not_take_the_place_of_a_newer_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "round_000009").mkdir()
+    settings = change(SETTINGS, checkpoint_every=1)
+    simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round_000002", "round_000003"]

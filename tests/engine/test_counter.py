@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.engine.counter import TokenCounter, counted_tokens
+from tailrace.engine.counter import TokenCounter, count_in, counted_tokens
 from tailrace.errors import LedgerError
 
 KILLED = """
@@ -31,7 +31,7 @@ for number in range(100):
 
 def test_a_count_survives_sigkill_whole_and_the_next_one_goes_on_from_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True)
-    counts = [int.from_bytes(path.read_bytes(), sys.byteorder) for path in tmp_path.iterdir()]
+    counts = [count_in(path.read_bytes()) for path in tmp_path.iterdir()]
     assert len(counts) == 100 and min(counts) >= 1000
     TokenCounter(tmp_path / "engine-0-1.count").add(5)
     assert counted_tokens(tmp_path) == sum(counts) + 5
@@ -46,5 +46,18 @@ def test_counts_of_all_engines_and_lives_are_one_sum(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_count_is_named(tmp_path: Path) -> None:
     (tmp_path / "engine-0-1.count").write_bytes(b"123")
-    with pytest.raises(LedgerError, match=r"engine-0-1\.count is damaged; put a copy back"):
+    with pytest.raises(
+        LedgerError, match=r"engine-0-1\.count is damaged \(it has 3 bytes\); put a copy back"
+    ):
+        counted_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_a_bit_of_a_count_that_flips_is_found(tmp_path: Path, bit: int) -> None:
+    path = tmp_path / "engine-0-1.count"
+    TokenCounter(path).add(123_456_789)
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match=r"engine-0-1\.count is damaged \(its checksum differs\)"):
         counted_tokens(tmp_path)

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tailrace.ledger.base import Cut, R, Row, SampleRow, Store, TokensRow
+from tailrace.ledger.base import Cut, R, Row, SampleRow, Store, TokensRow, TrainingRow
 
 
 class MemoryStore:
@@ -16,12 +16,15 @@ class MemoryStore:
     def commit(self, cut: Cut) -> None:
         for row in cut.rows:
             self._tables.setdefault(type(row), {})[row.key] = row
-        tokens = self._tables.get(TokensRow, {})
-        for key in [key for key in tokens if key[:3] in cut.pruned]:
-            del tokens[key]
+        pruned = set(cut.pruned)
         samples = self._tables.get(SampleRow, {})
-        for id in cut.pruned:
-            samples[id] = samples[id].without_content()
+        for training in self.rows(TrainingRow):
+            if training.undone is None and training.step <= cut.covered_step:
+                samples[training.id] = samples[training.id].without_tokens
+                pruned.add(training.id)
+        tokens = self._tables.get(TokensRow, {})
+        for key in [key for key in tokens if key[:3] in pruned]:
+            del tokens[key]
 
     def rows(self, kind: type[R]) -> list[R]:
         table = self._tables.get(kind, {})

@@ -14,10 +14,11 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import Cut, GroupRow, Origin, Row, SampleRow, TokensRow
+from tailrace.ledger.base import Cut, GroupRow, Origin, Row, SampleRow, Store, TokensRow
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
+from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn
@@ -49,7 +50,7 @@ class Full(MemoryStore):
         super().commit(cut)
 
 
-def followed(store: MemoryStore) -> tuple[Journal, Ledger]:
+def followed(store: Store) -> tuple[Journal, Ledger]:
     """A ledger, and the journal that commits its changes to the store at once."""
     starting_point = first_life()
     journal = Journal(partial(commit_at_once, store), starting_point, flush_s=1.0)
@@ -102,6 +103,40 @@ def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
         assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
 
     clock.run(main(), virtual=True)
+
+
+def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_store(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = SqliteStore.create(tmp_path / "ledger.sqlite")
+        journal, ledger = followed(store)
+        for step in range(1, 201):
+            group = Group(Prompt(step, [1]), 1, [], num_launched=1)
+            sample = Sample(SampleId(step, 0, 0), group, finish_reason="stop", text="text " * 100)
+            group.samples = group.kept = [sample]
+            ledger.draw(group)
+            sample.extend([5, 6], [-0.5, -0.25], 0)
+            ledger.train([sample], step)
+            await journal.finish()
+            if step == 1:
+                after_one = size_of(journal)
+        assert size_of(journal) <= after_one
+        assert len(store.rows(TokensRow)) == 200, "a resume without a mark trains all of them again"
+        state = {"version": 0, "parked": [], "longest": {}, "steps_at": {}, "anchors": {}}
+        await journal.mark("round_000001", round=1, step=150, **state)
+        assert len(store.rows(TokensRow)) == 200, "the mark's checkpoint may be damaged"
+        await journal.mark("round_000002", round=2, step=200, **state)
+        assert [row.prompt for row in store.rows(TokensRow)] == list(range(151, 201))
+        assert [row.prompt for row in store.rows(SampleRow) if not row.pruned] == list(range(151, 201))
+        assert {row.text for row in store.rows(SampleRow) if row.pruned} == {""}
+
+    clock.run(main(), virtual=True)
+
+
+def size_of(journal: Journal) -> int:
+    """How many things its containers hold."""
+    return sum(len(held) for held in vars(journal).values() if isinstance(held, (list, dict, set)))
 
 
 def test_the_round_in_which_a_group_was_drawn_is_told(tmp_path: Path) -> None:

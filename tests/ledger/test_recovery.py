@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
-from tailrace.errors import LedgerError
+from tailrace.errors import BadRow, LedgerError
 from tailrace.ledger.base import LifeRow, Origin, Store
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
@@ -20,7 +20,7 @@ from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
-from tailrace.types import Group, Prompt, Sample, SampleId, Turn, noise_seed
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed
 
 SEED = 3
 TREE = ((1, 0, 0), (2, 1, 2), (3, 1, 1))
@@ -135,7 +135,9 @@ class Life:
             anchors={7: 0.5 * round},
         )
 
-    def next(self, folder: Path, num_generated: int) -> StartingPoint:
+    def next(
+        self, folder: Path, num_generated: int, prompt_of: Callable[[int], Prompt] = prompt_of
+    ) -> StartingPoint:
         return next_life(
             read_books(self.store),
             name="ledger",
@@ -269,6 +271,45 @@ def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -
         assert starting_point.totals.trained_tokens == 4 and starting_point.totals.wasted_tokens == {
             "interrupted": 5
         }
+
+    by_hand(main)
+
+
+def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> None:
+    async def main() -> None:
+        life = Life(SqliteStore.create(tmp_path / "ledger.sqlite"))
+        group = life.draw(10, version=7)
+        await life.mark(tmp_path, 7, 7)
+        group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
+        await life.journal.finish()
+        (restored,) = life.next(tmp_path, 10).interrupted
+        assert restored.samples[0].spans == [Span(3, 6), Span(7, 4)]
+        assert restored.oldest_version == 3
+
+    by_hand(main)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path, refused: bool) -> None:
+    """refused: the data refuse the row now."""
+
+    def now(index: int) -> Prompt:
+        if index == 1 and refused:
+            raise BadRow("empty prompt")
+        return Prompt(index, [] if index == 1 else [1, 2])
+
+    async def main() -> None:
+        life = Life(SqliteStore.create(tmp_path / "ledger.sqlite"))
+        groups = [life.draw(3), life.draw(4), life.draw(5)]
+        await life.mark(tmp_path, 1, 1, parked=groups[1:])
+        for _ in range(2):  # the second time it has its fate
+            start = life.next(tmp_path, 12, prompt_of=now)
+            assert [group.prompt.index for group in start.partial_rollouts] == [2]
+            assert [group.prompt.index for group in start.interrupted] == [0]
+            assert start.totals.groups == {"dropped": 1}
+            assert start.totals.wasted_tokens == {"empty prompt": 4}
+            life.store.commit(start.opening)
+        assert read_books(life.store).groups[1].reason == "empty prompt"
 
     by_hand(main)
 

@@ -85,9 +85,6 @@ def test_a_row_replaces_the_one_with_its_key_and_pruned_tokens_are_gone(stores: 
     books = read_books(again())
     assert books.groups == {0: dropped}
     assert list(books.tokens) == [SampleId(0, 0, 0)]
-    pruned = books.samples[SampleId(0, 0, 1)]
-    assert (pruned.pruned, pruned.text, pruned.turns) == (True, "", "[]")
-    assert (pruned.reward, pruned.num_tokens, pruned.fate) == (0.5, 4, "trained")
 
 
 def test_tokens_that_do_not_add_up_are_damage(stores: tuple[Store, Again]) -> None:

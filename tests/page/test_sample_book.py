@@ -135,3 +135,13 @@ def test_without_a_ledger_the_page_says_so(tmp_path: Path) -> None:
     view = SampleBook(tmp_path).find("0.0/0")
     assert (view.source, view.tokens) == ("", None)
     assert view.note.startswith("it is in no samples file; the ledger: CONFIG")
+
+
+def test_a_sample_whose_line_is_damaged_is_said_to_be(folder: Path) -> None:
+    write_samples(folder, ids_of("1 + 1"))
+    path = folder / "samples" / "round_000000.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"prompt":"', b'"prompt":"\xff'))
+    book = SampleBook(folder)
+    book.update()
+    view = book.find("0.0/0")
+    assert view.record == {} and "round_000000.jsonl is damaged" in view.note

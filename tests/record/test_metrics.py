@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 from record_story import WALL_TIME, Story, make_episode, make_group, pipelined_round, play, rows_of
 
+from tailrace.errors import ConfigError
 from tailrace.record.events import (
     BooksClosed,
     ControllerLag,
@@ -362,3 +363,12 @@ def test_rows_are_kept_up_to_a_round(tmp_path: Path, before: int | None, count: 
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_a_row_that_lacks_its_round_is_named_and_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"round": 0, "step": 1, "loss": 1.0}\n{"rounf": 1, "step": 2, "loss": 1.0}\n')
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*damaged line \(KeyError: 'round'\): .*rounf"):
+        rewind_records(path, tmp_path / "samples", round=1, step=2)
+    assert path.read_bytes() == before

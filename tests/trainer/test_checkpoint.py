@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tailrace.errors import CheckpointError
 from tailrace.trainer import state_files
 from tailrace.trainer.base import StepStats
+from tailrace.trainer.checksums import verify
 from tailrace.trainer.trainer import TorchTrainer
 
 STATE_FILE = "trainer/shard-00001-model-00001-of-00001.safetensors"
@@ -88,6 +90,62 @@ def test_a_damaged_checkpoint_names_itself_and_changes_nothing(
         fresh.restore(tmp_path / "checkpoint")
     for name, tensor in dict(fresh.weights()).items():
         assert torch.equal(tensor, dict(untouched.weights())[name]), name
+
+
+def test_a_bit_that_flips_in_any_file_is_found_and_the_file_is_named(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    trainer, folder = make_trainer(advantage="gae"), tmp_path / "checkpoint"
+    steps(trainer, range(2))
+    trainer.save(folder)()
+    assert verify(folder, "remedy", step=2)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert {"model.safetensors", "config.json", "tokenizer.json", "checksums.json"} < {p.name for p in files}
+    for file in files:
+        content = file.read_bytes()
+        for at in (0, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(CheckpointError, match=rf"{file.name} is damaged.*; remedy"):
+                verify(folder, "remedy", step=2)
+        file.write_bytes(content)
+    assert verify(folder, "remedy", step=2)
+
+
+def test_a_checkpoint_of_another_step_in_its_place_is_found(make_trainer: Make, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    steps(trainer, range(1))
+    trainer.save(tmp_path / "checkpoint")()
+    with pytest.raises(CheckpointError, match="checkpoint has 1 optimizer steps, and the ledger says 2"):
+        verify(tmp_path / "checkpoint", "remedy", step=2)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_old_one_stays_until_then(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, folder = make_trainer(), tmp_path / "checkpoint"
+    trainer.save(folder)()
+    before = (folder / "model.safetensors").read_bytes()
+    steps(trainer, range(1))
+    synchronized, renamed = set[str](), []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        synchronized.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        if path.name == "checkpoint.partial":
+            inside = {str(each) for each in [path, *path.rglob("*")]}
+            held = [each for each in tmp_path.glob("*/model.safetensors") if each.read_bytes() == before]
+            renamed.append((inside <= synchronized, len(held)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    trainer.save(folder)()
+    assert renamed == [(True, 1)]
+    assert str(tmp_path) in synchronized, "the new name is on the disk, too"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_moments_that_are_missing_as_a_whole_are_a_defect(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
@@ -61,7 +62,7 @@ def expected(models: tuple[Path, Path]) -> list[list[int]]:
 
 @asynccontextmanager
 async def started(
-    models: tuple[Path, Path], weights: WeightsSettings, logs: Path, num_engines: int
+    models: tuple[Path, Path], weights: WeightsSettings, logs: Path, num_engines: int, seed: int = 0
 ) -> AsyncIterator[tuple[RemoteTrainer, list[RemoteEngine]]]:
     served, trained = models
     job = TrainerJob(
@@ -71,6 +72,7 @@ async def started(
         sampling=SAMPLING,
         weights=weights,
         published_dtype="float32",
+        seed=seed,
     )
     trainer = RemoteTrainer([await TrainerProcess.spawn("trainer", job, LocalSpawner(logs))])
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
@@ -204,5 +206,21 @@ def test_engines_load_and_live_while_the_trainer_computes(
             trainer.processes[0].process.kill()
             with pytest.raises(WorkerDied):
                 await training
+
+    execute(main())
+
+
+def test_two_trainers_of_one_seed_draw_the_same_and_one_of_another_does_not(
+    execute: Execute, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def random_state(name: str, seed: int) -> bytes:
+        async with started(models, SharedMemorySettings(), tmp_path, 0, seed=seed) as (trainer, _):
+            await (await trainer.save(tmp_path / name))
+        (file,) = (tmp_path / name / "trainer").glob("*.safetensors")
+        return bytes(load_file(file)["random.cpu.0"].tolist())
+
+    async def main() -> None:
+        one, other = await random_state("one", 3), await random_state("other", 3)
+        assert one == other != await random_state("third", 4)
 
     execute(main())

@@ -51,6 +51,7 @@ from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.schedules.resolve import BoundSchedule, trains_while_generating
 from tailrace.trainer.adapter import check_lora
+from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
 from tailrace.workers.local import open_local
@@ -75,10 +76,13 @@ def check_live(config: RunConfig, schedule: BoundSchedule | None = None) -> Fitt
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
+        CheckpointError: the model is a checkpoint that is damaged.
     """
     require_sections(config, "model", "data")
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
+    path = config.model.path
+    verify(path, f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}")
     _check_engine(config)
     _check_trainer(config)
     for source in sources_of(config.data):
@@ -246,6 +250,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         reward=where_workers_run(config.host, config.reward),
         data=config.data,
         tokenizer=tokenizer,
+        seed=config.run.seed,
         folder=folder,
         scores=calls_reward_functions(config),
         broker=config.broker,

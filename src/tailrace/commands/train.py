@@ -6,7 +6,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,11 +22,12 @@ from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable, with_model_folder
+from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.counter import counted_tokens
-from tailrace.errors import ConfigError, Interrupted, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
@@ -38,6 +39,7 @@ from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
+from tailrace.record.rows import EvaluationRow, Row
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
@@ -47,6 +49,7 @@ from tailrace.record.trackers import TrackedRun, open_trackers
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
+from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 
 def train(
@@ -91,7 +94,8 @@ def train(
                 if num_restarts == limit or interruption.signal is not None:
                     raise
                 num_restarts += 1
-                print(f"tailrace: {died}\ntailrace: restart {num_restarts} of {limit}", file=sys.stderr)
+                _say(str(died))
+                _say(f"restart {num_restarts} of {limit}")
 
 
 def _with_reward(
@@ -161,7 +165,7 @@ def opened(
 def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     books = read_books(store)
     check_resumable(books.lives[max(books.lives)].config, config)
-    return next_life(
+    start = next_life(
         books,
         name=store.name,
         config=config.to_json(),
@@ -170,6 +174,33 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
+    _check_checkpoint(folder, start)
+    undone = [training.step for training in books.trainings.values() if training.undone == start.life]
+    num_undone = max(undone, default=start.step) - start.step
+    where = start.checkpoint or "the model of the config"
+    _say(f"resumed from {where}, step {start.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
+    return start
+
+
+def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
+    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
+    missing = ", ".join(mark.checkpoint for mark in start.missing)
+    if not start.checkpoint:
+        if any(mark.step for mark in start.missing):
+            raise CheckpointError(
+                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
+                "put the folder back, or begin a new run in another --output-dir"
+            )
+        return
+    if missing:
+        _say(f"checkpoints that the ledger knows are missing: {missing}")
+    path = folder.checkpoints / start.checkpoint
+    if not verify(path, remedy(path), step=start.step):
+        _say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
+
+
+def _say(line: str) -> None:
+    print(f"tailrace: {line}", file=sys.stderr)
 
 
 async def _train(
@@ -189,7 +220,9 @@ async def _train(
             store.commit(start.opening)
             folder.config.write_text(config.toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
-        recorder, summary = _recorder(config, folder, start, timeline)
+        earlier = read_rows(folder.metrics)
+        start.best = _best(earlier, folder)
+        recorder, summary = _recorder(config, folder, start, timeline, earlier)
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
@@ -207,10 +240,23 @@ async def _train(
     return outcome, summary.summary()
 
 
+def _best(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
+    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there."""
+    found = [
+        (row.accuracy, row.round)
+        for row in earlier
+        if isinstance(row, EvaluationRow) and (folder.checkpoints / checkpoint_name(row.round)).is_dir()
+    ]
+    return max(found, key=lambda each: each[0], default=None)
+
+
 def _recorder(
-    config: RunConfig, folder: RunFolder, start: StartingPoint, timeline: Timeline
+    config: RunConfig,
+    folder: RunFolder,
+    start: StartingPoint,
+    timeline: Timeline,
+    earlier: Sequence[Row],
 ) -> tuple[Recorder, Summary]:
-    earlier = read_rows(folder.metrics)
     summary = Summary(folder.summary, earlier=earlier)
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own
     display = Display(config.run.rounds, partial(clock.who_waits, loop), config.record)

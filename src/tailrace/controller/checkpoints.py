@@ -3,13 +3,10 @@
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-
-import msgspec
 
 from tailrace import clock
 from tailrace.controller.base import Parts, RunSettings
@@ -21,14 +18,6 @@ from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
 from tailrace.types import Group
-
-BEST = "best_evaluation.json"
-"""In the folder of the checkpoints: the evaluation whose checkpoint is kept."""
-
-
-class BestEvaluation(msgspec.Struct, frozen=True):
-    round: int
-    accuracy: float
 
 
 class Checkpoints:
@@ -66,9 +55,7 @@ class Checkpoints:
         """The newest complete checkpoint that has an optimizer step; None: there is none."""
         self._saved_at = (start.round if start.checkpoint else -1, start.step)
         """Round and optimizer steps of the newest checkpoint, which may be still being written."""
-        self._complete = folder / start.checkpoint if folder and start.checkpoint else None
-        """The newest complete checkpoint."""
-        self._best = _best_evaluation(folder, before=start.round) if folder else None
+        self._best = start.best
 
     async def save_if_due(
         self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
@@ -83,18 +70,14 @@ class Checkpoints:
         every = self._settings.checkpoint_every
         due = last or (every > 0 and state.round % every == 0)
         if due and (state.round, state.num_steps) != self._saved_at:
-            await self._save(name_of(state.round), state, state.version, parked, longest)
+            await self._save(checkpoint_name(state.round), state, state.version, parked, longest)
         if last:
             await self.written()
 
     def evaluated(self, round: int, accuracy: float) -> None:
-        """Keep the checkpoint with which a round begins, unless an earlier one is as accurate."""
-        if self._folder is None or self._saved_at[0] != round:
-            return
-        if self._best is None or accuracy > self._best.accuracy:
-            self._best = BestEvaluation(round, accuracy)
-            (self._folder / BEST).write_bytes(msgspec.json.encode(self._best))
-            self._delete_old()
+        """Keep the checkpoint of a round whose evaluation is the best so far."""
+        if round == self._saved_at[0] and (self._best is None or accuracy > self._best[0]):
+            self._best = accuracy, round
 
     async def written(self) -> None:
         """Wait until the newest checkpoint is complete.
@@ -118,7 +101,7 @@ class Checkpoints:
         if state.num_steps != self._saved_at[1]:
             is_published = state.steps_at[state.version] == state.num_steps
             version = state.version if is_published else state.version + 1
-            name = f"{name_of(state.round)}_step_{state.num_steps:06d}"
+            name = f"{checkpoint_name(state.round)}_step_{state.num_steps:06d}"
             await self._save(name, state, version, parked, longest)
         await self.written()
 
@@ -148,38 +131,29 @@ class Checkpoints:
         async def complete() -> None:
             await trainer_done
             await mark()
-            self.newest, self._complete = folder if num_steps else None, folder
-            for unfinished in folder.parent.glob("round_*.partial"):  # of a run that was killed
-                shutil.rmtree(unfinished)
-            self._delete_old()
+            self.newest = folder if num_steps else None
+            self._delete_old(folder)
             self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))
 
         self._writing = self._tasks.create_task(complete(), name=name)
 
-    def _delete_old(self) -> None:
-        if self._folder is None or not (keep := self._settings.keep_checkpoints):
+    def _delete_old(self, newest: Path) -> None:
+        for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
+            shutil.rmtree(unfinished)
+        if (keep := self._settings.keep_checkpoints) == 0:
             return
-        best = name_of(self._best.round) if self._best else None
-        others = sorted(
-            path
-            for path in self._folder.glob("round_*")
-            if not path.suffix and path.name != best and path != self._complete
-        )
-        for old in others[: max(0, len(others) - keep + 1)]:
-            shutil.rmtree(old)
+        found = sorted(newest.parent.glob("round_*"))
+        place = found.index(newest)  # what comes after it is of a life that was rolled back
+        kept = {*found[: place + 1][-keep:]}
+        if self._best:
+            kept.add(newest.with_name(checkpoint_name(self._best[1])))
+        for other in found:
+            if other not in kept:
+                shutil.rmtree(other)
 
 
-def name_of(round: int) -> str:
-    """The folder of the checkpoint with which a round begins."""
+def checkpoint_name(round: int) -> str:
     return f"round_{round:06d}"
-
-
-def _best_evaluation(folder: Path, *, before: int) -> BestEvaluation | None:
-    """Of the rounds before one, and of that one; later rounds were undone."""
-    with suppress(FileNotFoundError, msgspec.MsgspecError):
-        best = msgspec.json.decode((folder / BEST).read_bytes(), type=BestEvaluation)
-        return best if best.round <= before else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)

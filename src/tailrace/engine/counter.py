@@ -7,12 +7,15 @@ counted. After a kill the difference is the number of tokens that were not yet i
 import mmap
 import struct
 from pathlib import Path
+from zlib import crc32
 
 from tailrace.errors import LedgerError
 
 COUNTS_FOLDER = "counts"
 """Folder inside a run's folder; one file per engine and life of the run."""
 _NUMBER = struct.Struct("Q")
+_BITS = 40
+"""Of the number; the 24 bits above are its checksum. In a file of an older version they are zero."""
 
 
 class TokenCounter:
@@ -34,12 +37,31 @@ class TokenCounter:
             with path.open("r+b") as file:
                 # One 8-byte store. struct.pack_into would write zeros first, which a kill might leave.
                 self._number = memoryview(mmap.mmap(file.fileno(), _NUMBER.size)).cast("Q")
-        self._before = self._number[0]
+        self._before = self._number[0] % 2**_BITS
 
     def add(self, num_tokens: int) -> None:
         """Count tokens that have arrived."""
         self.num += num_tokens
-        self._number[0] = self._before + self.num
+        self._number[0] = _with_checksum(self._before + self.num)
+
+
+def count_in(content: bytes) -> int:
+    """Return the count in the content of a file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if len(content) != _NUMBER.size:
+        raise ValueError(f"it has {len(content)} bytes")
+    (word,) = _NUMBER.unpack(content)
+    number: int = word % 2**_BITS
+    if word not in (number, _with_checksum(number)):
+        raise ValueError("its checksum differs")
+    return number
+
+
+def _with_checksum(number: int) -> int:
+    return number | crc32(_NUMBER.pack(number)) >> 8 << _BITS
 
 
 def counted_tokens(folder: Path) -> int:
@@ -54,8 +76,8 @@ def counted_tokens(folder: Path) -> int:
     num_tokens = 0
     for path in sorted(folder.glob("*.count")):
         try:
-            num_tokens += _NUMBER.unpack(path.read_bytes())[0]
-        except struct.error:
+            num_tokens += count_in(path.read_bytes())
+        except ValueError as why:
             remedy = "put a copy back, or begin a new run in another --output-dir"
-            raise LedgerError(f"{path} is damaged; {remedy}") from None
+            raise LedgerError(f"{path} is damaged ({why}); {remedy}") from None
     return num_tokens

@@ -158,6 +158,11 @@ class SampleRow(Row, frozen=True, array_like=True):
         return SampleId(self.prompt, self.attempt, self.number)
 
     @property
+    def without_tokens(self) -> "SampleRow":
+        """The row of the sample when its tokens are removed."""
+        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns="[]")
+
+    @property
     def origins(self) -> list["Origin"]:
         return msgspec.json.decode(self.spans, type=list[Origin])
 
@@ -168,10 +173,6 @@ class SampleRow(Row, frozen=True, array_like=True):
     @property
     def ended_turns(self) -> list[Turn]:
         return msgspec.json.decode(self.turns, type=list[Turn])
-
-    def without_content(self) -> "SampleRow":
-        """The row of the sample once the store has removed what it was made of."""
-        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns="[]")
 
 
 class TokensRow(Row, frozen=True, array_like=True):
@@ -224,7 +225,9 @@ class Cut:
 
     rows: Sequence[Row]
     pruned: Sequence[SampleId] = ()
-    """Samples of which the store removes tokens, turns, text and reference log-probs."""
+    """Samples whose tokens the store removes."""
+    covered_step: int = 0
+    """The store removes the tokens of all samples that were trained up to this optimizer step."""
 
 
 @dataclass(slots=True)

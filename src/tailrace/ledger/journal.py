@@ -30,13 +30,13 @@ from tailrace.ledger.base import (
 )
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.types import Group, Sample, SampleId, Span
+from tailrace.types import Group, Sample, SampleId
 
 MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
 """After a scan of all groups the journal pauses at least this many times as long as the scan took; the second
 where someone waits for what is written."""
 
-_SampleState = tuple[tuple[Span, ...], str | None, float | None, str | None, bool, tuple[object, ...]]
+_SampleState = tuple[int, *tuple[object, ...]]
 
 StartCommit = Callable[[Cut], asyncio.Future[None]]
 """Starts the commit of a cut. The future fails with the LedgerError of the store."""
@@ -70,13 +70,13 @@ class Journal:
         """Stored row of each group without a fate."""
         self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
         """Stored state of each sample without a fate."""
-        self._trained = starting_point.trained
         self._marks = starting_point.marks
         """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
         self._settled: list[tuple[Sample, int | None]] = []
         self._rows: list[Row] = []
         self._pruned: list[SampleId] = []
+        self._covered_step = 0
         self._commit: asyncio.Future[None] | None = None
         self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
         self._scan_s = 0.0  # how long the last scan of all groups took
@@ -175,9 +175,9 @@ class Journal:
 
     def _put(self) -> None:
         if self._rows or self._pruned:
-            self._commit = self._start_commit(Cut(self._rows, self._pruned))
+            self._commit = self._start_commit(Cut(self._rows, self._pruned, self._covered_step))
             self._commit.add_done_callback(_retrieve_error)
-            self._rows, self._pruned = [], []
+            self._rows, self._pruned, self._covered_step = [], [], 0
 
     async def _put_and_wait(self) -> None:
         with waiting("the ledger to be written"):
@@ -231,13 +231,12 @@ class Journal:
 
     def _collect_settled(self, sample: Sample, step: int | None) -> None:
         if step is None:
-            self._rows.append(self._sample_row(sample).without_content())
+            self._rows.append(self._sample_row(sample).without_tokens)
             if self._num_stored(sample):
                 self._pruned.append(sample.id)
         else:
             self._rows += self._sample_rows(sample)
             self._rows.append(TrainingRow(self._life, *sample.id, step))
-            self._trained.append((step, sample.id))
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 
@@ -251,8 +250,7 @@ class Journal:
 
     def _num_stored(self, sample: Sample) -> int:
         """Return how many tokens of a sample are in rows already."""
-        spans = self._samples[sample][0] if sample in self._samples else ()
-        return sum(span.num_tokens for span in spans)
+        return self._samples[sample][0] if sample in self._samples else 0
 
     def _sample_row(self, sample: Sample) -> SampleRow:
         return SampleRow(
@@ -286,8 +284,7 @@ class Journal:
         for old in marks[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}", anchors="{}"))
         for last in marks[-2:-1]:
-            self._pruned += (id for step, id in self._trained if step <= last.step)
-            self._trained = [(step, id) for step, id in self._trained if step > last.step]
+            self._covered_step = last.step
         self._marks = marks[-2:]
 
 
@@ -318,8 +315,9 @@ def _state_of(sample: Sample) -> _SampleState:
     turns = tuple(
         (len(turn.observation_ids), len(turn.results), turn.results.count(None)) for turn in sample.turns
     )
-    state = (tuple(sample.spans), sample.finish_reason, sample.reward, sample.failure)
-    return (*state, sample.in_episode, turns)
+    state = (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
+    spans = tuple((span.version, span.num_tokens) for span in sample.spans)  # a server may correct them later
+    return (*state, sample.in_episode, turns, spans)
 
 
 def _retrieve_error(commit: asyncio.Future[None]) -> None:

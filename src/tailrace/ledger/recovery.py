@@ -13,12 +13,13 @@ bound they are continued, or trained as they are.
 from array import array
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from tailrace.errors import LedgerError
+from tailrace.errors import BadRow, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
     Books,
@@ -70,8 +71,10 @@ class StartingPoint:
     """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)
     """The base, if there is one."""
-    trained: list[tuple[int, SampleId]] = field(default_factory=list)
-    """(step, sample): samples trained before the base whose tokens are still stored."""
+    missing: list[MarkRow] = field(default_factory=list)
+    """The marks after the base, whose checkpoints were removed."""
+    best: tuple[float, int] | None = None
+    """Accuracy and round of the best evaluation that has a checkpoint; None: there is none."""
     opening: Cut = field(default_factory=lambda: Cut([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
 
@@ -108,6 +111,8 @@ def next_life(
     later = [mark for mark in books.marks if mark.undone is None and _place(mark) > _place(base)]
     rows: list[Row] = [replace(mark, undone=life) for mark in later]
     rows += _roll_back(books, base, life)
+    prompt_of = cache(prompt_of)
+    rows += _drop_without_prompt(books, prompt_of)
     known = totals_of(books).num_known_tokens + held_tokens_of(books)
     if known > num_generated:
         raise LedgerError(
@@ -130,11 +135,7 @@ def next_life(
         steps_at=msgspec.json.decode(base.steps_at, type=dict[int, int]),
         anchors=msgspec.json.decode(base.anchors, type=dict[int, float]),
         marks=[base] if base.checkpoint else [],
-        trained=[
-            (training.step, training.id)
-            for training in books.trainings.values()
-            if training.undone is None and not books.samples[training.id].pruned
-        ],
+        missing=later,
         opening=Cut([*rows, born]),
     )
     parked = msgspec.json.decode(base.partial_rollouts, type=list[int])
@@ -215,6 +216,24 @@ def _rolled_back(
         fates = {group.attempt: None}  # the abort of a sample of an earlier attempt was under way
         return group, [replace(each, fate=fates.get(each.attempt, "interrupted")) for each in living]
     return group, [replace(sample, fate=fate) for sample in living]
+
+
+def _drop_without_prompt(books: Books, prompt_of: Callable[[int], Prompt]) -> list[Row]:
+    """Drop in the books the groups without a fate whose prompt cannot be used, now that prompts are checked.
+    Return the rows that changed."""
+    changed: list[Row] = []
+    members = _members(books)
+    for group in [group for group in books.groups.values() if group.fate is None]:
+        try:
+            reason = "" if prompt_of(group.prompt).ids else "empty prompt"
+        except BadRow as bad:
+            reason = bad.reason
+        if reason:
+            books.groups[group.prompt] = replace(group, fate="dropped", reason=reason)
+            lost = [replace(each, fate=reason) for each in members[group.prompt] if each.fate is None]
+            books.samples.update((sample.id, sample) for sample in lost)
+            changed += [books.groups[group.prompt], *lost]
+    return changed
 
 
 def _members(books: Books) -> dict[int, list[SampleRow]]:

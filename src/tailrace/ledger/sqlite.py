@@ -5,7 +5,7 @@ When the machine itself crashes, the last commits may be lost, and the rest is c
 """
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -14,13 +14,11 @@ import msgspec
 
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import ROWS, Cut, R, Row, SampleRow, explained
-from tailrace.types import SampleId
 
 _explained = partial(explained, errors=(sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError))
 _readable = partial(
     _explained, problem="is damaged", remedy="put a copy back, or begin a new run in another --output-dir"
 )
-_OF_SAMPLE = "WHERE prompt = ? AND attempt = ? AND number = ?"
 
 
 class SqliteStore:
@@ -84,32 +82,38 @@ class SqliteStore:
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                for kind in ROWS:
-                    self._put(kind, (row for row in cut.rows if type(row) is kind))
-                for id in cut.pruned:
-                    self._prune(id)
+                self._write(cut.rows)
+                covered = self._covered(cut.covered_step) if cut.covered_step else []
+                self._write([row.without_tokens for row in covered])
+                self._connection.executemany(
+                    "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?",
+                    [*cut.pruned, *(row.id for row in covered)],
+                )
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def _prune(self, id: SampleId) -> None:
-        found = f"SELECT {_columns(SampleRow)} FROM samples {_OF_SAMPLE}"
-        for values in self._connection.execute(found, id).fetchall():
-            self._put(SampleRow, [_checked(values, SampleRow).without_content()])
-        self._connection.execute(f"DELETE FROM tokens {_OF_SAMPLE}", id)
-
-    def _put(self, kind: type[Row], rows: Iterable[Row]) -> None:
-        places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
-        self._connection.executemany(
-            f"REPLACE INTO {kind.table} VALUES ({places})", map(_with_checksum, rows)
-        )
-
     def rows(self, kind: type[R]) -> list[R]:
         query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
         with _readable(self.name):
             return [_checked(values, kind) for values in self._connection.execute(query)]
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        for kind in ROWS:
+            values = [_with_checksum(row) for row in rows if type(row) is kind]
+            places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
+            self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", values)
+
+    def _covered(self, step: int) -> list[SampleRow]:
+        """Return the samples that were trained up to a step and still have tokens."""
+        key = _key(SampleRow)
+        query = (
+            f"SELECT {_columns(SampleRow)} FROM samples WHERE NOT pruned AND ({key}) IN "
+            f"(SELECT {key} FROM trainings WHERE undone IS NULL AND step <= ?)"
+        )
+        return [_checked(values, SampleRow) for values in self._connection.execute(query, (step,))]
 
     def close(self) -> None:
         self._connection.close()

@@ -110,7 +110,10 @@ class SampleBook:
     def find(self, id: str) -> SampleView:
         """A sample, from its file or else from the ledger."""
         if (place := self._places.get(id)) is not None:
-            return self._from_file(id, place)
+            try:
+                return self._from_file(id, place)
+            except (msgspec.DecodeError, UnicodeDecodeError) as why:
+                return SampleView(id, "", {}, [], None, f"its line in {place.path} is damaged: {why}")
         try:
             return self._from_ledger(id)
         except (TailraceError, OSError, ValueError) as why:

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tailrace.errors import ConfigError
+
 
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
     """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step.
@@ -18,6 +20,9 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
         metrics, samples: the file and the folder; they need not exist.
         round: the round in which the run goes on.
         step: optimizer steps that the checkpoint has.
+
+    Raises:
+        ConfigError: a line lacks what it must have.
     """
 
     def is_kept(row: Mapping[str, Any]) -> bool:
@@ -42,9 +47,15 @@ def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             row = msgspec.json.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             break
-        if keep(row):
+        try:
+            is_kept = keep(row)
+        except (KeyError, TypeError) as why:
+            problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
+            remedy = "put a copy back, or delete that line"
+            raise ConfigError("--output-dir", str(path), problem, remedy) from None
+        if is_kept:
             kept.append(line)
     if not kept:
         path.unlink()

@@ -3,10 +3,11 @@
     config.json, model.safetensors, tokenizer files     the model, float32; an adapter is added to it
     adapter/                                            the adapter as peft writes it, if one is trained
     trainer/*.safetensors                               optimizer moments, random states, step counts, critic
+    checksums.json                                      of the files of all ranks (checksums.py)
 
 Each rank writes its shards into `trainer/` (state_files.py). Rank 0 gathers the model. The folder is written
-under a temporary name and renamed when it is complete, so a folder that exists was written to its end. Later
-damage is detected when it is read. Nothing is pickled.
+under a temporary name, forced to the disk and renamed when it is complete, so a folder that exists was
+written to its end. Later damage is found by the checksums when it is read. Nothing is pickled.
 
 A checkpoint has two halves. `writing` copies the state to host memory. What it returns writes the copy and
 may run in a thread, while the trainer goes on.
@@ -21,11 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ConfigError
-from tailrace.trainer import state_files
+from tailrace.trainer import checksums, state_files
+from tailrace.trainer.checksums import remedy
 from tailrace.trainer.fsdp import gather, scatter
 from tailrace.trainer.launch import Ranks
 from tailrace.trainer.model import PolicyModel, read_model
-from tailrace.trainer.state_files import TrainerState, load, must_match, remedy, shapes_of
+from tailrace.trainer.state_files import TrainerState, load, must_match, shapes_of
 
 STATE_FOLDER = "trainer"
 ADAPTER_FOLDER = "adapter"
@@ -84,8 +86,8 @@ def writing(
         for pattern in TOKENIZER_FILES:
             for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
                 shutil.copy(file, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        checksums.seal(partial, state.policy.num_steps)
+        _put_in_place(partial, folder)
 
     def write_or_clear() -> None:
         try:
@@ -108,7 +110,8 @@ def read(
         critic: parameters of the critic, which are overwritten; None if there is no critic.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint belongs to another model.
+        CheckpointError: a file is missing or unreadable, or the checkpoint belongs to another model. Damage
+            that can be read was found before (checksums.py).
     """
     parameters = policy.parameters()
 
@@ -121,6 +124,17 @@ def read(
     if critic is not None:
         scatter(state.critic_weights, critic)
     return state
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Rename a complete checkpoint to its name. One that is there stays, under another name, until then."""
+    old = folder.with_name(folder.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    checksums.synchronize(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _explained(folder: Path, work: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tailrace.errors import CheckpointError
+from tailrace.trainer.checksums import remedy
 from tailrace.trainer.launch import Ranks
 
 FILE_BYTES = 2**28
@@ -128,11 +129,6 @@ def load(
         _section("critic.weight.", wanted),
         {name.split(".")[0]: each for name, each in _section("random.", wanted).items()},
     )
-
-
-def remedy(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:

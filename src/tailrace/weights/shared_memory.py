@@ -57,7 +57,9 @@ class SharedMemorySender:
         except SafetensorError as why:
             partial.unlink(missing_ok=True)
             remedy = f"the {KEPT_VERSIONS} last versions of the weights and one more must fit there"
-            raise TransferFailed(f"{file}: {why}; {remedy} (in a container: --shm-size)") from why
+            raise TransferFailed(
+                f"{file}: {why}; {remedy} (in a container: --shm-size); make room, then --resume"
+            ) from why
         partial.rename(file)
         self._kept = [*(kept for kept in self._kept if kept != file), file]
         while len(self._kept) > KEPT_VERSIONS:

@@ -63,6 +63,7 @@ async def open_local(
     reward: RewardSettings,
     data: DataSettings,
     tokenizer: Tokenizer,
+    seed: int = 0,
     folder: Path,
     scores: bool = True,
     broker: BrokerSettings | None = None,
@@ -80,6 +81,7 @@ async def open_local(
 
     Args:
         model: a Hugging Face folder, for engines and trainer.
+        seed: of the trainer's random generators.
         folder: folder of the run; the workers' output goes to its `logs/`.
         scores: whether reward functions are called; an environment may give the rewards.
         broker: joins workers of other hosts; None: all run on this host.
@@ -133,6 +135,7 @@ async def open_local(
         sampling=sampling,
         weights=in_run_folder(weights, folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
+        seed=seed,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature

@@ -73,6 +73,8 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    seed: int = 0
+    """Of its random generators."""
     replica: int = 0
     rank: int = 0
     """Of this process among those of its replica."""

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -172,6 +173,7 @@ def serve_as(
             max_completion_tokens=job.sampling.max_completion_tokens,
             ranks=ranks,
         )
+    torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
     publish = publish_by(sender, job, trainer)
     give_memory_back()  # a file of weights is read twice
     channel.send(Ready())

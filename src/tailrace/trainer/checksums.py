@@ -1,0 +1,97 @@
+"""Checksums of the files of a checkpoint, in checksums.json beside them, without torch.
+
+CRC-32, which the ledger's rows have, too: it finds all damage of up to 32 bits in sequence, other damage
+but for one in 2^32, and is several times faster than the cryptographic hashes, which guard against intention.
+"""
+
+import os
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from tailrace.errors import CheckpointError
+
+CHECKSUMS_FILE = "checksums.json"
+CHUNK_BYTES = 2**20
+
+
+class Checksums(msgspec.Struct, forbid_unknown_fields=True):
+    step: int
+    """Optimizer steps before the checkpoint."""
+    files: dict[str, str]
+    """CRC-32 of each file, in hexadecimal."""
+
+
+def seal(folder: Path, step: int) -> None:
+    """Write the checksums of all files of a folder, and everything to the disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {str(path.relative_to(folder)): _checksum(path) for path in paths}
+    written = _encode(Checksums(step, sums))
+    (folder / CHECKSUMS_FILE).write_bytes(written)
+    for path in [*folder.rglob("*"), folder]:
+        synchronize(path)
+
+
+def remedy(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
+
+
+def verify(folder: Path, advice: str, *, step: int | None = None) -> bool:
+    """Compare the files of a checkpoint with its checksums. Returns whether it has any.
+
+    Args:
+        advice: what to do about a damaged checkpoint.
+        step: the optimizer steps that it must have.
+
+    Raises:
+        CheckpointError: a file is missing or has other content, or the checkpoint is that of another step.
+    """
+    file = folder / CHECKSUMS_FILE
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return False
+    try:
+        known = msgspec.json.decode(content.partition(b"\n")[0], type=Checksums)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        known = None
+    if known is None or _encode(known) != content:
+        raise CheckpointError(f"{file} is damaged; {advice}")
+    for name, checksum in known.files.items():
+        try:
+            problem = "" if _checksum(folder / name) == checksum else "is damaged: its checksum differs"
+        except OSError as why:
+            problem = f"cannot be read ({why.strerror})"
+        if problem:
+            raise CheckpointError(f"{folder / name} {problem}; {advice}")
+    if step is not None and known.step != step:
+        raise CheckpointError(
+            f"{folder} has {known.step} optimizer steps, and the ledger says {step}: "
+            f"it is another one; {advice}"
+        )
+    return True
+
+
+def synchronize(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(sums: Checksums) -> bytes:
+    """One line of JSON, and its own checksum on the next."""
+    line = msgspec.json.encode(sums)
+    return line + f"\n{crc32(line):08x}\n".encode()
+
+
+def _checksum(path: Path) -> str:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            checksum = crc32(chunk, checksum)
+    return f"{checksum:08x}"
