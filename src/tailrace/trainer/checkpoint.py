@@ -130,7 +130,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename a complete checkpoint to its name. One that is there stays, under another name, until then."""
     old = folder.with_name(folder.name + ".old.partial")
     shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    if folder.is_dir():
         folder.rename(old)
     partial.rename(folder)
     checksums.synchronize(folder.parent)
