@@ -190,8 +190,8 @@ def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
 ) -> None:
     monkeypatch.setattr(Machine, "read", lambda uses_gpu: SMALL)
     text = config_path.read_text()
-    for name in ("engine", "trainer"):  # as a user's, who sets neither
-        text = text.replace(f'[{name}]\ndtype = "float32"\nthreads = 1\n', f"[{name}]\n")
+    for line in ('dtype = "float32"', "threads = 1"):  # as a user's, who sets neither
+        text = text.replace(f"{line}\n", "")
     config_path.write_text(text)
     words = ["--engine.replicas", "2", "--trainer.dtype", "float32", "--dry-run"]
     assert main(["train", str(config_path), "--output-dir", str(config_path.parent / "out"), *words]) == 0
