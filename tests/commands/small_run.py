@@ -40,7 +40,6 @@ max_completion_tokens = 12
 
 [engine]
 dtype = "float32"
-threads = 1
 
 [trainer]
 dtype = "float32"

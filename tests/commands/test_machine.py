@@ -177,13 +177,21 @@ def test_a_gpu_without_room_for_the_trainer_is_named(config: RunConfig) -> None:
         fitted(gpu, Machine(2, 24 * GIB, "", 2 * GIB))
 
 
+def test_engines_and_trainer_on_one_gpu_share_its_memory(config: RunConfig) -> None:
+    gpu = changed(config, trainer={"device": "cuda"}, engine={"device": "cuda"})
+    apart = changed(gpu, engine={"device": "cuda:1"})
+    machine = Machine(2, 24 * GIB, "", 5 * GIB)
+    both, alone = (fitted(each, machine).trainer.max_tokens_per_microbatch for each in (gpu, apart))
+    assert both < alone
+
+
 def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
     config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "read", lambda uses_gpu: SMALL)
     text = config_path.read_text()
-    for name in ("engine", "trainer"):  # as a user's, who sets neither
-        text = text.replace(f'[{name}]\ndtype = "float32"\nthreads = 1\n', f"[{name}]\n")
+    for line in ('dtype = "float32"', "threads = 1"):  # as a user's, who sets neither
+        text = text.replace(f"{line}\n", "")
     config_path.write_text(text)
     words = ["--engine.replicas", "2", "--trainer.dtype", "float32", "--dry-run"]
     assert main(["train", str(config_path), "--output-dir", str(config_path.parent / "out"), *words]) == 0

@@ -38,7 +38,11 @@ function = "{AGENT}:asking_twice"
 max_completion_tokens = 32
 
 [engine]
+dtype = "float32"
 max_num_seqs = 8
+
+[trainer]
+dtype = "float32"
 """
 
 

@@ -39,7 +39,11 @@ kind = "verifiers"
 [sampling]
 max_completion_tokens = 16
 
+[engine]
+dtype = "float32"
+
 [trainer]
+dtype = "float32"
 learning_rate = 1e-4
 
 [record]

@@ -10,6 +10,8 @@ import torch
 from tailrace.workers.child import begin
 from tailrace.workers.messages import Job
 
+VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "NEW", "OLD")
+
 
 def main() -> None:
     _own, _ = begin(Job)
@@ -21,7 +23,7 @@ def main() -> None:
         "cpus": list(os.sched_getaffinity(0)),
         "torch threads": torch.get_num_threads(),
         "sockets": len([each for each in os.listdir("/proc/self/fd") if _is_socket(each)]),
-        **{key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NEW", "OLD")},
+        **{key: os.environ.get(key) for key in VARIABLES},
     }
     print(json.dumps(found), flush=True)
     sys.exit(7)

@@ -51,6 +51,7 @@ def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_star
         monkeypatch.delenv("OLD")
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         worker = await spawn("tells", tmp_path / "second", Devices(cpus=(cpu,), gpus=(3, 1)))
         with pytest.raises(WorkerDied, match=rf"\(process {worker.pid}\) ended: exit code 7"):
             await worker.died()
@@ -63,6 +64,7 @@ def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_star
             "torch threads": 2,
             "sockets": 1,
             "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "passive",
             "CUDA_VISIBLE_DEVICES": "3,1",
             "NEW": "1",
             "OLD": None,

@@ -105,7 +105,7 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
         most = f"; at most {sizes[0][key]:,} on a {kind}" if key == _TOKENS else ""
         reasons[key] = f"the largest power of two with which the run fits{most}"
     config = _with(config, chosen)
-    return Fitted(config, _table(config, machine, run_memory(config, prompt_tokens), reasons))
+    return Fitted(config, _table(config, machine, list(run_memory(config, prompt_tokens)), reasons))
 
 
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
@@ -163,14 +163,18 @@ def _powers(most: int, least: int) -> list[int]:
 
 def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0) -> str:
     """What the run needs more of than a share of the machine's memory; empty: it fits."""
-    processes = run_memory(config, prompt_tokens)
+    processes = list(run_memory(config, prompt_tokens))
     in_turn = config.placement.kind == "colocated"
     if (needed := host_bytes(processes, in_turn=in_turn)) > share * machine.memory:
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         return _need("host memory", needed, machine.memory, largest)
-    for each in processes if machine.gpu_memory else ():
-        if each.device != "cpu" and each.device_bytes > share * machine.gpu_memory:
-            return _need(f"the memory of {each.device}", each.device_bytes, machine.gpu_memory, each)
+    on_gpu = [each for each in processes if each.device != "cpu"] if machine.gpu_memory else []
+    is_shared = isinstance(config.engine, NativeEngineSettings) and not (config.placement.engines or in_turn)
+    for each in on_gpu:
+        beside = [other for other in on_gpu if other.device == each.device] if is_shared else [each]
+        needed = sum((other.num if is_shared else 1) * other.device_bytes for other in beside)
+        if needed > share * machine.gpu_memory:
+            return _need(f"the memory of {each.device}", needed, machine.gpu_memory, each)
     return ""
 
 

@@ -25,16 +25,12 @@ but takes them again before the trainer has published."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def run_memory(config: RunConfig, prompt_tokens: int) -> list[ProcessMemory]:
+def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
     """Estimate the memory of all processes that a checked config starts on this machine.
 
     Args:
         prompt_tokens: of the longest prompt.
     """
-    return list(_processes(config, prompt_tokens))
-
-
-def _processes(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
     assert config.model and config.sampling
     path, trainer, engine = config.model.path, config.trainer, config.engine
     shape, joined = ModelShape.read(path), config.broker.joined if config.broker.url else ()
