@@ -263,7 +263,7 @@ def losing(*lost: int, loss: float = nan) -> Callable[[], Parts]:
 
 
 TEN_STEPS = partial(serial, groups_per_round=4, groups_per_step=2)
-TEN_STEPS_SETTINGS = RunSettings(rounds=5, group_size=2, checkpoint_every=1)
+TEN_STEPS_SETTINGS = RunSettings(rounds=5, group_size=2, checkpoint_every=1, keep_checkpoints=0)
 
 
 @pytest.mark.parametrize("loss", [nan, 0.5])
