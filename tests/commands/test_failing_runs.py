@@ -99,6 +99,7 @@ def test_the_death_of_a_worker_is_the_only_message(config_path: Path) -> None:
         os.kill(worker_of(process.pid, "trainer"), signal.SIGKILL)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    said = [line for line in err.splitlines() if not line.startswith("tailrace: reward: ")]
-    assert said[0].startswith("tailrace: WorkerDied: trainer (process ")
+    said = [line for line in err.splitlines() if line.startswith("tailrace: ")]
+    assert said[0].startswith("tailrace: reward: ")
+    assert said[1].startswith("tailrace: WorkerDied: trainer (process ")
     assert "Traceback" not in err and "never retrieved" not in err

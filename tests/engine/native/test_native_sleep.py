@@ -57,6 +57,6 @@ def test_a_prefill_keeps_the_keys_and_values_of_a_layer_and_not_its_queries():
     heads = torch.randn(num_tokens, 3 + 1 + 1, dim)
     q, k, v = torch.split_with_sizes(heads, (3, 1, 1), 1)
     attention(0, q, k, v)
-    for kept, given in ((attention._keys, k), (attention._values, v)):
-        assert torch.equal(kept[0], given)
-        assert kept[0].untyped_storage().nbytes() == num_tokens * dim * 4
+    for kept, given in zip(attention._pieces, (k, v), strict=True):
+        assert torch.equal(kept, given)
+        assert kept.untyped_storage().nbytes() == num_tokens * dim * 4

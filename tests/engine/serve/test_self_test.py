@@ -174,6 +174,10 @@ def test_log_probs_of_the_next_token_are_refused(
 def test_a_float32_server_whose_log_probs_have_the_errors_of_bfloat16_is_refused(
     servers: dict[DTYPE, Served], folder: Path
 ) -> None:
-    policy = trainer(folder / "float32", "bfloat16")
+    """0.04 in the mean is what a bfloat16 server of SmolLM2-135M has."""
+
+    def rounded(found: list[float]) -> list[float]:
+        return [value + 0.04 * (-1) ** position for position, value in enumerate(found)]
+
     with pytest.raises(ConfigError, match=r"\(limit: 0\.01\)"):
-        checked(servers, "float32", folder, policy)
+        checked(servers, "float32", folder, trainer(folder / "float32"), fault=rounded)
