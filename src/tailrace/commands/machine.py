@@ -70,10 +70,12 @@ class Fitted:
     Args:
         table: the processes with their devices and memory, and the reason of each choice; empty where the run
             is not on this machine.
+        idle: settings that leave cores of this machine idle, in words.
     """
 
     config: RunConfig
     table: str = ""
+    idle: Sequence[str] = ()
 
 
 def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:
@@ -87,11 +89,14 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
         ConfigError: the run cannot fit the machine; it names what would.
     """
     reasons: dict[str, str] = {}
+    idle: list[str] = []
     for choices in (_dtypes, _threads):
         for key, value, reason in choices(config, machine, overlaps):
             if _is_unset(config, key):
                 config = _with(config, {key: value})
                 reasons[key] = reason
+            elif choices is _threads and 0 < (given := _value(config, key) or 0) < value:
+                idle.append(f"{key} = {given} leaves cores idle: it could be {value}, {reason}")
     sizes = _sizes(config, prompt_tokens)
     tries = [(share, size) for share in (CHOSEN_SHARE, 1.0) for size in sizes]
     fits = (
@@ -105,7 +110,7 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
         most = f"; at most {sizes[0][key]:,} on a {kind}" if key == _TOKENS else ""
         reasons[key] = f"the largest power of two with which the run fits{most}"
     config = _with(config, chosen)
-    return Fitted(config, _table(config, machine, list(run_memory(config, prompt_tokens)), reasons))
+    return Fitted(config, _table(config, machine, list(run_memory(config, prompt_tokens)), reasons), idle)
 
 
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
@@ -246,6 +251,11 @@ def _is_unset(config: RunConfig, key: str) -> bool:
     return field in type(section).model_fields and field not in section.model_fields_set
 
 
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field, None)
+
+
 def _with(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The config with other values, by dotted key."""
     for key, value in values.items():
@@ -277,8 +287,7 @@ def _table(
     needed = host_bytes(processes, in_turn=in_turn)
     rows.append(f"host memory, estimated: {gib(needed)} of {gib(machine.memory)}")
     for key, reason in reasons.items():
-        section, _, field = key.partition(".")
-        value = getattr(getattr(config, section), field)
+        value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value
         rows += textwrap.wrap(f"{key} = {value}: {reason}", 77, subsequent_indent="  ")
     return "\n".join(rows)

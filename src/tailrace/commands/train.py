@@ -88,7 +88,10 @@ def train(
         while True:
             try:
                 is_resumed = resume or num_restarts > 0
-                return _one_life(config, schedule, folder, is_resumed, saved, interruption)
+                summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
+                for each in fitted.idle:  # the bound takes the threads as given
+                    _say(f"warning: {each}")
+                return summary
             except WorkerDied as died:
                 limit = config.host.restarts
                 if num_restarts == limit or interruption.signal is not None:
