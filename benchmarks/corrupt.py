@@ -1,0 +1,195 @@
+"""Is damage to a file of a run folder noticed, or does a command go on with other content?
+
+    python benchmarks/corrupt.py [--flips N] [--truncations N] [--seed N] [--kinds A,B] [--json F]
+
+A small live run is made. Each case damages one file of a copy, a single bit or the end, and runs
+`train --resume` for one more round, `eval`, `inspect` and `view` on copies of that. File kinds take turns.
+
+    detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file
+    harmless    the commands give what they give on the undamaged run
+    accepted    a command ends with 0 and another result
+    unnamed     a command ends with 1 or 2 and its message does not name the file
+    traceback   a command prints a traceback, or ends with another exit code
+    hang        a command does not end in time
+
+The worst outcome of the commands counts. The results compared are the exported weights, the accuracy and the
+balance. Of `view` only the exit code is judged: a changed number in a record that it shows is not noticed.
+No command here reads model/, so damage to it counts as harmless.
+The exported weights are compared only if two undamaged resumptions agree in them bit for bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "quickstart.toml"
+OPTIONS = {
+    "run.group_size": "4",
+    "run.eval_every": "0",
+    "run.eval_prompts": "8",
+    "run.eval_greedy": "true",
+    "run.checkpoint_every": "1",
+    "schedule.name": "serial",
+    "schedule.groups_per_round": "4",
+    "schedule.groups_per_step": "4",
+    "sampling.max_completion_tokens": "32",
+}
+ROUNDS = 2
+TIMEOUT_S = 90
+ORDER = ("harmless", "detected", "unnamed", "accepted", "hang", "traceback")
+"""Outcomes, the worst last."""
+BAD = ("unnamed", "accepted", "hang", "traceback")
+
+
+def tailrace(*words: str) -> tuple[int | None, str]:
+    """Exit code, None after the time limit, and all that was printed."""
+    command = [sys.executable, "-m", "tailrace.cli", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
+
+
+def train(folder: Path, rounds: int) -> tuple[int | None, str]:
+    options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
+    where = ("--output-dir", str(folder), "--resume")
+    return tailrace("train", str(EXAMPLE), *where, "--run.rounds", str(rounds), *options)
+
+
+def results(run: Path, scratch: Path) -> dict[str, tuple[int | None, str, object]]:
+    """Exit code, output and result of each command, on copies of a run in the same place."""
+    found: dict[str, tuple[int | None, str, object]] = {}
+    there, answer = scratch / "run", scratch / "answer"
+    for name in ("resume", "eval", "inspect", "view"):
+        shutil.rmtree(there, ignore_errors=True)
+        answer.unlink(missing_ok=True)
+        shutil.copytree(run, there)
+        result: object = None
+        if name == "resume":
+            code, said = train(there, ROUNDS + 1)
+            if code == 0:
+                result = [path.read_bytes() for path in sorted(there.glob("model/*.safetensors"))]
+        elif name == "eval":
+            code, said = tailrace("eval", str(there), "--json", str(answer))
+            result = json.loads(answer.read_text()) if code == 0 else None
+        elif name == "inspect":
+            code, said = tailrace("inspect", str(there), "--json")
+            result = said if code == 0 else None
+        else:
+            code, said = tailrace("view", str(there), "--output", str(answer))
+        found[name] = code, said, result
+    return found
+
+
+def kind_of(path: Path) -> str:
+    """The first folder of a path in the run, or the file's name; parts of a checkpoint apart."""
+    if path.parts[0] == "checkpoints":
+        return "checkpoints/trainer" if "trainer" in path.parts else "checkpoints"
+    return path.parts[0]
+
+
+def damage(file: Path, how: str, chance: random.Random) -> str:
+    """Flip a bit of a file or cut off its end; what was done."""
+    content = bytearray(file.read_bytes())
+    at = chance.randrange(len(content))
+    if how == "flip":
+        bit = chance.randrange(8)
+        content[at] ^= 1 << bit
+        done = f"bit {bit} of byte {at}"
+    else:
+        del content[at:]
+        done = f"cut to {at} bytes"
+    file.unlink()  # it may be a hard link
+    file.write_bytes(content)
+    return done
+
+
+def outcome(name: str, got: tuple[int | None, str, object], expected: tuple[int | None, str, object]) -> str:
+    """The class of one command's end.
+
+    Args:
+        name: of the damaged file.
+    """
+    code, said, result = got
+    if code is None:
+        return "hang"
+    if code not in (0, 1, 2) or "Traceback (most recent call last)" in said:
+        return "traceback"
+    if code:
+        return "detected" if name in said.replace("\n", "") else "unnamed"
+    return "harmless" if result == expected[2] else "accepted"
+
+
+def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[dict[str, str]]:
+    """Make the run and damage copies of it; one object for each case.
+
+    Args:
+        kinds: of the files that are damaged; empty: all.
+    """
+    chance, cases = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as at:
+        scratch = Path(at)
+        run, copy = scratch / "original", scratch / "damaged"
+        code, said = train(run, ROUNDS)
+        if code != 0:
+            raise SystemExit(f"the run failed:\n{said}")
+        expected, again = results(run, scratch), results(run, scratch)
+        if failed := [name for name, (code, _, _) in expected.items() if code]:
+            raise SystemExit(f"commands fail on the undamaged run: {failed}")
+        unequal = {name for name in expected if expected[name][2] != again[name][2]}
+        print(f"results that are not reproducible, so not compared: {sorted(unequal) or 'none'}", flush=True)
+        files = defaultdict(list)
+        for path in sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size):
+            files[kind_of(path.relative_to(run))].append(path.relative_to(run))
+        names = sorted(kinds & set(files) if kinds else files)
+        for number, how in enumerate(["flip"] * flips + ["truncation"] * truncations):
+            kind = names[number % len(names)]
+            file = chance.choice(files[kind])
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(run, copy)
+            done = damage(copy / file, how, chance)
+            ends = {}
+            for name, got in results(copy, scratch).items():
+                compared = got if name in unequal else expected[name]
+                ends[name] = outcome(file.name, got, compared)
+            worst = max(ends.values(), key=ORDER.index)
+            cases.append(
+                {"kind": kind, "how": how, "file": str(file), "done": done, "outcome": worst, **ends}
+            )
+            if worst in BAD:
+                print(f"{file}, {done}: {ends}", flush=True)
+    return cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--flips", type=int, default=300)
+    parser.add_argument("--truncations", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="", help="of files, separated by commas")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    kinds = set(filter(None, arguments.kinds.split(",")))
+    cases = corrupt(arguments.flips, arguments.truncations, arguments.seed, kinds)
+    table: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for case in cases:
+        table[case["kind"]][case["outcome"]] += 1
+    print(f"{'':24}" + "".join(f"{each:>11}" for each in ORDER))
+    for kind, counts in sorted(table.items()):
+        print(f"{kind:24}" + "".join(f"{counts[each]:11}" for each in ORDER))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(cases, indent=1) + "\n")
+    return int(any(case["outcome"] in BAD for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
