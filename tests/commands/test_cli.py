@@ -1,6 +1,7 @@
 """The command line: words in, an exit code out."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import tailrace
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.folder import RunFolder
+from tailrace.commands.live import check_live
 from tailrace.config import load_config
-from tailrace.errors import ConfigError
+from tailrace.errors import CheckpointError, ConfigError
 from tailrace.workers import local
 
 
@@ -148,6 +150,21 @@ def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(
     assert quickstart and weights(config_path) == quickstart.path
     assert weights(config_path, interrupted / "model") == interrupted / "model"
     assert weights(interrupted, quickstart.path) == quickstart.path
+
+
+def test_one_bit_in_the_weights_of_an_exported_model_is_refused_and_its_small_files_may_be_edited(
+    interrupted: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(interrupted / "model", model)
+    (model / "generation_config.json").write_text("{}")
+    check_live(evaluated_config(interrupted, model, {}))
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 4
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its checksum differs"):
+        check_live(evaluated_config(interrupted, model, {}))
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(config_path: Path) -> None:

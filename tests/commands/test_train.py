@@ -34,7 +34,7 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) ->
     checkpoint = RunFolder(interrupted).newest_checkpoint()
     assert checkpoint
     names = {path.name for path in (interrupted / "model").iterdir()}
-    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer", "checksums.json"}
+    assert {path.name for path in checkpoint.iterdir()} - names == {"trainer"}
     assert ONLY_OF_THE_TRAINER == STATE_FOLDER
     model = AutoModelForCausalLM.from_pretrained(interrupted / "model")
     assert model.config.model_type == "qwen3"
@@ -154,6 +154,17 @@ def test_one_bit_in_a_checkpoint_is_refused_with_the_name_of_the_file(
     assert changed(killed_copy, before) <= {"ledger.sqlite"}
     with pytest.raises(CheckpointError, match=rf"{path.name} is damaged: .*name another model\.path"):
         check_live(evaluated_config(killed_copy, path.parents[path.parent.name == "trainer"], {}))
+
+
+def test_the_config_of_a_run_that_was_changed_is_refused_and_an_override_is_not(killed_copy: Path) -> None:
+    config = killed_copy / "config.toml"
+    text = config.read_text()
+    assert "eval_prompts = 8\n" in text
+    config.write_text(text.replace("eval_prompts = 8\n", "eval_prompts = 9\n"))
+    with pytest.raises(ConfigError, match=r"eval_prompts = 9: .*config\.toml was changed: the run has 8"):
+        evaluated_config(killed_copy, None, {})
+    config.write_text(text)
+    assert evaluated_config(killed_copy, None, {"run.eval_prompts": "9"}).run.eval_prompts == 9
 
 
 def test_a_checkpoint_of_another_round_in_its_place_is_refused(killed: Path, killed_copy: Path) -> None:

@@ -335,6 +335,17 @@ def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     assert isinstance(row, EvaluationRow) and math.isnan(row.accuracy)
 
 
+def test_a_line_that_a_kill_cut_short_is_dropped_and_a_damaged_one_before_it_is_named(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [f'{{"round": {n}, "step": {n}, "loss": 0.5}}\n' for n in range(3)]
+    metrics.write_text("".join(lines)[:-9])
+    rewind_records(metrics, tmp_path / "samples", round=9, step=9)
+    assert metrics.read_text() == "".join(lines[:2])
+    metrics.write_text("".join(["{" + lines[0][2:], *lines[1:]]))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*it has a damaged line"):
+        rewind_records(metrics, tmp_path / "samples", round=9, step=9)
+
+
 def test_the_rows_that_are_read_are_those_that_were_written(tmp_path: Path) -> None:
     story = pipelined_round()
     story.tell(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,8 +12,10 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.live import check_live, open_parts
-from tailrace.config import ModelSettings, RunConfig, load_config, with_model_folder
+from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.errors import ConfigError
+from tailrace.ledger.base import LifeRow
+from tailrace.ledger.open import LEDGER_FILE, open_store
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
@@ -32,6 +35,8 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
     folder = RunFolder(path) if path.is_dir() else None
     if folder:
         folder.require_run()
+    if folder:
+        _check_config(folder)
     config = load_config(folder.config if folder else path, overrides)
     if not folder:
         check_parameter_names(config)
@@ -40,6 +45,18 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
         if model is None:
             raise ConfigError("RUN", str(path), "the run has no checkpoint yet", "name weights with --model")
     return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
+
+
+def _check_config(folder: RunFolder) -> None:
+    """Raises a ConfigError if the config of a run is not the one that its ledger has."""
+    config = load_config(folder.config)
+    if config.ledger.kind == "memory" or not (folder.path / LEDGER_FILE).exists():
+        return
+    with closing(open_store(config.ledger, folder.path, only_read=True)) as store:
+        *_, last = store.rows(LifeRow)
+    for key, (before, after) in changed_keys(last.config, config).items():
+        problem = f"{folder.config} was changed: the run has {before!r} in its ledger"
+        raise ConfigError(key, after, problem, f"change it back; --{key} on the command line overrides it")
 
 
 def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:

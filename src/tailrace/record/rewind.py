@@ -42,16 +42,14 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
 
 
 def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drop lines, and the file if none is left. A line that a kill cut short is dropped, too."""
+    """Drop lines, and the file if none is left. A last line that a kill cut short is dropped, too."""
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            break
-        try:
-            is_kept = keep(row)
-        except (KeyError, TypeError) as why:
+            is_kept = keep(msgspec.json.decode(line))
+        except (KeyError, TypeError, msgspec.DecodeError, UnicodeDecodeError) as why:
+            if not line.endswith(b"\n"):
+                break
             problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
             remedy = "put a copy back, or delete that line"
             raise ConfigError("--output-dir", str(path), problem, remedy) from None

@@ -5,6 +5,7 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -14,6 +15,7 @@ from tailrace.errors import CheckpointError
 
 CHECKSUMS_FILE = "checksums.json"
 CHUNK_BYTES = 2**20
+WEIGHTS = ".safetensors"
 
 
 class Checksums(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,6 +35,16 @@ def seal(folder: Path, step: int) -> None:
         synchronize(path)
 
 
+def seal_weights(model: Path, checkpoint: Path) -> None:
+    """Give an exported model the checksums that a checkpoint has for its weights. Users may edit its other
+    files. A checkpoint without checksums gives none."""
+    with suppress(FileNotFoundError):
+        known = _read(checkpoint / CHECKSUMS_FILE)
+        weights = {name: each for name, each in known.files.items() if (model / name).suffix == WEIGHTS}
+        found = {name: each for name, each in weights.items() if (model / name).exists()}
+        (model / CHECKSUMS_FILE).write_bytes(_encode(Checksums(known.step, found)))
+
+
 def remedy(folder: Path) -> str:
     """What to do about a damaged checkpoint."""
     return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
@@ -48,17 +60,12 @@ def verify(folder: Path, advice: str, *, step: int | None = None) -> bool:
     Raises:
         CheckpointError: a file is missing or has other content, or the checkpoint is that of another step.
     """
-    file = folder / CHECKSUMS_FILE
     try:
-        content = file.read_bytes()
+        known = _read(folder / CHECKSUMS_FILE)
     except FileNotFoundError:
         return False
-    try:
-        known = msgspec.json.decode(content.partition(b"\n")[0], type=Checksums)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        known = None
-    if known is None or _encode(known) != content:
-        raise CheckpointError(f"{file} is damaged; {advice}")
+    except CheckpointError as why:
+        raise CheckpointError(f"{why}; {advice}") from None
     for name, checksum in known.files.items():
         try:
             problem = "" if _checksum(folder / name) == checksum else "is damaged: its checksum differs"
@@ -72,6 +79,18 @@ def verify(folder: Path, advice: str, *, step: int | None = None) -> bool:
             f"it is another one; {advice}"
         )
     return True
+
+
+def _read(file: Path) -> Checksums:
+    """Raises a FileNotFoundError, or a CheckpointError if the file is damaged."""
+    content = file.read_bytes()
+    try:
+        known = msgspec.json.decode(content.partition(b"\n")[0], type=Checksums)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        known = None
+    if known is None or _encode(known) != content:
+        raise CheckpointError(f"{file} is damaged")
+    return known
 
 
 def synchronize(path: Path) -> None:
