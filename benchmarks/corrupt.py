@@ -2,8 +2,9 @@
 
     python benchmarks/corrupt.py [--flips N] [--truncations N] [--seed N] [--kinds A,B] [--json F]
 
-A small live run is made. Each case damages one file of a copy, a single bit or the end, and runs
-`train --resume` for one more round, `eval`, `inspect` and `view` on copies of that. File kinds take turns.
+A small live run is made. Each case damages one file of a copy, a single bit or the end. On copies of that run
+the commands that read its kind (READERS): `train --resume` for one more round, `eval`, `eval --model RUN/model`,
+`inspect` and `view`. File kinds take turns. Logs, the picture and the lock are left alone: no command reads them.
 
     detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file
     harmless    the commands give what they give on the undamaged run
@@ -14,7 +15,7 @@ A small live run is made. Each case damages one file of a copy, a single bit or 
 
 The worst outcome of the commands counts. The results compared are the exported weights, the accuracy and the
 balance. Of `view` only the exit code is judged: a changed number in a record that it shows is not noticed.
-No command here reads model/, so damage to it counts as harmless.
+The small files of model/ may be edited by users; only its weights are guarded.
 The exported weights are compared only if two undamaged resumptions agree in them bit for bit.
 """
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "quickstart.toml"
@@ -48,6 +50,21 @@ ORDER = ("harmless", "detected", "unnamed", "accepted", "hang", "traceback")
 BAD = ("unnamed", "accepted", "hang", "traceback")
 
 
+READERS = {
+    "checkpoints": ("resume", "eval"),
+    "checkpoints/trainer": ("resume", "eval"),
+    "model": ("eval model",),
+    "ledger.sqlite": ("resume", "inspect"),
+    "counts": ("resume", "inspect"),
+    "config.toml": ("eval", "inspect", "view"),
+    "metrics.jsonl": ("resume", "view"),
+    "samples": ("resume", "view"),
+    "summary.json": ("resume", "view"),
+    "trace.json": ("resume", "view"),
+}
+"""The commands that read a kind of file."""
+
+
 def tailrace(*words: str) -> tuple[int | None, str]:
     """Exit code, None after the time limit, and all that was printed."""
     command = [sys.executable, "-m", "tailrace.cli", *words]
@@ -65,11 +82,11 @@ def train(folder: Path, rounds: int) -> tuple[int | None, str]:
     return tailrace("train", str(EXAMPLE), *where, "--run.rounds", str(rounds), *options)
 
 
-def results(run: Path, scratch: Path) -> dict[str, tuple[int | None, str, object]]:
-    """Exit code, output and result of each command, on copies of a run in the same place."""
+def results(run: Path, scratch: Path, names: Sequence[str]) -> dict[str, tuple[int | None, str, object]]:
+    """Exit code, output and result of commands, on copies of a run in the same place."""
     found: dict[str, tuple[int | None, str, object]] = {}
     there, answer = scratch / "run", scratch / "answer"
-    for name in ("resume", "eval", "inspect", "view"):
+    for name in names:
         shutil.rmtree(there, ignore_errors=True)
         answer.unlink(missing_ok=True)
         shutil.copytree(run, there)
@@ -78,8 +95,9 @@ def results(run: Path, scratch: Path) -> dict[str, tuple[int | None, str, object
             code, said = train(there, ROUNDS + 1)
             if code == 0:
                 result = [path.read_bytes() for path in sorted(there.glob("model/*.safetensors"))]
-        elif name == "eval":
-            code, said = tailrace("eval", str(there), "--json", str(answer))
+        elif name.startswith("eval"):
+            model = ("--model", str(there / "model")) if name == "eval model" else ()
+            code, said = tailrace("eval", str(there), *model, "--json", str(answer))
             result = json.loads(answer.read_text()) if code == 0 else None
         elif name == "inspect":
             code, said = tailrace("inspect", str(there), "--json")
@@ -142,7 +160,8 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
         code, said = train(run, ROUNDS)
         if code != 0:
             raise SystemExit(f"the run failed:\n{said}")
-        expected, again = results(run, scratch), results(run, scratch)
+        every = sorted({name for names in READERS.values() for name in names})
+        expected, again = results(run, scratch, every), results(run, scratch, every)
         if failed := [name for name, (code, _, _) in expected.items() if code]:
             raise SystemExit(f"commands fail on the undamaged run: {failed}")
         unequal = {name for name in expected if expected[name][2] != again[name][2]}
@@ -150,7 +169,7 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
         files = defaultdict(list)
         for path in sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size):
             files[kind_of(path.relative_to(run))].append(path.relative_to(run))
-        names = sorted(kinds & set(files) if kinds else files)
+        names = sorted(set(files) & set(READERS) & (kinds or set(READERS)))
         for number, how in enumerate(["flip"] * flips + ["truncation"] * truncations):
             kind = names[number % len(names)]
             file = chance.choice(files[kind])
@@ -158,7 +177,7 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
             shutil.copytree(run, copy)
             done = damage(copy / file, how, chance)
             ends = {}
-            for name, got in results(copy, scratch).items():
+            for name, got in results(copy, scratch, READERS[kind]).items():
                 compared = got if name in unequal else expected[name]
                 ends[name] = outcome(file.name, got, compared)
             worst = max(ends.values(), key=ORDER.index)

@@ -26,7 +26,7 @@ from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.placement import PlacementSettings
-from tailrace.settings import Settings
+from tailrace.settings import CHOSEN, Settings
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
@@ -166,9 +166,19 @@ class RunConfig(Settings):
         check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
         return self
 
-    def toml(self) -> str:
-        """Return the resolved config as TOML, with every default written out."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+    def toml(self, *, chosen: bool = True) -> str:
+        """Return the resolved config as TOML, with every default written out.
+
+        Args:
+            chosen: whether to write what a live run chooses from its machine and the config does not set.
+        """
+        tree = self.model_dump(mode="json", exclude_none=True)
+        for name in () if chosen else ("engine", "trainer"):
+            section = getattr(self, name)
+            for key, field in type(section).model_fields.items():
+                if field.json_schema_extra == CHOSEN and key not in section.model_fields_set:
+                    tree[name].pop(key, None)
+        return tomli_w.dumps(tree)
 
     def to_json(self) -> str:
         """Return the resolved config as JSON, for the ledger."""

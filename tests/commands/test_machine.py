@@ -140,6 +140,26 @@ def test_what_the_config_sets_stays(config: RunConfig) -> None:
     assert fitted(found, Machine(64, 500 * GIB)) == found, "a choice is made once"
 
 
+def test_a_server_that_is_joined_keeps_its_type(config: RunConfig) -> None:
+    joined = changed(config, engine={"kind": "vllm", "urls": ["http://localhost:1"]})
+    assert fitted(joined).engine.dtype == "float32"
+    assert fitted(joined).trainer.dtype == "bfloat16"
+
+
+def test_threads_that_are_set_leave_the_other_cores_to_the_other_side(config: RunConfig) -> None:
+    machine = Machine(8, 24 * GIB, "avx512_bf16")
+    given = fit(changed(config, engine={"threads": 6}), machine, prompt_tokens=50, overlaps=True)
+    assert (given.config.engine.threads, given.config.trainer.threads) == (6, 2)
+    assert list(given.idle) == []
+
+
+def test_a_written_config_leaves_the_choices_to_the_machine_that_runs_it(config: RunConfig) -> None:
+    for chosen in (False, True):
+        sections = tomllib.loads(config.toml(chosen=chosen))
+        keys = {"dtype", "threads", "max_tokens_per_microbatch", "kv_cache_tokens"}
+        assert bool(keys & sections["trainer"].keys() | keys & sections["engine"].keys()) == chosen
+
+
 def test_threads_that_leave_cores_idle_are_named(config: RunConfig) -> None:
     one = changed(config, engine={"threads": 1}, trainer={"threads": 1})
     alone = fit(one, SMALL, prompt_tokens=50, overlaps=False)

@@ -1,6 +1,7 @@
 """`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,10 +47,10 @@ def compare(
     if virtual:
         measured = race_virtual(racers, config.compare.repeats, folder)
     else:
-        racers = {
-            name: replace(racer, config=check_live(racer.config, racer.schedule).config)
-            for name, racer in racers.items()
-        }
+        schedules = [racer.schedule for racer in racers.values()]  # all race with the same threads
+        fitted = {name: check_live(racer.config, *schedules) for name, racer in racers.items()}
+        print(next(iter(fitted.values())).table, file=sys.stderr)
+        racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
             race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)

@@ -65,7 +65,8 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
     Raises:
         ConfigError: the model, the data or the reward cannot work.
     """
-    config = check_live(with_model_folder(config)).config
+    without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
+    config = check_live(with_model_folder(config).model_copy(update=without_learning)).config
     assert config.model
     console = Console(soft_wrap=True)
     console.print(f"weights   {config.model.path}")
@@ -93,8 +94,7 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
 
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
-    without_learning = config.model_copy(update={"algorithm": AlgorithmSettings()})  # no reference, no critic
-    async with open_parts(without_learning, scratch) as parts:
+    async with open_parts(config, scratch) as parts:
         samples = held_out_samples(
             parts.held_out,
             config.run.eval_prompts,

@@ -65,11 +65,11 @@ MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
 
 
-def check_live(config: RunConfig, schedule: BoundSchedule | None = None) -> Fitted:
+def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     """Check everything that can be checked without starting a process.
 
     Args:
-        schedule: that will run; None: nothing is trained.
+        schedules: that will run, with the same choices for all; none: nothing is trained.
 
     Returns:
         The config with what it takes from this machine.
@@ -105,7 +105,7 @@ def check_live(config: RunConfig, schedule: BoundSchedule | None = None) -> Fitt
     if config.host.kind != "local":
         return Fitted(config)
     prompt_tokens = max((len(prompt.ids) for prompt in usable_prompts(prompts, MEASURED_PROMPTS)), default=0)
-    overlaps = schedule is not None and trains_while_generating(config, schedule)
+    overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
     machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
     return fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
 

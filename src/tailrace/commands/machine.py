@@ -116,6 +116,8 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
     of_trainer, of_engines = config.trainer.device != "cpu", engines_on_gpu(config)
     for key, is_gpu in (("trainer.dtype", of_trainer), ("engine.dtype", of_engines)):
+        if key == "engine.dtype" and _is_joined(config):
+            continue  # the server has a type already
         if is_gpu:
             yield key, "bfloat16" if machine.gpu_bfloat16 else "float32", "of the GPU"
         elif machine.bfloat16:
@@ -124,10 +126,14 @@ def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str,
             yield key, "float32", f"the processor has neither {' nor '.join(BFLOAT16)}"
 
 
+def _is_joined(config: RunConfig) -> bool:
+    """Whether the engines are servers that run already."""
+    return not isinstance(config.engine, NativeEngineSettings) and bool(config.engine.urls)
+
+
 def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
     engine, trainer, placement = config.engine, config.trainer, config.placement
-    is_joined = not isinstance(engine, NativeEngineSettings) and engine.urls
-    num_engines = 0 if is_joined or engines_on_gpu(config) else engine.num_engines
+    num_engines = 0 if _is_joined(config) or engines_on_gpu(config) else engine.num_engines
     num_trainers = trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
     of_engines, of_trainer = (sum(map(len, each)) for each in lists)
@@ -138,11 +144,16 @@ def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tu
         if listed:
             cores, reason = listed, f"of the {listed} cores that [placement] lists"
         elif others and overlaps:
-            cores = max(1, machine.cores - (other_listed or machine.cores // 2))
+            other = "trainer.threads" if key == "engine.threads" else "engine.threads"
+            given = 0 if _is_unset(config, other) else others * (_value(config, other) or 0)
+            cores = max(1, machine.cores - (other_listed or given or machine.cores // 2))
             reason = f"of {machine.cores} cores; the schedule trains while engines generate"
         else:
             cores = machine.cores
-            reason = f"of {machine.cores} cores; the schedule never trains while engines generate"
+            alone = (
+                "the schedule never trains while engines generate" if others else "no other part needs them"
+            )
+            reason = f"of {machine.cores} cores; {alone}"
         if num:
             yield key, max(1, cores // num), reason
 

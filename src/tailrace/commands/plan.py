@@ -62,7 +62,7 @@ def plan(
     if output:
         planned = with_candidate(config, found.best.candidate)
         resolve(planned)
-        output.write_text(planned.toml())
+        output.write_text(planned.toml(chosen=False))
         console.print(f"config    {output}", markup=False)
 
 

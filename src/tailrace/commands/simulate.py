@@ -64,7 +64,7 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
 
 def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]:
     """Begin the files of a simulation in place of those of an earlier one."""
-    folder.begin_anew(config.toml())
+    folder.begin_anew(config.toml(chosen=False))
     run = TrackedRun(config.record.project, folder.path, config.model_dump(mode="json"))
     return [
         MetricsWriter(folder.metrics),

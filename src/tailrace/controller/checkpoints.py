@@ -55,6 +55,7 @@ class Checkpoints:
         """The newest complete checkpoint that has an optimizer step; None: there is none."""
         self._saved_at = (start.round if start.checkpoint else -1, start.step)
         """Round and optimizer steps of the newest checkpoint, which may be still being written."""
+        self._saved_name = start.checkpoint
         self._best = start.best
 
     async def save_if_due(
@@ -76,7 +77,7 @@ class Checkpoints:
 
     def evaluated(self, round: int, accuracy: float) -> None:
         """Keep the checkpoint of a round whose evaluation is the best so far."""
-        if round == self._saved_at[0] and (self._best is None or accuracy > self._best[0]):
+        if self._saved_name == checkpoint_name(round) and (self._best is None or accuracy > self._best[0]):
             self._best = accuracy, round
 
     async def written(self) -> None:
@@ -126,7 +127,7 @@ class Checkpoints:
             cut_steps=state.cut_steps,
         )
         trainer_done = await self._parts.trainer.save(folder)
-        self._saved_at = (round, num_steps)
+        self._saved_at, self._saved_name = (round, num_steps), name
 
         async def complete() -> None:
             await trainer_done

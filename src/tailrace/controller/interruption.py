@@ -24,6 +24,7 @@ class Interruption:
     def begin(self) -> None:
         """The calling task is the one to cancel. A request that came before is carried out at once."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        self.is_complete = False  # of an earlier life
         if self.signal is not None:
             self._cancel()
 

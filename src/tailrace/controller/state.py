@@ -29,7 +29,7 @@ class RunState:
     def has_all_steps(self, rounds: int) -> bool:
         """Whether steps of interrupted rounds replace those that are missing from as many rounds."""
         complete = self.num_steps - self.cut_steps
-        return self._cut_before > 0 < self.round and complete * rounds <= self.num_steps * self.round
+        return self._cut_before > 0 < complete and complete * rounds <= self.num_steps * self.round
 
     def end_round(self) -> None:
         """The round is complete."""

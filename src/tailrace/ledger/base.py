@@ -25,7 +25,7 @@ from tailrace.errors import LedgerError
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 5
+FORMAT = 6
 """Version of the row layout. A ledger of another format cannot be read."""
 
 

@@ -78,4 +78,4 @@ def _drew(store: Store) -> bool:
 
 
 def _trained(store: Store) -> bool:
-    return any(row.step for row in store.rows(MarkRow)) or bool(store.rows(TrainingRow))
+    return bool(store.rows(TrainingRow)) or any(row.step for row in store.rows(MarkRow))

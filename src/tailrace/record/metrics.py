@@ -11,14 +11,26 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from tailrace.errors import ConfigError
 from tailrace.record.events import Event
 from tailrace.record.rows import ClosingRow, Counts, EvaluationRow, RoundRow, Row, StepRow, from_json, to_json
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file in their order; none if there is no file."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [row for line in lines for row in from_json(msgspec.json.decode(line))]
+    """The rows of a metrics file in their order; none if there is no file.
+
+    Raises:
+        ConfigError: a line is damaged.
+    """
+    rows: list[Row] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            rows += from_json(msgspec.json.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, ValueError) as why:
+            problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
+            remedy = "put a copy back, or delete that line"
+            raise ConfigError("--output-dir", str(path), problem, remedy) from None
+    return rows
 
 
 class JoinedRows:

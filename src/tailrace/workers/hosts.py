@@ -86,4 +86,4 @@ def _there(function: str) -> str:
 def _file_of(function: str) -> Path | None:
     """Return the file in which a function is, if its name names one."""
     place = function.rpartition(":")[0]
-    return Path(place) if place.endswith(".py") else None
+    return Path(place) if place.endswith((".py", ".pkl")) else None

@@ -205,7 +205,7 @@ async def open_ray(
     """
     with tempfile.TemporaryDirectory() as working_dir:
         for file in files:
-            for beside in file.parent.glob("*.py"):
+            for beside in {file, *file.parent.glob("*.py")}:
                 shutil.copy(beside, working_dir)
         _connect(settings.address, Path(working_dir))
         groups: list[Any] = []
