@@ -17,7 +17,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
@@ -99,10 +99,15 @@ class Sandbox:
         mine, theirs = socket.socketpair()
         with theirs:
             answers, writer = await asyncio.open_unix_connection(sock=mine)
+            starting = asyncio.ensure_future(self._start(theirs, stdin))
             try:
-                process = await self._start(theirs, stdin)
+                # Cancelled, it would kill bwrap before the processes inside end with it.
+                await _until_done(starting)
+                process = starting.result()
             except BaseException:
                 writer.transport.abort()
+                if not starting.cancelled() and not starting.exception():
+                    await _until_done(_Supervision(starting.result(), self._settings).end())
                 raise
         return await _Supervision(process, self._settings).run(answers, writer, lines, limit)
 
@@ -223,9 +228,10 @@ class _Supervision:
         finally:
             if watching:
                 watching.cancel()
-            self._kill()
-            await asyncio.shield(self._ended())
-            writer.transport.abort()
+            try:
+                await _until_done(self.end())
+            finally:
+                writer.transport.abort()
         code = self._process.returncode
         exit_code = -signal.SIGKILL if code is None else code
         return Execution(self._end, exit_code, output[: self._max_output], answer, seconds)
@@ -293,7 +299,9 @@ class _Supervision:
                 # The bwrap that waits for it ends after the kernel has ended the whole namespace.
                 os.kill(self._first_process, signal.SIGKILL)
 
-    async def _ended(self) -> None:
+    async def end(self) -> None:
+        """Kill what still runs, and wait for its end."""
+        self._kill()
         # asyncio learns of the end only after the pipes were read to theirs. Without isolation a daemon that
         # the program left may hold them.
         assert self._process.stdout and self._process.stderr
@@ -302,6 +310,18 @@ class _Supervision:
                 await asyncio.gather(
                     _drain(self._process.stdout), _drain(self._process.stderr), self._process.wait()
                 )
+
+
+async def _until_done(work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Wait for the end of some work. A cancellation takes effect after it."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as why:
+            cancelled = why
+    if cancelled:
+        raise cancelled
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:
