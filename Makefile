@@ -85,7 +85,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/crash.py
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
 	$(BIN)/python benchmarks/crash.py --task tools --kills 20
-	$(BIN)/python benchmarks/corrupt.py
+	$(BIN)/python benchmarks/corrupt.py --flips 30 --truncations 10
 	$(BIN)/python benchmarks/kl_study.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sandbox.py
