@@ -27,10 +27,14 @@ def read_rows(path: Path) -> list[Row]:
         try:
             rows += from_json(msgspec.json.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, ValueError) as why:
-            problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
-            remedy = "put a copy back, or delete that line"
-            raise ConfigError("--output-dir", str(path), problem, remedy) from None
+            raise damaged_line(path, line, why) from None
     return rows
+
+
+def damaged_line(path: Path, line: bytes, why: Exception) -> ConfigError:
+    """The error of a line that cannot be read or lacks what it must have."""
+    problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
+    return ConfigError("--output-dir", str(path), problem, "put a copy back, or delete that line")
 
 
 class JoinedRows:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import ConfigError
+from tailrace.record.metrics import damaged_line
 
 
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
@@ -22,7 +22,7 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
         step: optimizer steps that the checkpoint has.
 
     Raises:
-        ConfigError: a line lacks what it must have.
+        ConfigError: a line lacks what it must have, or is damaged.
     """
 
     def is_kept(row: Mapping[str, Any]) -> bool:
@@ -50,9 +50,7 @@ def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
         except (KeyError, TypeError, msgspec.DecodeError, UnicodeDecodeError) as why:
             if not line.endswith(b"\n"):
                 break
-            problem = f"it has a damaged line ({type(why).__name__}: {why}): {line[:80]!r}"
-            remedy = "put a copy back, or delete that line"
-            raise ConfigError("--output-dir", str(path), problem, remedy) from None
+            raise damaged_line(path, line, why) from None
         if is_kept:
             kept.append(line)
     if not kept:
