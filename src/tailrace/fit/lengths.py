@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean
 
 from tailrace.fit.base import FitPart
 from tailrace.fit.observed import Observed
-from tailrace.sim.lengths import read_recorded
+from tailrace.sim.world import read_recorded
 
 
 def fit_lengths(run: Observed, samples: Path) -> FitPart:

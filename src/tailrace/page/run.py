@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tailrace import clock
-from tailrace.engine.counter import COUNTS_FOLDER
+from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
 from tailrace.page.advisories import advisories
 from tailrace.page.bubbles import idle_times

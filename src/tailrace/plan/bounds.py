@@ -7,8 +7,8 @@ Decode steps that an engine needs for its share of the tokens of an optimizer st
     longest that the step waits for      in a schedule that waits for it
 
 Each step reads the weights, and each token adds its own part, so the time of generation is closed
-(steps.py). A schedule whose engines stop also waits for a reward. Left out are prefills, preemptions, waits
-for a bound on staleness, and that engines drain at different times: they only add to it.
+(sim/engine.py). A schedule whose engines stop also waits for a reward. Left out are prefills, preemptions,
+waits for a bound on staleness, and that engines drain at different times: they only add to it.
 """
 
 from tailrace.plan.base import Candidate, Floor

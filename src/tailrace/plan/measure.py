@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, pstdev
 
-from tailrace.algo.compute_advantages import GRPO
+from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import Schedule, simulate
 from tailrace.plan.workload import response_lengths

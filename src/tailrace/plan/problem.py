@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from tailrace.algo.compute_advantages import GRPO
+from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.plan.base import Candidate, Floor, Measured

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from tailrace.data.epochs import Epochs
+from tailrace.data.base import Epochs
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
