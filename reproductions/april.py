@@ -24,9 +24,9 @@ from typing import Literal
 from reproductions.base import Figure, Kind, Paper, Table
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.assembly.simulation import Schedule, Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import Schedule, Simulated, simulate
 from tailrace.record.events import Event, RequestEnded, RequestStarted
 from tailrace.rollout.placement import Shared
 from tailrace.schedules.april import april

@@ -36,7 +36,7 @@ from reproductions.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.controller.simulation import Schedule
+from tailrace.assembly.simulation import Schedule
 from tailrace.record.rows import RoundRow
 from tailrace.schedules.tailbatch import tailbatch
 

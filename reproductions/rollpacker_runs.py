@@ -12,8 +12,8 @@ from math import ceil, exp
 from statistics import fmean
 
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
+from tailrace.assembly.simulation import Schedule, Simulated, simulate, simulated_parts
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.simulation import Schedule, Simulated, simulate, simulated_parts
 from tailrace.record.rows import RoundRow
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors

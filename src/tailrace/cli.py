@@ -72,10 +72,10 @@ def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
 
 
 def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.live import check_live
+    from tailrace.assembly.live import check_live
+    from tailrace.assembly.schedule import resolve
     from tailrace.commands.train import train
     from tailrace.config import with_model_folder
-    from tailrace.schedules.resolve import resolve
 
     config = _config(arguments.config, overrides)
     if arguments.dry_run:
@@ -135,7 +135,7 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> No
 
 
 def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.folder import RunFolder
+    from tailrace.assembly.folder import RunFolder
     from tailrace.commands.inspect import inspect
 
     folder = RunFolder(arguments.config)

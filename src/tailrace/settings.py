@@ -14,7 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 CHOSEN: JsonDict = {"chosen": True}
 """Of a field that a live run on this host chooses from the machine where the config does not set it
-(commands/machine.py). Its default holds elsewhere."""
+(assembly/machine.py). Its default holds elsewhere."""
 
 
 class Settings(BaseModel):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tailrace
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import check_live
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import check_live
 from tailrace.config import load_config
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.workers import local

@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 
+from helpers.small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 from tailrace.engine.counter import counted_tokens
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of

@@ -10,9 +10,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from small_run import EXAMPLES, trained_prompts
-
 from helpers.processes import worker_of
+from helpers.small_run import EXAMPLES, trained_prompts
 from tailrace.engine.counter import counted_tokens
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of

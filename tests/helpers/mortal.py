@@ -5,9 +5,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Usage
 from tailrace.engine.counter import TokenCounter
 from tailrace.engine.supervised import SupervisedEngine, watch_engines

@@ -31,8 +31,8 @@ from helpers.virtual import (
     simulate,
 )
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import simulated_parts
 from tailrace.ledger.base import Books
 from tailrace.ledger.lineage import distance
 from tailrace.ledger.read import read_books

@@ -13,8 +13,8 @@ from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
 from reproductions import april
 from reproductions.__main__ import main
 from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
+from tailrace.assembly.simulation import Schedule
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.simulation import Schedule
 from tailrace.record.events import RequestStarted, Stepped
 from tailrace.types import Sample
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.schedule import resolve, with_published_defaults
+from tailrace.assembly.virtual import note_default_costs, run_virtual, sim_settings
 from tailrace.commands.tables import open_console
-from tailrace.commands.virtual import note_default_costs, run_virtual, sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
@@ -25,7 +26,6 @@ from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.record.trackers import TrackedRun, check_trackers, open_trackers
 from tailrace.record.user_sinks import open_sinks
-from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
 

@@ -18,8 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
@@ -48,7 +49,6 @@ from tailrace.record.trace import TraceWriter
 from tailrace.record.trackers import TrackedRun, open_trackers
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.failures import WithFailureLimit
-from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 

@@ -5,8 +5,8 @@ from itertools import chain
 from statistics import fmean, pstdev
 
 from tailrace.algo.compute_advantages import GRPO
+from tailrace.assembly.simulation import Schedule, simulate
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import Schedule, simulate
 from tailrace.plan.workload import response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.laps import Lap

@@ -8,17 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.algo.compute_advantages import ComputeAdvantages
-from tailrace.commands.environments import (
+from tailrace.assembly.environments import (
     calls_reward_functions,
     check_episodes,
     open_play,
     prompts_of_episodes,
     unused_rewards,
 )
-from tailrace.commands.judges import check_judges, open_judges
-from tailrace.commands.machine import Fitted, Machine, fit
-from tailrace.commands.memory import engines_on_gpu
-from tailrace.commands.placement import check_placement, device_map, shared
+from tailrace.assembly.judges import check_judges, open_judges
+from tailrace.assembly.machine import Fitted, Machine, fit
+from tailrace.assembly.memory import engines_on_gpu
+from tailrace.assembly.placement import check_placement, device_map, shared
+from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split, sources_of
@@ -49,7 +50,6 @@ from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.device_map import trainer_cpus_reserved
-from tailrace.schedules.resolve import BoundSchedule, trains_while_generating
 from tailrace.trainer.adapter import check_lora
 from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt

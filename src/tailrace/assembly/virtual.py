@@ -4,13 +4,13 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.compute_advantages import ComputeAdvantages
-from tailrace.commands.placement import sim_shared
+from tailrace.assembly.placement import sim_shared
+from tailrace.assembly.schedule import BoundSchedule
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
-from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
-from tailrace.schedules.resolve import BoundSchedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.lengths import law_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
