@@ -25,7 +25,7 @@ from statistics import median
 from tailrace import clock
 from tailrace.assembly.live import advantages_of
 from tailrace.assembly.schedule import resolve, with_published_defaults
-from tailrace.assembly.virtual import run_virtual
+from tailrace.assembly.simulation import run_virtual
 from tailrace.commands.fit import fitted_run
 from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import RunConfig, load_config

@@ -26,9 +26,9 @@ from reproductions.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.assembly.simulation import Schedule
 from tailrace.controller.run import Run
 from tailrace.record.rows import RoundRow
+from tailrace.schedules import Schedule
 from tailrace.schedules.tailbatch import next_round
 from tailrace.sim.judge import forward_pass
 from tailrace.types import Group

@@ -116,7 +116,7 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
     """
 
     def work() -> RunSummary:
-        from tailrace.assembly.virtual import run_virtual
+        from tailrace.assembly.simulation import run_virtual
 
         named, bound = _named(config, schedule)
         summary = Summary()

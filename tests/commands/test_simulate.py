@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.assembly.virtual import sim_settings
+from tailrace.assembly.simulation import sim_settings
 from tailrace.cli import main
 from tailrace.config import RunConfig
 from tailrace.record.trace_reader import TraceReader

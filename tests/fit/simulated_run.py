@@ -6,7 +6,7 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.assembly.schedule import resolve, with_published_defaults
-from tailrace.assembly.virtual import run_virtual
+from tailrace.assembly.simulation import run_virtual
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter

@@ -13,9 +13,9 @@ from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
 from reproductions import april
 from reproductions.__main__ import main
 from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
-from tailrace.assembly.simulation import Schedule
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.record.events import RequestStarted, Stepped
+from tailrace.schedules import Schedule
 from tailrace.types import Sample
 
 

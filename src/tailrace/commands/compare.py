@@ -14,7 +14,7 @@ from tailrace.assembly.schedule import (
     shared_parameters,
     with_published_defaults,
 )
-from tailrace.assembly.virtual import note_default_costs
+from tailrace.assembly.simulation import note_default_costs
 from tailrace.commands.comparison import Comparison
 from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.commands.tables import open_console, print_table

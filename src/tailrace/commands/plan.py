@@ -14,7 +14,7 @@ from rich.table import Table
 from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
-from tailrace.assembly.virtual import costs_given, sim_max_tokens, without_rates
+from tailrace.assembly.simulation import costs_given, sim_max_tokens, without_rates
 from tailrace.commands.tables import open_console, print_table, progress
 from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings

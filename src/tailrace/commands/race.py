@@ -14,7 +14,7 @@ from tailrace import clock
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import advantages_of, open_parts, rewind
 from tailrace.assembly.schedule import BoundSchedule
-from tailrace.assembly.virtual import run_virtual
+from tailrace.assembly.simulation import run_virtual
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
-from tailrace.assembly.virtual import note_default_costs, run_virtual, sim_settings
+from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw

@@ -1,6 +1,6 @@
 """The [sim] section: what a simulated set-up costs in seconds.
 
-A field whose default is None is taken from the other sections of the config (`assembly/virtual.py`). A
+A field whose default is None is taken from the other sections of the config (`assembly/simulation.py`). A
 value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
 """
 
