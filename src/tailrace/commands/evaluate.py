@@ -22,6 +22,11 @@ from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, 
 from tailrace.rollout.router import Router
 
 
+def run(path: Path, overrides: Mapping[str, str], *, model: Path | None, json_path: Path | None) -> None:
+    """Evaluate a run or the model of a config file. Raises as `evaluated_config` and `evaluate_model`."""
+    evaluate_model(evaluated_config(path, model, overrides), json_path=json_path)
+
+
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
     """Read the config of an evaluation.
 
