@@ -41,7 +41,8 @@ from statistics import fmean, median
 
 from episodes import EpisodeVictim
 from tailrace import clock
-from tailrace.commands.live import open_parts, rewind
+from tailrace.assembly.live import open_parts, rewind
+from tailrace.assembly.schedule import BoundSchedule, resolve
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
@@ -50,7 +51,6 @@ from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
 from tailrace.record.steps import RoundMeter
-from tailrace.schedules.resolve import BoundSchedule, resolve
 from victims import EXAMPLES, Victim, regenerated_tokens
 
 KILLED: dict[str, dict[str, object]] = {

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tailrace import clock
-from tailrace.commands.memory import run_memory
+from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
 from tailrace.memory import ITEM_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId

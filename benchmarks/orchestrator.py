@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from tailrace import clock
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
-from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings

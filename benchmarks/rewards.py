@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean
 
 from tailrace import clock
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
-from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RoundStarted, SampleScored
 from tailrace.reward.base import CodeSettings, TimeoutSettings
 from tailrace.reward.code import CodeRewards

@@ -22,11 +22,11 @@ from math import nan
 from statistics import fmean
 from typing import Any
 
+from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import Schedule, simulate
 from tailrace.record.laps import Lap
 from tailrace.rollout.placement import Kind, Shared
-from tailrace.schedules import SCHEDULES
+from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import (
     SimClusterSettings,

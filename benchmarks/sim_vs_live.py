@@ -23,10 +23,11 @@ from pathlib import Path
 from statistics import median
 
 from tailrace import clock
+from tailrace.assembly.live import advantages_of
+from tailrace.assembly.schedule import resolve, with_published_defaults
+from tailrace.assembly.simulation import run_virtual
 from tailrace.commands.fit import fitted_run
-from tailrace.commands.live import advantages_of
 from tailrace.commands.race import Arena, Racer, in_turn
-from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
@@ -35,7 +36,6 @@ from tailrace.record.metrics import MetricsWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "rolloutpipe.toml"

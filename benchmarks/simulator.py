@@ -27,9 +27,9 @@ from pathlib import Path
 from platform import python_version
 
 from tailrace import clock
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
-from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import (
     Event,
     GroupEnded,

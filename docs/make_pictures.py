@@ -15,10 +15,10 @@ from typing import Any
 from PIL import Image
 
 from tailrace import clock
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.record.events import Recorder
 from tailrace.record.pictures import draw_timelines
 from tailrace.record.steps import StepMeter

@@ -24,11 +24,12 @@ from typing import Literal
 from reproductions.base import Figure, Kind, Paper, Table
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import Schedule, Simulated, simulate
 from tailrace.record.events import Event, RequestEnded, RequestStarted
 from tailrace.rollout.placement import Shared
+from tailrace.schedules import Schedule
 from tailrace.schedules.april import april
 from tailrace.schedules.serial import serial
 from tailrace.sim.settings import (

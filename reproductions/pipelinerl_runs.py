@@ -11,8 +11,8 @@ from math import exp
 from statistics import fmean
 
 from reproductions.base import Figure, Table
+from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import Simulated, simulate
 from tailrace.record.events import Event, RequestEnded
 from tailrace.record.rows import RoundRow
 from tailrace.rollout.placement import Shared

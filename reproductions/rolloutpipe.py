@@ -17,9 +17,10 @@ from functools import cache, partial
 from typing import Literal
 
 from reproductions.base import Figure, Kind, Paper, Table
+from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import Schedule, Simulated, simulate
 from tailrace.rollout.admission import Admission, Frontier, FrontierFirst
+from tailrace.schedules import Schedule
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.schedules.serial import serial
 from tailrace.sim.settings import (

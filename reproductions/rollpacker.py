@@ -36,8 +36,8 @@ from reproductions.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.controller.simulation import Schedule
 from tailrace.record.rows import RoundRow
+from tailrace.schedules import Schedule
 from tailrace.schedules.tailbatch import tailbatch
 
 SHARES = {"Math": (72, 5, 23), "Code": (66, 13, 21), "LLM-as-a-Judge": (71, 7, 22)}

@@ -27,8 +27,8 @@ from reproductions.rollpacker_runs import (
     tailbatch_of,
 )
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import Schedule
 from tailrace.record.rows import RoundRow
+from tailrace.schedules import Schedule
 from tailrace.schedules.tailbatch import next_round
 from tailrace.sim.judge import forward_pass
 from tailrace.types import Group

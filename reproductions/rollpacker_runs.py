@@ -12,13 +12,14 @@ from math import ceil, exp
 from statistics import fmean
 
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
+from tailrace.assembly.simulation import Simulated, simulate, simulated_parts
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.simulation import Schedule, Simulated, simulate, simulated_parts
 from tailrace.record.rows import RoundRow
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import Kind as PlacementKind
 from tailrace.rollout.placement import Shared
+from tailrace.schedules import Schedule
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch
 from tailrace.sim.cluster import rates

@@ -13,10 +13,10 @@ from tailrace.config import (
     load_config,
     may_change,
     require_sections,
-    sections_in,
 )
 from tailrace.errors import ConfigError
 from tailrace.schedules import SCHEDULES
+from tailrace.settings import sections_in
 
 BASE = """
 [run]

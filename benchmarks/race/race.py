@@ -24,7 +24,7 @@ from racers import CONFIG, ENTRIES, Entry
 from safetensors import safe_open
 
 from tailrace import clock
-from tailrace.commands.live import advantages_of, training_prompts
+from tailrace.assembly.live import advantages_of, training_prompts
 from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute

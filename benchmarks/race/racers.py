@@ -8,9 +8,9 @@ fives. A round of conventional has as many optimizer steps as eight rounds of pi
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.commands.race import Racer
 from tailrace.config import load_config
-from tailrace.schedules.resolve import resolve, with_published_defaults
 
 CONFIG = Path(__file__).with_name("race.toml")
 

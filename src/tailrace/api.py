@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tailrace import clock
 from tailrace import config as configs
+from tailrace.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
 from tailrace.errors import ConfigError
@@ -22,7 +23,6 @@ from tailrace.record.events import Recorder
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.schedules import Schedule
-from tailrace.schedules.resolve import BoundSchedule, bind, resolve, with_published_defaults
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def train(
 
     Args:
         config: from `load_config`.
-        output_dir: the folder for everything about the run; commands/folder.py lists it.
+        output_dir: the folder for everything about the run; assembly/folder.py lists it.
         resume: continue the run in the folder, if one has begun there.
         schedule: an async function of a `Run`, in place of the one that the config names. Its other
             parameters are the keys of [schedule].
@@ -116,7 +116,7 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
     """
 
     def work() -> RunSummary:
-        from tailrace.commands.virtual import run_virtual
+        from tailrace.assembly.simulation import run_virtual
 
         named, bound = _named(config, schedule)
         summary = Summary()

@@ -10,36 +10,15 @@ Modules that take long to load are imported by the functions that need them, so 
 
 import argparse
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tailrace import __version__
 from tailrace.commands.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
 
-if TYPE_CHECKING:
-    from tailrace.config import RunConfig
-
-SERVER_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "host": (str, "the address to listen on; 127.0.0.1 by default"),
-    "port": (int, "8000 by default; 0: a free one"),
-    "served_model_name": (str, "the model's name in requests; MODEL by default"),
-    "weights_folder": (Path, "new weights are read from safetensors files below it; none by default"),
-    "max_body_bytes": (int, "the largest request body; 33554432 by default"),
-}
-"""Options of `serve` that are ServeSettings."""
-ENGINE_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "dtype": (str, "float32 or bfloat16; float32 by default"),
-    "device": (str, "cpu, cuda or cuda:N; cpu by default"),
-    "threads": (int, "torch threads; 1 by default"),
-    "max_num_seqs": (int, "requests that are decoded together; 128 by default"),
-    "kv_cache_tokens": (int, "size of the KV cache; 262144 by default"),
-    "health_timeout_s": (float, "seconds in which the engine must answer, or the server ends; 60 by default"),
-    "max_prefill_tokens": (int, "prompt tokens computed between two decode steps; 8192 by default"),
-}
-"""Options of `serve` that are NativeEngineSettings."""
 OVERRIDES = "any setting of the config can be overridden: --section.key VALUE, for example --run.rounds 5"
 
 
@@ -47,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     try:
         with signals_received(terminate):
-            arguments, overrides = _parse(sys.argv[1:] if argv is None else argv)
-            command: Callable[[argparse.Namespace, Mapping[str, str]], None] = arguments.command
-            command(arguments, overrides)
+            _run(sys.argv[1:] if argv is None else argv)
     except ConfigError as why:
         print(f"tailrace: {why}", file=sys.stderr)
         return 2
@@ -65,199 +42,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _config(path: Path, overrides: Mapping[str, str]) -> "RunConfig":
-    from tailrace.config import load_config
+def _run(argv: Sequence[str]) -> None:
+    """Call the function of a command with its options, and with the config or the overrides that it takes."""
+    parser = _parser(is_served="serve" in argv[:1])
+    arguments, words = parser.parse_known_args(argv)
+    options: dict[str, Any] = vars(arguments)
+    command, function, takes = (options.pop(name) for name in ("command", "function", "takes"))
+    overrides = _overrides(parser, words) | {key: options.pop(key) for key in [*options] if "." in key}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    if takes == "config":
+        from tailrace.config import load_config
 
-    return load_config(path, overrides)
-
-
-def _train(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.live import check_live
-    from tailrace.commands.train import train
-    from tailrace.config import with_model_folder
-    from tailrace.schedules.resolve import resolve
-
-    config = _config(arguments.config, overrides)
-    if arguments.dry_run:
-        config = with_model_folder(config)
-        fitted = check_live(config, resolve(config))
-        print(fitted.config.toml(), end="")
-        print(textwrap.indent(fitted.table, "# "))  # still TOML
-        return
-    train(config, arguments.output_dir, resume=arguments.resume)
-
-
-def _compare(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.compare import compare
-
-    given = dict(overrides)
-    if arguments.schedules is not None:
-        given["compare.schedules"] = str(arguments.schedules.split(","))
-    if arguments.repeats is not None:
-        given["compare.repeats"] = str(arguments.repeats)
-    config = _config(arguments.config, given)
-    compare(config, virtual=arguments.virtual, folder=arguments.output_dir, json_path=arguments.json)
+        options["config"] = load_config(options["config"], overrides)
+    elif takes == "overrides":
+        options["overrides"] = overrides
+    else:
+        for key, value in overrides.items():
+            problem = f"{command} has no config to override"
+            raise ConfigError(f"--{key}", value, problem, f"see tailrace {command} --help")
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(**options)
 
 
-def _simulate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.fit import like
-    from tailrace.commands.simulate import simulate
-
-    config = _config(arguments.config, overrides)
-    if arguments.like:
-        for key in overrides:
-            if key.startswith("sim."):
-                remedy = f"remove it, or use the [sim] that tailrace fit {arguments.like} prints"
-                raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
-        config = like(config, arguments.like)
-    simulate(config, folder=arguments.output_dir, json_path=arguments.json)
-
-
-def _fit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.fit import fit_run
-
-    _refuse_overrides("fit", overrides)
-    fit_run(arguments.config, output=arguments.output)
-
-
-def _plan(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.plan import plan
-
-    config = _config(arguments.config, overrides)
-    plan(config, lengths=arguments.lengths, output=arguments.output, json_path=arguments.json)
-
-
-def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.evaluate import evaluate_model, evaluated_config
-
-    config = evaluated_config(arguments.config, arguments.model, overrides)
-    evaluate_model(config, json_path=arguments.json)
-
-
-def _inspect(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.folder import RunFolder
-    from tailrace.commands.inspect import inspect
-
-    folder = RunFolder(arguments.config)
-    folder.require_run()
-    config = _config(folder.config, overrides)
-    inspect(config, folder.path, prompt=arguments.group, as_json=arguments.json)
-
-
-def _join(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.workers.join import join
-
-    _refuse_overrides("join", overrides)
-    join(arguments.stage, arguments.broker, arguments.run)
-
-
-def _refuse_overrides(command: str, overrides: Mapping[str, str]) -> None:
-    for key, value in overrides.items():
-        problem = f"{command} has no config to override"
-        raise ConfigError(f"--{key}", value, problem, f"see tailrace {command} --help")
-
-
-def _serve(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.serve import given, serve
-    from tailrace.engine.serve.settings import ServeSettings
-    from tailrace.engine.settings import NativeEngineSettings
-
-    _refuse_overrides("serve", overrides)
-    options = vars(arguments)
-    engine = given(NativeEngineSettings, {name: options[name] for name in ENGINE_OPTIONS})
-    named = {"served_model_name": str(arguments.model)}
-    server = given(
-        ServeSettings, named | {name: v for name in SERVER_OPTIONS if (v := options[name]) is not None}
-    )
-    serve(arguments.model, engine, server, token_file=arguments.token_file)
-
-
-def _view(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    from tailrace.commands.view import view
-
-    _refuse_overrides("view", overrides)
-    view(arguments.runs, port=arguments.port, output=arguments.output)
-
-
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
-    parser = argparse.ArgumentParser(
-        prog="tailrace", description="Post-train language models on verifiable rewards."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(
-        name: str,
-        command: Callable[..., None],
-        summary: str,
-        config: str = "CONFIG.toml",
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=summary, description=summary, epilog=OVERRIDES)
-        sub.add_argument("config", type=Path, metavar=config)
-        sub.set_defaults(command=command)
-        return sub
-
-    train = add("train", _train, "train a model; all files of the run go into the output directory")
-    train.add_argument("--output-dir", type=Path, required=True, metavar="D")
-    train.add_argument("--resume", action="store_true", help="continue the run in D, if one has begun there")
-    train.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
-    compare = add("compare", _compare, "compare schedules: the same weights, prompts and seeds for each")
-    compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
-    compare.add_argument("--repeats", type=int, metavar="N", help="instead of compare.repeats")
-    compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
-    compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
-    compare.add_argument("--json", type=Path, metavar="F", help="the medians")
-    summary = "run the schedule in virtual time, on the [sim] section's set-up"
-    simulate = add("simulate", _simulate, summary)
-    simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
-    simulate.add_argument(
-        "--like", type=Path, metavar="RUN", help="with the costs and lengths of this run, instead of [sim]"
-    )
-    simulate.add_argument("--json", type=Path, metavar="F", help="the summary")
-    fit = add("fit", _fit, "the costs and lengths of a run, as the [sim] section of a config", config="RUN")
-    fit.epilog = None  # it has no config to override
-    fit.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
-    planned = "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time"
-    plan = add("plan", _plan, planned, config="CLUSTER.toml")
-    found = "responses are as long as those of this run; 'model' or without it: as in [sim.lengths]"
-    plan.add_argument("--lengths", default="model", metavar="RUN", help=found)
-    plan.add_argument("--output", type=Path, metavar="F.toml", help="a config with the fastest candidate")
-    plan.add_argument("--json", type=Path, metavar="F", help="all candidates that were measured")
-    scored = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
-    evaluate = add("eval", _evaluate, scored, config="RUN or CONFIG.toml")
-    evaluate.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")
-    evaluate.add_argument("--json", type=Path, metavar="F", help="the accuracy")
-    inspect = add("inspect", _inspect, "what became of every prompt and token of a run", config="RUN")
-    inspect.add_argument("--group", type=int, metavar="N", help="the life of one prompt's group")
-    inspect.add_argument("--json", action="store_true")
-    summary = "a page over the files of runs and simulations: lanes, idle times and their causes, samples"
-    view = commands.add_parser("view", help=summary, description=summary)
-    view.set_defaults(command=_view)
-    view.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output directories; only read")
-    where = view.add_mutually_exclusive_group()
-    where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
-    where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
-    summary = "do the work of one stage of a run that has a [broker], from any host"
-    join = commands.add_parser("join", help=summary, description=summary)
-    join.add_argument("stage", choices=("trainer", "reference"))
-    join.add_argument("--broker", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url")
-    join.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
-    join.set_defaults(command=_join)
-    summary = "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights"
-    serve = commands.add_parser("serve", help=summary, description=summary)
-    serve.set_defaults(command=_serve)
-    serve.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
-    for name, (kind, summary) in {**SERVER_OPTIONS, **ENGINE_OPTIONS}.items():
-        serve.add_argument("--" + name.replace("_", "-"), type=kind, help=summary)
-    found = (
-        "has the bearer token, or receives a new one; without it: $TAILRACE_TOKEN, or a new one is printed"
-    )
-    serve.add_argument("--token-file", type=Path, metavar="F", help=found)
-    arguments, rest = parser.parse_known_args(argv)
-    return arguments, _overrides(parser, rest)
-
-
-def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> Mapping[str, str]:
+def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, str]:
     """Read the words `--a.b value` and `--a.b=value`."""
     overrides = {}
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -267,6 +74,115 @@ def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> Mapping
             parser.error(f"unknown argument {key}; {OVERRIDES}")
         overrides[key.removeprefix("--")], *words = words
     return overrides
+
+
+def _parser(*, is_served: bool) -> argparse.ArgumentParser:
+    """The commands with their options. An option with a dot in its name overrides that key of the config.
+
+    Args:
+        is_served: whether to add the options of `serve` that are settings, which take long to import.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tailrace", description="Post-train language models on verifiable rewards."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    def add(
+        name: str, function: str, summary: str, *, config: str = "CONFIG.toml", takes: str = "config"
+    ) -> argparse.ArgumentParser:
+        epilog = OVERRIDES if takes else None
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+        if config:
+            dest = "path" if config.startswith("RUN") else "config"
+            sub.add_argument(dest, type=Path, metavar=config)
+        sub.set_defaults(function=f"tailrace.{function}", takes=takes)
+        return sub
+
+    def json_option(sub: argparse.ArgumentParser, what: str) -> None:
+        sub.add_argument("--json", dest="json_path", type=Path, metavar="F", help=what)
+
+    summary = "train a model; all files of the run go into the output directory"
+    sub = add("train", "commands.train:run", summary)
+    sub.add_argument("--output-dir", type=Path, required=True, metavar="D")
+    sub.add_argument("--resume", action="store_true", help="continue the run in D, if one has begun there")
+    sub.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
+
+    summary = "compare schedules: the same weights, prompts and seeds for each"
+    sub = add("compare", "commands.compare:compare", summary)
+    sub.add_argument(
+        "--schedules",
+        dest="compare.schedules",
+        type=lambda names: str(names.split(",")),
+        metavar="A,B",
+        help="instead of compare.schedules",
+    )
+    sub.add_argument("--repeats", dest="compare.repeats", metavar="N", help="instead of compare.repeats")
+    sub.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
+    sub.add_argument("--output-dir", dest="folder", type=Path, metavar="D", help="pictures and traces")
+    json_option(sub, "the medians")
+
+    summary = "run the schedule in virtual time, on the [sim] section's set-up"
+    sub = add("simulate", "commands.simulate:run", summary, takes="overrides")
+    sub.add_argument(
+        "--output-dir", dest="folder", type=Path, metavar="D", help="metrics, summary, trace and picture"
+    )
+    found = "with the costs and lengths of this run, instead of [sim]"
+    sub.add_argument("--like", dest="like_run", type=Path, metavar="RUN", help=found)
+    json_option(sub, "the summary")
+
+    summary = "the costs and lengths of a run, as the [sim] section of a config"
+    sub = add("fit", "commands.fit:fit_run", summary, config="RUN", takes="")
+    sub.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
+
+    summary = "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time"
+    sub = add("plan", "commands.plan:plan", summary, config="CLUSTER.toml")
+    found = "responses are as long as those of this run; 'model' or without it: as in [sim.lengths]"
+    sub.add_argument("--lengths", default="model", metavar="RUN", help=found)
+    sub.add_argument("--output", type=Path, metavar="F.toml", help="a config with the fastest candidate")
+    json_option(sub, "all candidates that were measured")
+
+    summary = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
+    sub = add("eval", "commands.evaluate:run", summary, config="RUN or CONFIG.toml", takes="overrides")
+    sub.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")
+    json_option(sub, "the accuracy")
+
+    summary = "what became of every prompt and token of a run"
+    sub = add("inspect", "commands.inspect:run", summary, config="RUN", takes="overrides")
+    sub.add_argument("--group", dest="prompt", type=int, metavar="N", help="the life of one prompt's group")
+    sub.add_argument("--json", dest="as_json", action="store_true")
+
+    summary = "a page over the files of runs and simulations: lanes, idle times and their causes, samples"
+    sub = add("view", "commands.view:view", summary, config="", takes="")
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="output directories; only read")
+    where = sub.add_mutually_exclusive_group()
+    where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
+    where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
+
+    summary = "do the work of one stage of a run that has a [broker], from any host"
+    sub = add("join", "workers.join:join", summary, config="", takes="")
+    sub.add_argument("stage", choices=("trainer", "reference"))
+    sub.add_argument(
+        "--broker", dest="url", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url"
+    )
+    sub.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
+
+    summary = "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights"
+    sub = add("serve", "commands.serve:run", summary, config="", takes="")
+    sub.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    found = (
+        "has the bearer token, or receives a new one; without it: $TAILRACE_TOKEN, or a new one is printed"
+    )
+    sub.add_argument("--token-file", type=Path, metavar="F", help=found)
+    if is_served:
+        from tailrace.commands.serve import settings_of_options
+
+        for name, field in settings_of_options().items():
+            kind = {int: int, float: float}.get(field.annotation, str)  # type: ignore[arg-type]
+            what = str(field.description).partition(". ")[0].rstrip(".")
+            what += "" if field.is_required() or field.default is None else f"; {field.default} by default"
+            sub.add_argument(f"--{name.replace('_', '-')}", type=kind, help=what)
+    return parser
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ overrides from the command line, checks them against one another, and explains w
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
 from tailrace.controller.base import RunSettings
@@ -25,19 +25,20 @@ from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.placement import PlacementSettings
-from tailrace.settings import CHOSEN, Settings
+from tailrace.settings import (
+    CHOSEN,
+    RESUMABLE,
+    InFolder,
+    Resumable,
+    Settings,
+    absolute_function,
+    marks_of,
+    sections_in,
+)
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
 from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSettings
-
-_KINDS = (
-    *("reasoning_gym", "rows", "mixture", "native", "vllm", "sglang", "local", "ray"),
-    *("single_turn", "tools", "python", "agent", "verifiers", "endpoint"),
-    *("at_most", "frontier", "frontier_first", "shared_memory", "filesystem", "process_group"),
-    *("uniform", "table", "empirical"),
-)
-"""Tags of unions. Pydantic puts the tag into the path of a key; users do not write it."""
 
 COUNTERPARTS: Mapping[str, str] = {
     "trainer.learning_rate": "lr learning_rate",
@@ -77,25 +78,16 @@ COUNTERPARTS: Mapping[str, str] = {
 NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets."""
 
-MAY_CHANGE = (
-    *("run.rounds", "run.eval_*", "run.*checkpoint*", "run.patience_s", "run.give_up_s"),
-    *("reward.timeout_s", "reward.workers", "reward.max_failures"),
-    *("environment.call_timeout_s", "environment.grace_s", "environment.max_failures"),
-    "environment.idle_timeout_s",
-    *("reward.judges.*.url", "reward.judges.*.api_key_env", "reward.judges.*.cache_*"),
-    *("reward.judges.*.concurrency", "reward.judges.*.give_up_s", "reward.judges.*.device"),
-    *("reward.judges.*.threads", "reward.judges.*.memory_mib", "reward.judges.*.max_tokens"),
-    *("trainer.*", "engine.*", "weights.*", "placement.*", "host.*", "broker.*"),
-    *("ledger.*", "record.*", "sim.*", "compare.*", "plan.*"),
-)
-"""Keys that a resumed run may have changed. The other keys decide which prompts are drawn, what a token or a
-reward means, or what is learnt."""
+
+def _model_folder(folder: Path, text: str) -> str:
+    path = folder / text
+    return text if is_hub_id(text) and not path.exists() else str(path.resolve())
 
 
 class ModelSettings(Settings):
     """The model that is trained."""
 
-    path: Path
+    path: Annotated[Path, InFolder(_model_folder)]
     """A Hugging Face folder with config.json, safetensors files and a tokenizer, or the id of such a model on
     the hub, `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
@@ -132,23 +124,23 @@ class RunConfig(Settings):
     schedules: Mapping[str, Mapping[str, Any]] = {}
     """Parameters of one schedule, by its name. They replace those of [schedule] when `schedule.name` is that
     name."""
-    compare: CompareSettings = CompareSettings()
-    plan: PlanSettings = PlanSettings()
+    compare: Resumable[CompareSettings] = CompareSettings()
+    plan: Resumable[PlanSettings] = PlanSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None
     reward: RewardSettings = RewardSettings()
     environment: EnvironmentSettings = SingleTurnSettings()
-    engine: EngineSettings = NativeEngineSettings()
+    engine: Resumable[EngineSettings] = NativeEngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    trainer: TrainerSettings = TrainerSettings()
-    weights: WeightsSettings = SharedMemorySettings()
-    placement: PlacementSettings = PlacementSettings()
-    host: AnyHostSettings = LocalHostSettings()
-    broker: BrokerSettings = BrokerSettings()
-    ledger: LedgerSettings = LedgerSettings()
-    record: RecordSettings = RecordSettings()
-    sim: SimSettings = SimSettings()
+    trainer: Resumable[TrainerSettings] = TrainerSettings()
+    weights: Resumable[WeightsSettings] = SharedMemorySettings()
+    placement: Resumable[PlacementSettings] = PlacementSettings()
+    host: Resumable[AnyHostSettings] = LocalHostSettings()
+    broker: Resumable[BrokerSettings] = BrokerSettings()
+    ledger: Resumable[LedgerSettings] = LedgerSettings()
+    record: Resumable[RecordSettings] = RecordSettings()
+    sim: Resumable[SimSettings] = SimSettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -203,7 +195,9 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except NOT_TOML as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
-    _make_paths_absolute(tree, path.parent)
+    _make_paths_absolute(tree, [RunConfig], path.parent)
+    if isinstance(schedule := tree.get("schedule"), dict) and isinstance(name := schedule.get("name"), str):
+        schedule["name"] = absolute_function(path.parent, name)
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
     try:
@@ -240,7 +234,14 @@ def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]
 
 def may_change(key: str) -> bool:
     """Return whether a resumed run may have changed a key."""
-    return any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
+    sections: list[type[Settings]] = [RunConfig]
+    for part in key.split("."):
+        if not part.isdigit():
+            fields = _fields(sections, part)
+            if any(RESUMABLE in marks_of(field) for field in fields):
+                return True
+            sections = [section for field in fields for section in sections_in(field.annotation)]
+    return False
 
 
 def check_resumable(old: str, config: RunConfig) -> None:
@@ -301,18 +302,26 @@ def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
 
 def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:
     """Yield the parts of a path that users write. What follows a tag is a key, such as `engine.python`."""
-    is_tag = False
+    is_tag, tags = False, _tags()
     for part in loc:
-        is_tag = part in _KINDS and not is_tag
+        is_tag = part in tags and not is_tag
         if not is_tag:
             yield str(part)
+
+
+def _tags(section: type[Settings] = Settings) -> set[str]:
+    """The tags of unions of sections: pydantic writes them into the path of a key, and users do not."""
+    fields = section.model_fields.values()
+    kinds = [get_args(field.annotation) for field in fields if get_origin(field.annotation) is Literal]
+    own = {kind for kind, *others in kinds if not others}
+    return own.union(*map(_tags, section.__subclasses__()))
 
 
 def _suggest(parts: Sequence[str]) -> str:
     """Return a remedy for an unknown key of a section."""
     sections: list[type[Settings]] = [RunConfig]
     for part in parts[:-1]:
-        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        fields = _fields(sections, part)
         sections = [section for field in fields for section in sections_in(field.annotation)]
     ours = [key for key, theirs in COUNTERPARTS.items() if parts[-1] in theirs.split()]
     if ours:
@@ -320,11 +329,8 @@ def _suggest(parts: Sequence[str]) -> str:
     return did_you_mean(parts[-1], dict.fromkeys(key for section in sections for key in section.model_fields))
 
 
-def sections_in(annotation: Any) -> list[type[Settings]]:
-    """Return the sections that the type of a field may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_in(part)]
+def _fields(sections: Sequence[type[Settings]], name: str) -> list[FieldInfo]:
+    return [section.model_fields[name] for section in sections if name in section.model_fields]
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
@@ -342,47 +348,19 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
     tree[name] = value
 
 
-def _make_paths_absolute(tree: dict[str, Any], base: Path) -> None:
-    judges = ("reward.path", "reward.cache_folder")
-    paths = ("model.path", "data.path", "data.eval_path", "weights.folder", *judges)
-    environments = ("environment.functions", "environment.environment", "environment.function")
-    for key in (*paths, "reward.function", "schedule.name", "record.sinks", *environments):
-        section, _, name = key.partition(".")
-        table = _section(tree, section)
-        for each in (table, *_tables_in(table)):
-            if name in each:
-                value = each[name]
-                is_id = key == "model.path" and is_hub_id(str(value)) and not (base / value).exists()
-                each[name] = _absolute(value, base, is_path=key in paths and not is_id)
-    _make_sim_paths_absolute(tree.get("sim"), base)
+def _make_paths_absolute(table: Any, sections: Sequence[type[Settings]], folder: Path) -> None:
+    """Resolve the names of files in a table that is one of several sections. Values of other types stay: the
+    validation refuses them."""
+    for name, value in table.items() if isinstance(table, dict) else ():
+        for field in _fields(sections, name):
+            for mark in marks_of(field):
+                if isinstance(mark, InFolder):
+                    table[name] = _resolved(mark, value, folder)
+            for each in value if isinstance(value, list) else [value]:
+                _make_paths_absolute(each, sections_in(field.annotation), folder)
 
 
-def _make_sim_paths_absolute(sim: Any, base: Path) -> None:
-    """A name of a model stays as it is, unless there is such a folder."""
-    distribution = _section(_section(sim, "lengths"), "distribution")
-    if "path" in distribution:
-        distribution["path"] = _absolute(distribution["path"], base, is_path=True)
-    for table in (_section(sim, "cluster"), _section(_section(sim, "rewards"), "judge")):
-        if isinstance(model := table.get("model"), str):
-            table["model"] = _absolute(model, base, is_path=(base / model).is_dir())
-
-
-def _section(table: Any, name: str) -> dict[str, Any]:
-    """Return a section of a table, or nothing. The validation refuses other types."""
-    found = table.get(name) if isinstance(table, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _tables_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of the arrays of tables of a section, such as [[data.sources]]."""
-    arrays = [value for value in table.values() if isinstance(value, list)]
-    return [entry for array in arrays for entry in array if isinstance(entry, dict)]
-
-
-def _absolute(value: Any, base: Path, *, is_path: bool) -> Any:
-    """Resolve a path, or the file in 'path/to/file.py:name'. The validation refuses other types."""
+def _resolved(mark: InFolder, value: Any, folder: Path) -> Any:
     if isinstance(value, list):
-        return [_absolute(each, base, is_path=is_path) for each in value]
-    has_path = is_path or str(value).partition(":")[0].endswith(".py")
-    is_text = isinstance(value, str) and "\0" not in value
-    return str((base / value).resolve()) if is_text and has_path else value
+        return [_resolved(mark, each, folder) for each in value]
+    return mark.resolve(folder, value) if isinstance(value, str) and "\0" not in value else value

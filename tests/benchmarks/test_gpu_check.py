@@ -5,9 +5,9 @@ import re
 import pytest
 
 from gpu_check import EXAMPLE, Check, checks, main, run_all
+from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import resolve
 from tailrace.trainer.base import TrainerSettings
 
 CHECKS = checks()

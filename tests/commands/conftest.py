@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from small_run import start_training, wait_for_steps, write_small_run
+
+from helpers.small_run import start_training, wait_for_steps, write_small_run
 
 
 @pytest.fixture

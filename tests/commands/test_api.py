@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_run import trained_prompts, write_small_run
 
 import tailrace
+from helpers.small_run import trained_prompts, write_small_run
 from tailrace.importing import import_function
 
 SIMULATED = """

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import tailrace
+from tailrace.assembly import workers
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import check_live
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import check_live
 from tailrace.config import load_config
 from tailrace.errors import CheckpointError, ConfigError
-from tailrace.workers import local
 
 
 def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
@@ -127,7 +127,7 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "eval.json"
-    monkeypatch.setattr(local.RemoteReference, "spawn", None)
+    monkeypatch.setattr(workers.RemoteReference, "spawn", None)
     assert main(["eval", str(interrupted), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     checkpoint = RunFolder(interrupted).newest_checkpoint()

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_run import wait_for_steps
 
 from helpers.processes import loader_of, worker_of
+from helpers.small_run import wait_for_steps
 
 SCHEDULES = {
     "serial": "groups_per_round = 4\ngroups_per_step = 2\n",

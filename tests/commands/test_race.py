@@ -3,8 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from small_run import write_small_run
-
+from helpers.small_run import write_small_run
 from tailrace.commands.race import Racer, in_turn
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES

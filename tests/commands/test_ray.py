@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 
+from helpers.small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 from tailrace.engine.base import counted_tokens
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore

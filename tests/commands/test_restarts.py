@@ -10,9 +10,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from small_run import EXAMPLES, trained_prompts
-
 from helpers.processes import worker_of
+from helpers.small_run import EXAMPLES, trained_prompts
 from tailrace.engine.base import counted_tokens
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.api import load_config, train
-from tailrace.commands.live import _check_capabilities
+from tailrace.assembly.live import _check_capabilities
 from tailrace.engine.base import Capabilities, EngineLife, TokenCounter
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied

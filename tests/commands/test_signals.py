@@ -8,10 +8,9 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from small_run import num_steps, start_training, wait_for_steps
-
 from helpers.processes import worker_of
-from tailrace.commands.folder import RunFolder
+from helpers.small_run import num_steps, start_training, wait_for_steps
+from tailrace.assembly.folder import RunFolder
 from tailrace.commands.train import opened
 from tailrace.config import load_config
 from tailrace.engine.base import counted_tokens

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.assembly.simulation import sim_settings
 from tailrace.cli import main
-from tailrace.commands.virtual import sim_settings
 from tailrace.config import RunConfig
 from tailrace.record.trace_reader import TraceReader
 from tailrace.schedules import SCHEDULES

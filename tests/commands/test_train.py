@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_run import trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.small_run import trained_prompts, write_small_run
+from tailrace.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.assembly.live import check_live
+from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
-from tailrace.commands.live import check_live
 from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.schedules.resolve import with_published_defaults
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
 
@@ -318,7 +318,7 @@ def test_a_directory_in_which_another_process_trains_is_refused(
 HOLDER = """
 import sys
 from pathlib import Path
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])).locked():
     print("holds it", flush=True)

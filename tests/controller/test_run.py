@@ -27,10 +27,10 @@ from helpers.virtual import (
 )
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.errors import (
     BadRow,

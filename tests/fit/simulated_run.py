@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from tailrace import clock
-from tailrace.commands.virtual import run_virtual
+from tailrace.assembly.schedule import resolve, with_published_defaults
+from tailrace.assembly.simulation import run_virtual
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import resolve, with_published_defaults
 
 SERIAL: dict[str, Any] = {"name": "serial", "groups_per_round": 32, "groups_per_step": 8}
 OVERLAPPED: dict[str, Any] = {**SERIAL, "name": "rolloutpipe"}

@@ -5,9 +5,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import TokenCounter, Usage
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EngineDied, TransferFailed

@@ -12,12 +12,12 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import Outcome as Ended
 from tailrace.controller.execution import execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal, StartCommit

@@ -31,8 +31,8 @@ from helpers.virtual import (
     simulate,
 )
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import simulated_parts
 from tailrace.ledger.base import Books, distance
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.record.events import RoundStarted, Stepped

@@ -14,8 +14,8 @@ from reproductions import april
 from reproductions.__main__ import main
 from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.simulation import Schedule
 from tailrace.record.events import RequestStarted, Stepped
+from tailrace.schedules import Schedule
 from tailrace.types import Sample
 
 

@@ -8,7 +8,7 @@ from judge_cases import serving_on_a_thread
 
 from helpers.tiny_models import save_tiny_model
 from tailrace.api import train
-from tailrace.commands.live import check_live
+from tailrace.assembly.live import check_live
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
 

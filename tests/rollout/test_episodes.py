@@ -15,10 +15,10 @@ import pytest
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Death, Outcome, dying, simulate
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.clock import now
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied

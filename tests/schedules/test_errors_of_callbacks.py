@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Outcome, change, simulate
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import LedgerError
 from tailrace.record.events import Event, RequestEnded
 from tailrace.schedules import SCHEDULES

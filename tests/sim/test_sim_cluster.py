@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailrace.commands.virtual import sim_settings
+from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
 from tailrace.sim.cluster import MODELS, Model, rates

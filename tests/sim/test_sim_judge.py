@@ -7,7 +7,7 @@ import pytest
 
 from helpers.virtual import EXACT
 from tailrace import clock
-from tailrace.controller.simulation import simulated_parts
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.errors import ConfigError
 from tailrace.reward.judge_memory import LayerBudget
 from tailrace.sim.engine import SimEngine

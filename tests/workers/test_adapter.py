@@ -9,12 +9,12 @@ import pytest
 from worker_cases import make_samples, workers
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.workers import Workers
 from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Sample
-from tailrace.workers.local import Workers
 from tailrace.workers.trainer import AdapterOff
 
 Execute = Callable[[Any], Any]

@@ -13,12 +13,12 @@ import pytest
 from safetensors.torch import load_file
 from worker_cases import is_running, make_samples, pids_of, until_gone, workers
 
+from tailrace.assembly.workers import Workers, ended_by_death
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.workers import process as process_module
-from tailrace.workers.local import Workers, ended_by_death
 
 Execute = Callable[[Any], Any]
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from worker_cases import until_gone
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.workers import ended_by_death
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
 from tailrace.trainer.base import TrainerSettings
@@ -23,7 +24,6 @@ from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings
 from tailrace.workers import trainer
 from tailrace.workers.conversation import Conversation
-from tailrace.workers.local import ended_by_death
 from tailrace.workers.messages import Done, Stranded, TrainerJob
 from tailrace.workers.spawner import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.assembly.workers import Workers, open_workers
+from tailrace.config import ModelSettings, RunConfig
+from tailrace.controller.base import RunSettings
 from tailrace.data.base import RowsSettings
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.settings import SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
@@ -17,7 +20,6 @@ from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
 from tailrace.workers.base import BrokerSettings
 from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.local import Workers, open_local
 from tailrace.workers.process import WorkerProcess
 
 VOCABULARY = 32
@@ -81,19 +83,19 @@ async def workers(
     weights: WeightsSettings | None = None,
     broker: BrokerSettings | None = None,
 ) -> AsyncIterator[Workers]:
-    async with open_local(
-        model,
-        engine=NativeEngineSettings(),
+    config = RunConfig(
+        run=RunSettings(rounds=1, group_size=2),
+        schedule={"name": "serial"},
+        model=ModelSettings(path=model),
         sampling=SamplingSettings(max_completion_tokens=40),
         algorithm=algorithm or AlgorithmSettings(),
         trainer=trainer or TRAINER,
         weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),
-        tokenizer=Letters(),
-        folder=folder,
-        broker=broker,
-    ) as opened:
+        broker=broker or BrokerSettings(),
+    )
+    async with open_workers(config, folder, Letters()) as opened:
         yield opened
 
 

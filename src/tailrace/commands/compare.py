@@ -7,19 +7,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tailrace import clock
-from tailrace.commands.comparison import Comparison
-from tailrace.commands.live import check_live
-from tailrace.commands.race import Racer, race_live, race_virtual
-from tailrace.commands.tables import open_console, print_table
-from tailrace.commands.virtual import note_default_costs
-from tailrace.config import RunConfig, with_model_folder
-from tailrace.record.draw import draw
-from tailrace.schedules.resolve import (
+from tailrace.assembly.live import check_live
+from tailrace.assembly.schedule import (
     check_parameter_names,
     resolve,
     shared_parameters,
     with_published_defaults,
 )
+from tailrace.assembly.simulation import note_default_costs
+from tailrace.commands.comparison import Comparison
+from tailrace.commands.race import Racer, race_live, race_virtual
+from tailrace.commands.tables import open_console, print_table
+from tailrace.config import RunConfig, with_model_folder
+from tailrace.record.draw import draw
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
 

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import check_live, open_parts
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import check_live, open_parts
+from tailrace.assembly.schedule import check_parameter_names
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LifeRow
@@ -19,7 +20,11 @@ from tailrace.ledger.sqlite import LEDGER_FILE, open_store
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
-from tailrace.schedules.resolve import check_parameter_names
+
+
+def run(path: Path, overrides: Mapping[str, str], *, model: Path | None, json_path: Path | None) -> None:
+    """Evaluate a run or the model of a config file. Raises as `evaluated_config` and `evaluate_model`."""
+    evaluate_model(evaluated_config(path, model, overrides), json_path=json_path)
 
 
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 import tomli_w
 from rich.table import Column, Table
 
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError

@@ -3,15 +3,16 @@
 The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
+from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
@@ -113,6 +114,13 @@ class GroupLife(msgspec.Struct):
     fate: str | None
     reason: str
     samples: list[SampleLife]
+
+
+def run(path: Path, overrides: Mapping[str, str], *, prompt: int | None, as_json: bool) -> None:
+    """Inspect the run in an output directory. Raises as `inspect`, and ConfigError if there is none."""
+    folder = RunFolder(path)
+    folder.require_run()
+    inspect(load_config(folder.config, overrides), path, prompt=prompt, as_json=as_json)
 
 
 def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: bool) -> None:

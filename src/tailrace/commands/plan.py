@@ -12,9 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tailrace.algo.advantages import ComputeAdvantages
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.schedule import resolve, with_published_defaults
+from tailrace.assembly.simulation import costs_given, sim_max_tokens, without_rates
 from tailrace.commands.tables import open_console, print_table, progress
-from tailrace.commands.virtual import costs_given, sim_max_tokens, without_rates
 from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
@@ -22,7 +23,6 @@ from tailrace.fit.lengths import correlation_within_groups
 from tailrace.plan.base import Candidate, Measured, Plan
 from tailrace.plan.problem import Problem
 from tailrace.plan.search import search
-from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
 from tailrace.sim.world import read_lengths, read_recorded
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import advantages_of, open_parts, rewind
-from tailrace.commands.virtual import run_virtual
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import advantages_of, open_parts, rewind
+from tailrace.assembly.schedule import BoundSchedule
+from tailrace.assembly.simulation import run_virtual
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
@@ -24,7 +25,6 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
-from tailrace.schedules.resolve import BoundSchedule
 
 WARM_UP_ROUNDS = 2
 """Rounds of the live lap of each schedule that is run before the race and not counted."""

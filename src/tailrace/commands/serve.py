@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from tailrace import clock
 from tailrace.commands.signals import signals_received
@@ -30,10 +31,26 @@ from tailrace.workers.spawner import LocalSpawner
 
 S = TypeVar("S", bound=Settings)
 
+OF_A_RUN = {"kind", "replicas", "give_up_s"}
+"""Settings of an engine that a server has no use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
 GRACE_S = 2.0
 """Seconds that replies under way have to end after a signal."""
+
+
+def settings_of_options() -> dict[str, FieldInfo]:
+    """The settings that `tailrace serve` takes as options."""
+    engine = {
+        name: field for name, field in NativeEngineSettings.model_fields.items() if name not in OF_A_RUN
+    }
+    return {**ServeSettings.model_fields, **engine}
+
+
+def run(model: Path, *, token_file: Path | None, **options: object) -> None:
+    """Serve a model with the options of the command line. Raises as `serve`."""
+    options["served_model_name"] = options["served_model_name"] or str(model)
+    serve(model, _given(NativeEngineSettings, options), _given(ServeSettings, options), token_file=token_file)
 
 
 def serve(
@@ -157,15 +174,13 @@ class _Server:
             raise ConfigError("--host, --port", f"{host}:{port}", problem, "choose another") from why
 
 
-def given(kind: type[S], values: Mapping[str, object]) -> S:
-    """Make settings of command-line options.
-
-    Args:
-        values: by field; None: not given.
+def _given(kind: type[S], options: Mapping[str, object]) -> S:
+    """Make settings of those options that are given.
 
     Raises:
         ConfigError: a value is out of its range.
     """
+    values = {name: value for name, value in options.items() if name in kind.model_fields}
     try:
         return kind(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as why:

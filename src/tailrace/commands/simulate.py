@@ -4,6 +4,7 @@ It writes config.toml, metrics.jsonl, summary.json, trace.json and timeline.png,
 (folder.py), and has the same sinks and trackers.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tailrace import clock
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.schedule import resolve, with_published_defaults
+from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
+from tailrace.commands.fit import like
 from tailrace.commands.tables import open_console
-from tailrace.commands.virtual import note_default_costs, run_virtual, sim_settings
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, load_config
+from tailrace.errors import ConfigError
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.laps import FIGURES, Lap, LapMeter
@@ -25,9 +29,30 @@ from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.record.trackers import TrackedRun, check_trackers, open_trackers
 from tailrace.record.user_sinks import open_sinks
-from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
+
+
+def run(
+    config: Path,
+    overrides: Mapping[str, str],
+    *,
+    like_run: Path | None,
+    folder: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Simulate a config file. Raises as `simulate`.
+
+    Args:
+        like_run: a run whose costs and lengths are taken in place of [sim].
+    """
+    loaded = load_config(config, overrides)
+    if like_run:
+        for key in (key for key in overrides if key.startswith("sim.")):
+            remedy = f"remove it, or use the [sim] that tailrace fit {like_run} prints"
+            raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
+        loaded = like(loaded, like_run)
+    simulate(loaded, folder=folder, json_path=json_path)
 
 
 def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:

@@ -6,6 +6,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 import asyncio
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,8 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.commands.folder import RunFolder
-from tailrace.commands.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
@@ -47,8 +49,18 @@ from tailrace.record.trace import TraceWriter
 from tailrace.record.trackers import TrackedRun, open_trackers
 from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.functions import WithFailureLimit
-from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
+
+
+def run(config: RunConfig, output_dir: Path, *, resume: bool, dry_run: bool) -> None:
+    """Train, or print the resolved config with a table of the processes as TOML. Raises as `train`."""
+    if not dry_run:
+        train(config, output_dir, resume=resume)
+        return
+    config = with_model_folder(config)
+    fitted = check_live(config, resolve(config))
+    print(fitted.config.toml(), end="")
+    print(textwrap.indent(fitted.table, "# "))
 
 
 def train(
@@ -128,8 +140,8 @@ def _one_life(
         if reward:
             folder.reward.write_bytes(reward)
         try:
-            run = _train(config, schedule, folder, store, start, timeline, interruption)
-            outcome, summary = clock.run(run, virtual=False)
+            training = _train(config, schedule, folder, store, start, timeline, interruption)
+            outcome, summary = clock.run(training, virtual=False)
         except asyncio.CancelledError:
             raise _interrupted(interruption, _before_training(start)) from None
         if outcome.checkpoint:

@@ -11,39 +11,39 @@ from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.router import Play
-from tailrace.settings import Settings
+from tailrace.settings import Resumable, Settings
 from tailrace.trainer.base import Reference, Trainer
 
 
 class RunSettings(Settings):
     """The [run] section: how long a run is, and what it does between rounds."""
 
-    rounds: int = Field(ge=1)
+    rounds: Resumable[int] = Field(ge=1)
     """Rounds of the schedule."""
     group_size: int = Field(ge=1, le=65_536)
     """Samples of one prompt (K)."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompt order and of the sampling noise."""
-    eval_every: int = Field(default=0, ge=0)
+    eval_every: Resumable[int] = Field(default=0, ge=0)
     """Rounds between evaluations; there is also one at the start and one at the end. 0: none."""
-    eval_prompts: int = Field(default=128, ge=1)
+    eval_prompts: Resumable[int] = Field(default=128, ge=1)
     """Held-out prompts of an evaluation."""
-    eval_samples: int = Field(default=1, ge=1, le=10_000)
+    eval_samples: Resumable[int] = Field(default=1, ge=1, le=10_000)
     """Samples of each held-out prompt (n of avg@n and pass@k). More than one needs `eval_greedy = false`."""
-    eval_solved_at: float = Field(default=1.0, allow_inf_nan=False)
+    eval_solved_at: Resumable[float] = Field(default=1.0, allow_inf_nan=False)
     """Reward from which a sample counts as solved, in pass@k."""
-    eval_greedy: bool = True
+    eval_greedy: Resumable[bool] = True
     """Whether evaluations take the most likely token; false: they sample."""
-    eval_temperature: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    eval_temperature: Resumable[float | None] = Field(default=None, gt=0, le=100, allow_inf_nan=False)
     """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
-    checkpoint_every: int = Field(default=0, ge=0)
+    checkpoint_every: Resumable[int] = Field(default=0, ge=0)
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
-    keep_checkpoints: int = Field(default=2, ge=0)
+    keep_checkpoints: Resumable[int] = Field(default=2, ge=0)
     """Newest checkpoints that are kept, beside that of the best evaluation. The others are deleted. 0: all
     are kept. With 1 the run cannot go back if that one is damaged."""
-    patience_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    patience_s: Resumable[float] = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run says which task waits for what."""
-    give_up_s: float = Field(default=86_400.0, gt=0, allow_inf_nan=False)
+    give_up_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error."""
 
     @model_validator(mode="after")

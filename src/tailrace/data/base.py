@@ -5,13 +5,12 @@ epoch), so the row at any index is found without visiting the earlier ones.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from tailrace.settings import Settings
+from tailrace.settings import RunPath, Settings
 from tailrace.types import Prompt
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -102,7 +101,7 @@ class RowsSettings(PromptSettings):
 
     kind: Literal["rows"] = "rows"
     """Selects this kind of data."""
-    path: Path
+    path: RunPath
     """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
@@ -111,7 +110,7 @@ class RowsSettings(PromptSettings):
     have none."""
     split: str = "train"
     """Training split of a dataset folder that has several splits."""
-    eval_path: Path | None = None
+    eval_path: RunPath | None = None
     """File or folder of the evaluation set. Without it the evaluation set is the split `eval_split` of
     `path`, or else one sixteenth of the different prompts of `path`, which is then not trained on."""
     eval_split: str | None = None

@@ -1,11 +1,11 @@
 """Settings of the rollout engines and of sampling."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from tailrace.devices import Device
-from tailrace.settings import CHOSEN, Settings
+from tailrace.settings import CHOSEN, Settings, default_tag
 
 
 class SamplingSettings(Settings):
@@ -116,13 +116,9 @@ class SglangEngineSettings(ServerEngineSettings):
     """Selects this kind of engine."""
 
 
-def _kind_of(value: Any) -> str:
-    return str(value.get("kind", "native") if isinstance(value, dict) else getattr(value, "kind", "native"))
-
-
 EngineSettings = Annotated[
     Annotated[NativeEngineSettings, Tag("native")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
     | Annotated[SglangEngineSettings, Tag("sglang")],
-    Discriminator(_kind_of),
+    default_tag("native"),
 ]

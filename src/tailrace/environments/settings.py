@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from tailrace.environments.tool_calls import ParserName
-from tailrace.settings import Settings
+from tailrace.settings import Resumable, RunFunction, Settings, default_tag
 
 MODEL = "policy"
 """The name that agents give the model."""
@@ -27,10 +27,10 @@ class EpisodeSettings(Settings):
     always_rewards: ClassVar[bool] = False
     """Whether it gives every reward itself, so that reward functions and judges are not called."""
 
-    grace_s: float = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
+    grace_s: Resumable[float] = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
     """Seconds for which an action that is under way, such as a call of a tool, is awaited when its episode is
     parked; 0 to a day. After that it is cancelled, and made again when the episode goes on."""
-    max_failures: int = Field(default=100, ge=1, le=1_000_000_000)
+    max_failures: Resumable[int] = Field(default=100, ge=1, le=1_000_000_000)
     """Consecutive episodes that fail because the environment raises, which end the run; at least 1."""
     timeout_s: float | None = Field(default=None, gt=0, le=604_800, allow_inf_nan=False)
     """Seconds after which an episode fails as "environment timeout"; above 0, at most a week. The time in
@@ -53,7 +53,7 @@ class ToolsSettings(EpisodeSettings):
 
     kind: Literal["tools"] = "tools"
     """Selects this kind of environment."""
-    functions: tuple[str, ...] = Field(min_length=1)
+    functions: tuple[RunFunction, ...] = Field(min_length=1)
     """The tools: 'package.module:name' or 'path/to/file.py:name'. Their type hints and docstrings tell the
     chat template of the prompt what they do."""
     parser: ParserName = "hermes"
@@ -61,7 +61,7 @@ class ToolsSettings(EpisodeSettings):
     whole turn is JSON."""
     max_turns: int = Field(default=8, ge=1, le=100_000)
     """Turns of the model in an episode; at least 1."""
-    call_timeout_s: float = Field(default=30.0, gt=0, le=86_400, allow_inf_nan=False)
+    call_timeout_s: Resumable[float] = Field(default=30.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is given up; above 0, at most a day. A function that is not async keeps its
     thread until it returns."""
     on_error: Literal["answer", "end"] = "answer"
@@ -78,7 +78,7 @@ class PythonSettings(EpisodeSettings):
 
     kind: Literal["python"] = "python"
     """Selects this kind of environment."""
-    environment: str
+    environment: RunFunction
     """'package.module:name' or 'path/to/file.py:name' of an async function of a prompt and a policy that
     returns an Outcome, or of a class that has such a method `run`."""
     arguments: dict[str, str | bool | int | float | list[str]] = {}
@@ -90,7 +90,7 @@ class AgentSettings(EpisodeSettings):
 
     kind: Literal["agent"] = "agent"
     """Selects this kind of environment."""
-    function: str | None = None
+    function: RunFunction | None = None
     """'package.module:name' or 'path/to/file.py:name'. It is called for each episode, with those of the
     arguments `row`, `messages`, `base_url`, `api_key` and `model` that it names, and returns the reward, or
     None where reward functions score the episode. Async functions share a thread; each call of another
@@ -106,7 +106,7 @@ class AgentSettings(EpisodeSettings):
     parser: ParserName = "hermes"
     """How the model writes tool calls, which the agent gets as `tool_calls`: "hermes" (also Qwen):
     <tool_call>JSON</tool_call>; "llama3_json": the whole turn is JSON."""
-    idle_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    idle_timeout_s: Resumable[float] = Field(default=600.0, gt=0, le=86_400)
     """Seconds without a request after which an episode fails; above 0, at most a day. The time in which the
     policy generates does not count."""
 
@@ -137,16 +137,11 @@ class VerifiersSettings(EpisodeSettings):
     """How the model writes a call, as in the environment "tools"."""
 
 
-def _kind_of(value: Any) -> str:
-    default = "single_turn"
-    return str(value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default))
-
-
 EnvironmentSettings = Annotated[
     Annotated[SingleTurnSettings, Tag("single_turn")]
     | Annotated[ToolsSettings, Tag("tools")]
     | Annotated[PythonSettings, Tag("python")]
     | Annotated[AgentSettings, Tag("agent")]
     | Annotated[VerifiersSettings, Tag("verifiers")],
-    Discriminator(_kind_of),
+    default_tag("single_turn"),
 ]

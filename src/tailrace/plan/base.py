@@ -6,10 +6,9 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from tailrace.controller.simulation import Schedule
 from tailrace.plan.workload import Workload
 from tailrace.rollout.placement import Kind
-from tailrace.schedules import SCHEDULES
+from tailrace.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,13 +5,14 @@ from itertools import chain
 from statistics import fmean, pstdev
 
 from tailrace.algo.advantages import GRPO
+from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
-from tailrace.controller.simulation import Schedule, simulate
 from tailrace.plan.workload import response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.laps import Lap
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.schedules import Schedule
 from tailrace.sim.settings import SimSettings
 
 

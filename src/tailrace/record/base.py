@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from tailrace.settings import Settings
+from tailrace.settings import RunFunction, Settings
 
 TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 
@@ -12,7 +12,7 @@ TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 class RecordSettings(Settings):
     """What a run records beside its metrics, and when it warns."""
 
-    sinks: tuple[str, ...] = ()
+    sinks: tuple[RunFunction, ...] = ()
     """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output
     directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
     the events."""

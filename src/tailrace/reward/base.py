@@ -7,7 +7,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from tailrace.reward.judge_settings import JudgeSettings
-from tailrace.settings import Settings
+from tailrace.settings import Resumable, RunFunction, Settings
 from tailrace.types import FinishReason, Sample
 
 SandboxKind = Literal["bubblewrap", "none"]
@@ -60,7 +60,7 @@ class CodeSettings(Settings):
 class FunctionSettings(Settings):
     """One of several reward functions."""
 
-    function: str
+    function: RunFunction
     """As `reward.function`."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`. None: the name of the function."""
@@ -77,7 +77,7 @@ class FunctionSettings(Settings):
 class RewardSettings(Settings):
     """How finished samples are scored."""
 
-    function: str | None = None
+    function: RunFunction | None = None
     """'package.module:name', 'path/to/file.py:name', or the name of a checker: 'math', 'exact_match',
     'json_schema'. None: the scorer of the data, where they bring one."""
     functions: tuple[FunctionSettings, ...] = ()
@@ -93,15 +93,15 @@ class RewardSettings(Settings):
     synchronous: bool = False
     """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
     is scored as soon as it ends. A schedule that generates without a pause cannot be synchronous."""
-    timeout_s: float = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
+    timeout_s: Resumable[float] = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is stopped together with the processes that it started; above 0, at most a
     day."""
     on_timeout: Literal["zero", "drop"] = "zero"
     """What a call that is stopped gives: a reward of zero, which is counted as a timeout (RollPacker), or a
     failure, which drops the sample."""
-    max_failures: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    max_failures: Resumable[int | None] = Field(default=None, ge=1, le=1_000_000_000)
     """Consecutive failures or timeouts that end the run; at least 1. None: as many as a round has samples."""
-    workers: int = Field(default=1, ge=1, le=1024)
+    workers: Resumable[int] = Field(default=1, ge=1, le=1024)
     """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time; 1 to
     1024."""
 

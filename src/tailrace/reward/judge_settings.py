@@ -1,13 +1,12 @@
 """Settings of the judges: models that score completions."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tailrace.devices import Device
-from tailrace.settings import Settings
+from tailrace.settings import Resumable, RunPath, Settings
 
 
 class JudgeBase(Settings):
@@ -32,7 +31,7 @@ class EndpointJudgeSettings(JudgeBase):
 
     kind: Literal["endpoint"] = "endpoint"
     """Where the model runs."""
-    url: str = Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")
+    url: Resumable[str] = Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")
     """Base address, such as `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
     """Name of the model at the endpoint."""
@@ -48,21 +47,21 @@ class EndpointJudgeSettings(JudgeBase):
     """Numbers of answers that are words, such as `{ yes = 1, no = 0 }`; case does not count."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The worst and the best score; they become 0 and 1. An answer outside counts as unreadable."""
-    api_key_env: str | None = Field(default=None, min_length=1)
+    api_key_env: Resumable[str | None] = Field(default=None, min_length=1)
     """Environment variable that holds the API key. None: no key is sent."""
     parameters: dict[str, JsonValue] = {"temperature": 0.0, "max_tokens": 512}
     """Further fields of the request, such as `max_tokens`."""
-    concurrency: int = Field(default=16, ge=1, le=65_536)
+    concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)
     """Requests at a time; at least 1."""
     asks: int = Field(default=3, ge=1, le=100)
     """How often it is asked until an answer can be read; 1 to 100. From the second time on a temperature
     of `parameters` is at least 1."""
-    give_up_s: float = Field(default=300.0, ge=0, le=86_400)
+    give_up_s: Resumable[float] = Field(default=300.0, ge=0, le=86_400)
     """Seconds for which failures of the endpoint (connection, 408, 429, 5xx) are retried before a sample
     fails; at most a day."""
-    cache_size: int = Field(default=10_000, ge=0, le=100_000_000)
+    cache_size: Resumable[int] = Field(default=10_000, ge=0, le=100_000_000)
     """Answers kept in memory for questions that come again; 0: none."""
-    cache_folder: Path | None = None
+    cache_folder: Resumable[RunPath | None] = None
     """Folder in which all readable answers are kept, for later runs, too. None: none."""
 
     @field_validator("pattern")
@@ -98,21 +97,21 @@ class LocalJudgeSettings(JudgeBase):
 
     kind: Literal["local"] = "local"
     """Where the model runs."""
-    path: Path
+    path: RunPath
     """A Hugging Face folder."""
     template: str | None = Field(default=None, min_length=1)
     """As of an endpoint. None, for a reward model: the conversation."""
     labels: tuple[str, ...] = Field(default=("Yes", "No"), min_length=2)
     """Answers of a causal language model; their first tokens differ."""
-    device: Device = "cpu"
+    device: Resumable[Device] = "cpu"
     """Where it computes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights and computation."""
-    threads: int = Field(default=1, ge=1, le=1024)
+    threads: Resumable[int] = Field(default=1, ge=1, le=1024)
     """Threads on the CPU; 1 to 1024."""
-    memory_mib: int | None = Field(default=None, ge=1)
+    memory_mib: Resumable[int | None] = Field(default=None, ge=1)
     """Memory on the device for layers and activations together, in MiB. None: all layers stay there."""
-    max_tokens: int = Field(default=4096, ge=1, le=10_000_000)
+    max_tokens: Resumable[int] = Field(default=4096, ge=1, le=10_000_000)
     """Tokens of a batch, padding included; a longer text fails its sample."""
 
 

@@ -1,16 +1,15 @@
 """The [sim] section: what a simulated set-up costs in seconds.
 
-A field whose default is None is taken from the other sections of the config (`commands/virtual.py`). A
+A field whose default is None is taken from the other sections of the config (`assembly/simulation.py`). A
 value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
 """
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tailrace.reward.base import TimeoutSettings
-from tailrace.settings import Settings
+from tailrace.settings import FolderOrName, RunPath, Settings
 
 DEFAULT_SLOTS = 256
 DEFAULT_MEDIAN_TOKENS = 1230.0
@@ -122,7 +121,7 @@ class EmpiricalSettings(Settings):
 
     kind: Literal["empirical"] = "empirical"
     """Selects this distribution."""
-    path: Path
+    path: RunPath
     """The folder of a run's samples, one of its files, or a file with one length in each line."""
 
 
@@ -132,7 +131,7 @@ class RecordedSettings(Settings):
 
     kind: Literal["recorded"] = "recorded"
     """Selects this distribution."""
-    path: Path
+    path: RunPath
     """The folder of the run's samples."""
 
 
@@ -185,7 +184,7 @@ class SimJudgeSettings(Settings):
     """A model that scores a response in one forward pass, as a local judge does. One is on each device of the
     engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
 
-    model: str = "Qwen2.5-7B"
+    model: FolderOrName = "Qwen2.5-7B"
     """As sim.cluster.model. Its weights are bfloat16."""
     memory_mib: int | None = Field(default=None, ge=1)
     """Memory on a device for layers and activations together, in MiB, beside the share of the engine. Other
@@ -229,7 +228,7 @@ class SimClusterSettings(Settings):
     """Name of a profile: A100-40G, RTX 4090, H100, H800, H200, MI300X or CPU."""
     devices: int = Field(default=8, ge=1)
     """Devices that generate and train."""
-    model: str | None = None
+    model: FolderOrName | None = None
     """Qwen2.5-7B, Qwen2.5-14B, Qwen2.5-32B, Qwen3-1.7B, Qwen3-4B, Qwen3-8B, or a Hugging Face model folder.
     None: that of [model]."""
     rollout_devices: int | None = Field(default=None, ge=1)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from tailrace.errors import WeightsRefused
 from tailrace.memory import ITEM_BYTES
 from tailrace.model_folder import read_config, tensor_shapes
-from tailrace.settings import Settings
+from tailrace.settings import RunPath, Settings, default_tag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class FilesystemSettings(Settings):
 
     transport: Literal["filesystem"] = "filesystem"
     """Selects this transport."""
-    folder: Path | None = None
+    folder: RunPath | None = None
     """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
     Without it: `weights` in the run's folder."""
     shard_bytes: int = Field(default=5_000_000_000, ge=1)
@@ -69,17 +69,11 @@ class ProcessGroupSettings(Settings):
     `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
 
 
-def _transport_of(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("transport", "shared_memory"))
-    return str(getattr(value, "transport", "shared_memory"))
-
-
 WeightsSettings = Annotated[
     Annotated[SharedMemorySettings, Tag("shared_memory")]
     | Annotated[FilesystemSettings, Tag("filesystem")]
     | Annotated[ProcessGroupSettings, Tag("process_group")],
-    Discriminator(_transport_of),
+    default_tag("shared_memory", "transport"),
 ]
 
 

@@ -1,11 +1,11 @@
 """Settings of the machine that the worker processes share."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
-from tailrace.settings import Settings
+from tailrace.settings import Settings, default_tag
 
 
 class HostSettings(Settings):
@@ -65,13 +65,9 @@ class RayHostSettings(HostSettings):
     resources: RoleResources = RoleResources()
 
 
-def _kind_of(value: Any) -> str:
-    return str(value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local"))
-
-
 AnyHostSettings = Annotated[
     Annotated[LocalHostSettings, Tag("local")] | Annotated[RayHostSettings, Tag("ray")],
-    Discriminator(_kind_of),
+    default_tag("local"),
 ]
 
 

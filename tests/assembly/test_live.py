@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.commands.live import check_live
+from tailrace.assembly.live import check_live
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
 

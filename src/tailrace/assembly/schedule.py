@@ -17,11 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
 from tailrace.algo.base import check_algorithm
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.config import RunConfig, explain
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.controller.simulation import simulated_parts
 from tailrace.data.base import Prompts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function

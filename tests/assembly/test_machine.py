@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tailrace.assembly import machine
+from tailrace.assembly.machine import Machine, fit
 from tailrace.cli import main
-from tailrace.commands import machine
-from tailrace.commands.machine import Machine, fit
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.memory import GIB, ModelShape

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
+from tailrace.trainer.memory import TrainerWork, block_activation_bytes, trainer_memory
 from torch import Tensor
 
 from helpers.tiny_models import save_tiny_model
@@ -13,7 +14,6 @@ from tailrace.trainer import checkpoint, memory
 from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.distributed import DTYPES
-from tailrace.trainer.memory import TrainerWork, block_activation_bytes, trainer_memory
 from tailrace.trainer.model import CHUNK_ELEMENTS, PolicyModel, hidden_states
 from tailrace.types import SampleId
 

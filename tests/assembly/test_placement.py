@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.commands.placement import check_placement, sim_shared
+from tailrace.assembly.placement import check_placement, sim_shared
+from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
 from tailrace.rollout.placement import Shared
-from tailrace.schedules.resolve import resolve
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
 NCCL = "{ transport = 'process_group', backend = 'nccl' }"

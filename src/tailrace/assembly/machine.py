@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tailrace.commands.memory import engines_on_gpu, host_bytes, host_limit, longest_sample, run_memory
+from tailrace.assembly.memory import engines_on_gpu, host_bytes, host_limit, longest_sample, run_memory
 from tailrace.config import RunConfig
 from tailrace.data.base import MixtureSettings
 from tailrace.engine.settings import NativeEngineSettings

@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 
 from helpers.virtual import simulate
+from tailrace.assembly.schedule import (
+    check_parameter_names,
+    resolve,
+    shared_parameters,
+    with_published_defaults,
+)
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
@@ -14,12 +20,6 @@ from tailrace.record.events import Stepped
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.resolve import (
-    check_parameter_names,
-    resolve,
-    shared_parameters,
-    with_published_defaults,
-)
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.commands import memory
-from tailrace.commands.memory import host_limit, run_memory
+from tailrace.assembly import memory
+from tailrace.assembly.memory import host_limit, run_memory
 from tailrace.config import load_config
 from tailrace.model_folder import context_length
 

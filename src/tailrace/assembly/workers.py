@@ -1,6 +1,7 @@
-"""Workers on this host: engines, trainer, reward workers and reference, each a process of its own."""
+"""The workers of a run: engines, trainer, reward workers, judges and reference, each a process of its own."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -8,21 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tailrace.algo.base import AlgorithmSettings
-from tailrace.data.base import DataSettings, longest_sequence
+from tailrace.assembly.environments import calls_reward_functions
+from tailrace.assembly.placement import device_map
+from tailrace.config import RunConfig
+from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.base import COUNTS_FOLDER, EngineLife, TokenCounter
-from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
+from tailrace.engine.settings import NativeEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
+from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.model_folder import context_length
-from tailrace.reward.base import RewardSettings
-from tailrace.trainer.base import Reference, TrainerSettings
-from tailrace.weights.base import WeightsSettings, in_run_folder
-from tailrace.workers.base import BrokerSettings
+from tailrace.rollout.device_map import trainer_cpus_reserved
+from tailrace.trainer.base import Reference
+from tailrace.weights.base import in_run_folder
 from tailrace.workers.conversation import Conversation
 from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.hosts import open_spawner, where_workers_run
 from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.judge import RemoteJudge
 from tailrace.workers.judge_messages import judge_jobs
@@ -30,7 +34,7 @@ from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, T
 from tailrace.workers.reference import RemoteReference
 from tailrace.workers.remote import RemoteWorker
 from tailrace.workers.reward import RemoteScorer, RewardPool
-from tailrace.workers.spawner import LocalSpawner, Spawner
+from tailrace.workers.spawner import Spawner
 from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerProcess, processes_of
 
 
@@ -51,57 +55,59 @@ W = TypeVar("W", bound=RemoteWorker[Any])
 
 
 @asynccontextmanager
-async def open_local(
-    model: Path,
-    *,
-    engine: EngineSettings,
-    sampling: SamplingSettings,
-    algorithm: AlgorithmSettings,
-    trainer: TrainerSettings,
-    weights: WeightsSettings,
-    reward: RewardSettings,
-    data: DataSettings,
-    tokenizer: Tokenizer,
-    seed: int = 0,
-    folder: Path,
-    scores: bool = True,
-    broker: BrokerSettings | None = None,
-    life: int | None = None,
-    devices: DeviceMap | None = None,
-    spawner: Spawner | None = None,
-    fills_context: bool = False,
-    health_timeout_s: float | None = None,
+async def open_workers(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, *, life: int | None = None
 ) -> AsyncIterator[Workers]:
-    """Start all workers concurrently, and end them with the block, however the block ends.
+    """Start all workers of a checked config concurrently, and end them with the block, however it ends.
 
     An engine that dies is restarted. The block is cancelled if another worker dies, or if no engine comes
-    back. To train again from the start with the same workers: first
-    `trainer.save`; later `trainer.restore`, publish, and load with kv="recompute".
+    back. To train again from the start with the same workers: first `trainer.save`; later `trainer.restore`,
+    publish, and load with kv="recompute".
 
     Args:
-        model: a Hugging Face folder, for engines and trainer.
-        seed: of the trainer's random generators.
         folder: folder of the run; the workers' output goes to its `logs/`.
-        scores: whether reward functions are called; an environment may give the rewards.
-        broker: joins workers of other hosts; None: all run on this host.
         life: number of the run's life; the tokens of each engine are then counted in `counts/`.
-        devices: of each engine and rank of the trainer; None: any.
-        spawner: starts the workers; None: on this host.
-        fills_context: the environment goes on until a sample fills the model's context.
-        health_timeout_s: of the workers that are no engines (host.health_timeout_s).
 
     Raises:
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
-    devices = devices or DeviceMap((None,) * engine.num_engines, (None,) * trainer.ranks * trainer.replicas)
-    spawner = spawner or LocalSpawner(folder / "logs")
+    devices = device_map(config)
+    for stage in config.broker.joined if config.broker.url else ():
+        words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
+        print(f"tailrace: waiting for: {words}", file=sys.stderr)
+    opened = open_spawner(
+        config.host,
+        engine=config.engine,
+        trainer=config.trainer,
+        reward=config.reward,
+        needs_reference=config.algorithm.needs_reference,
+        folder=folder,
+        checkpoints=life is not None,
+    )
+    with trainer_cpus_reserved(devices):
+        async with opened as spawner, _started(config, folder, tokenizer, life, devices, spawner) as workers:
+            yield workers
+
+
+@asynccontextmanager
+async def _started(
+    config: RunConfig,
+    folder: Path,
+    tokenizer: Tokenizer,
+    life: int | None,
+    devices: DeviceMap,
+    spawner: Spawner,
+) -> AsyncIterator[Workers]:
+    assert config.model and config.data and config.sampling
+    model, data, engine, sampling = config.model.path, config.data, config.engine, config.sampling
+    trainer, algorithm, broker = config.trainer, config.algorithm, config.broker
+    reward = where_workers_run(config.host, config.reward)
     started: list[RemoteWorker[Any]] = []
-    broker = broker or BrokerSettings()
 
     async def start(kind: type[W], name: str, job: Job, devices: Devices | None = None) -> W:
-        job = job.model_copy(update={"health_timeout_s": health_timeout_s})
+        job = job.model_copy(update={"health_timeout_s": config.host.health_timeout_s})
         if broker.url and name in broker.joined:
             worker = await kind.join(name, job, broker, run=folder.name)
         else:
@@ -132,9 +138,9 @@ async def open_local(
         trainer=trainer,
         algorithm=algorithm,
         sampling=sampling,
-        weights=in_run_folder(weights, folder),
+        weights=in_run_folder(config.weights, folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
-        seed=seed,
+        seed=config.run.seed,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
@@ -143,13 +149,13 @@ async def open_local(
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     try:
         # They come first: the others wait until torch is imported.
-        num_scorers = reward.workers if scores and reward.calls_functions else 0
+        num_scorers = reward.workers if calls_reward_functions(config) else 0
         scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
         ranks = zip(processes_of(trainer_job), devices.trainer, strict=True)
         processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes)
         if not isinstance(engine, NativeEngineSettings):
-            context = context_length(model)
+            context, fills_context = context_length(model), isinstance(config.environment, EpisodeSettings)
             longest = partial(
                 longest_sequence,
                 data,

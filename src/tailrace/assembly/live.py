@@ -4,21 +4,22 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 from tailrace.algo.advantages import ComputeAdvantages
-from tailrace.commands.environments import (
+from tailrace.assembly.environments import (
     calls_reward_functions,
     check_episodes,
     open_play,
     prompts_of_episodes,
     unused_rewards,
 )
-from tailrace.commands.judges import check_judges, open_judges
-from tailrace.commands.machine import Fitted, Machine, fit
-from tailrace.commands.memory import engines_on_gpu
-from tailrace.commands.placement import check_placement, device_map, shared
+from tailrace.assembly.judges import check_judges, open_judges
+from tailrace.assembly.machine import Fitted, Machine, fit
+from tailrace.assembly.memory import engines_on_gpu
+from tailrace.assembly.placement import check_placement, shared
+from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
+from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split, sources_of
@@ -37,7 +38,6 @@ from tailrace.engine.sglang_server import find_python
 from tailrace.engine.vllm import check_sampling
 from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.environments.open import tools_of
-from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.trackers import check_trackers
@@ -48,13 +48,10 @@ from tailrace.reward.functions import Scorer
 from tailrace.reward.judge import NoFunctions
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
-from tailrace.rollout.device_map import trainer_cpus_reserved
-from tailrace.schedules.resolve import BoundSchedule, trains_while_generating
 from tailrace.trainer.adapter import check_lora
 from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt
-from tailrace.workers.hosts import check_host, open_spawner, where_workers_run
-from tailrace.workers.local import open_local
+from tailrace.workers.hosts import check_host
 from tailrace.workers.reward import RewardPool
 
 CHECKED_ROWS = 16
@@ -238,63 +235,27 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    devices = device_map(config)
-    open_workers = partial(
-        open_local,
-        config.model.path,
-        engine=config.engine,
-        sampling=config.sampling,
-        algorithm=config.algorithm,
-        trainer=config.trainer,
-        weights=config.weights,
-        reward=where_workers_run(config.host, config.reward),
-        data=config.data,
-        tokenizer=tokenizer,
-        seed=config.run.seed,
-        folder=folder,
-        scores=calls_reward_functions(config),
-        broker=config.broker,
-        life=life,
-        devices=devices,
-        fills_context=isinstance(config.environment, EpisodeSettings),
-        health_timeout_s=config.host.health_timeout_s,
-    )
-    if config.broker.url:
-        for stage in config.broker.joined:
-            words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
-            print(f"tailrace: waiting for: {words}", file=sys.stderr)
-    opened_spawner = open_spawner(
-        config.host,
-        engine=config.engine,
-        trainer=config.trainer,
-        reward=config.reward,
-        needs_reference=config.algorithm.needs_reference,
-        folder=folder,
-        checkpoints=life is not None,
-    )
-    with trainer_cpus_reserved(devices):
-        async with (
-            opened_spawner as spawner,
-            open_workers(spawner=spawner) as opened,
-            open_judges(config.reward, opened.judges, text_of(tokenizer)) as with_judges,
-        ):
-            _check_capabilities(config, opened.engines)
-            prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-            anchors = Anchors()
-            rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
-            async with open_play(config, tokenizer, opened.reference) as play:
-                yield Parts(
-                    engines=opened.engines,
-                    trainer=opened.trainer,
-                    rewards=with_judges(rewards),
-                    prompts=prompts,
-                    held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
-                    reference=opened.reference,
-                    shared=shared(config),
-                    anchors=anchors,
-                    synchronous_rewards=config.reward.synchronous,
-                    play=play,
-                )
+    async with (
+        open_workers(config, folder, tokenizer, life=life) as opened,
+        open_judges(config.reward, opened.judges, text_of(tokenizer)) as with_judges,
+    ):
+        _check_capabilities(config, opened.engines)
+        prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
+        anchors = Anchors()
+        rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
+        async with open_play(config, tokenizer, opened.reference) as play:
+            yield Parts(
+                engines=opened.engines,
+                trainer=opened.trainer,
+                rewards=with_judges(rewards),
+                prompts=prompts,
+                held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
+                reference=opened.reference,
+                shared=shared(config),
+                anchors=anchors,
+                synchronous_rewards=config.reward.synchronous,
+                play=play,
+            )
 
 
 def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tailrace import clock
 from tailrace.api import load_config
-from tailrace.commands.environments import calls_reward_functions, open_play, unused_rewards
-from tailrace.commands.live import check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.environments import calls_reward_functions, open_play, unused_rewards
+from tailrace.assembly.live import check_live, open_parts, rewind, training_prompts
 from tailrace.controller.execution import execute
 from tailrace.data.encoding import load_tokenizer, text_of
 from tailrace.errors import ConfigError

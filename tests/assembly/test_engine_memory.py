@@ -1,6 +1,7 @@
 """The estimate of an engine's memory."""
 
 from tailrace.engine.memory import engine_memory, kv_bytes_per_token
+
 from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.memory import ModelShape
 
