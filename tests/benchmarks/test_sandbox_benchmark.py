@@ -2,8 +2,9 @@
 
 import asyncio
 
-from helpers.bubblewrap import needs_bubblewrap
 from hostile import corpus, read_kinds
+
+from helpers.bubblewrap import needs_bubblewrap
 from sandbox import attack, host
 
 
