@@ -2,10 +2,8 @@
 
 import asyncio
 
-from hostile import corpus, read_kinds
-
 from helpers.bubblewrap import needs_bubblewrap
-from sandbox import attack, host
+from sandbox import attack, corpus, host, read_kinds
 
 
 @needs_bubblewrap

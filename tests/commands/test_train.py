@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_run import trained_prompts, write_small_run
+from small_run import train_here, trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.cli import main
@@ -225,12 +225,8 @@ def test_counts_that_are_gone_are_an_error(killed: Path, killed_copy: Path) -> N
 def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Path) -> None:
     """With a changed learning rate, which is allowed. The last test on this run: it ends it."""
     folder = killed.parent / "out"
-    assert (
-        subprocess.run(
-            [*command(killed), "--resume", "--trainer.learning_rate", "2e-4"], stdout=subprocess.DEVNULL
-        ).returncode
-        == 0
-    )
+    words = ("--run.rounds", "12", "--resume", "--trainer.learning_rate", "2e-4")
+    assert train_here(killed, *words) == 0
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
     assert json.loads((folder / "trace-2.json").read_text())
