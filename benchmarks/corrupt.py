@@ -20,7 +20,6 @@ The small files of model/ may be edited by users; only its weights are guarded.
 The exported weights are compared only if two undamaged resumptions agree in them bit for bit.
 """
 
-import argparse
 import json
 import os
 import random
@@ -32,7 +31,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "quickstart.toml"
+from common import QUICKSTART, run, write
+
 OPTIONS = {
     "run.group_size": "4",
     "run.eval_every": "0",
@@ -80,7 +80,7 @@ def tailrace(*words: str) -> tuple[int | None, str]:
 def train(folder: Path, rounds: int) -> tuple[int | None, str]:
     options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
     where = ("--output-dir", str(folder), "--resume")
-    return tailrace("train", str(EXAMPLE), *where, "--run.rounds", str(rounds), *options)
+    return tailrace("train", str(QUICKSTART), *where, "--run.rounds", str(rounds), *options)
 
 
 def results(run: Path, scratch: Path, names: Sequence[str]) -> dict[str, tuple[int | None, str, object]]:
@@ -190,26 +190,19 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
     return cases
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--flips", type=int, default=300)
-    parser.add_argument("--truncations", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="", help="of files, separated by commas")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    kinds = set(filter(None, arguments.kinds.split(",")))
-    cases = corrupt(arguments.flips, arguments.truncations, arguments.seed, kinds)
+def main(
+    flips: int = 300, truncations: int = 100, seed: int = 0, kinds: str = "", json: Path | None = None
+) -> None:
+    cases = corrupt(flips, truncations, seed, set(filter(None, kinds.split(","))))
     table: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for case in cases:
         table[case["kind"]][case["outcome"]] += 1
     print(f"{'':24}" + "".join(f"{each:>11}" for each in ORDER))
     for kind, counts in sorted(table.items()):
         print(f"{kind:24}" + "".join(f"{counts[each]:11}" for each in ORDER))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(cases, indent=1) + "\n")
-    return int(any(case["outcome"] in BAD for case in cases))
+    write(json, cases)
+    raise SystemExit(any(case["outcome"] in BAD for case in cases))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -29,29 +29,41 @@ The cost (--kill all): the same rounds of the race with the ledger in SQLite and
 same workers.
 """
 
-import argparse
 import json
+import math
+import os
 import random
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing, suppress
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
 
-from episodes import EpisodeVictim
+import tomli_w
+from tailrace.schedules.resolve import resolve
+
+from common import EXAMPLES, run, write
 from tailrace import clock
-from tailrace.assembly.live import open_parts, rewind
-from tailrace.assembly.schedule import BoundSchedule, resolve
+from tailrace.commands.race import Arena, Racer
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
+from tailrace.environments.tools import CALLER
+from tailrace.errors import LedgerError
+from tailrace.ledger.base import Books
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
-from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
+from tailrace.ledger.recovery import first_life, held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
-from tailrace.record.events import Recorder
+from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, RoundStarted
 from tailrace.record.steps import RoundMeter
-from victims import EXAMPLES, Victim, regenerated_tokens
 
 KILLED: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 16},
@@ -69,6 +81,311 @@ ROUNDS_TO_LEARN = 16
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
 EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
 REPLICAS = {"native": 3, "vllm": 2}
+WITH_REQUESTS = {"record.sinks": json.dumps([f"{__file__}:requests_sink"])}
+"""Writes every request down."""
+ENDLESS = 100_000
+KEPT_CHECKPOINTS = 3
+LIFE_S, START_S = 2.5, 6.0
+"""A kill comes within so many seconds after a life began to train; or, one in eight, after it was spawned."""
+KILL_S = 0.5
+"""An engine is killed within so many seconds after the start of a round."""
+ROUNDS_PER_KILL, LAST_ROUNDS = 5, 4
+"""No engine is killed in the last rounds."""
+PATIENCE_S = 300.0
+REQUESTS = "requests.jsonl"
+
+
+class Found(NamedTuple):
+    """What an audit found wrong."""
+
+    tokens_unaccounted: int
+    trained_twice: int
+    lost: int
+
+
+class Victim:
+    """A run of the quickstart's task that is killed.
+
+    Args:
+        schedule: name and parameters.
+        options: settings that replace those of the example.
+        example: a config in `examples/`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: Mapping[str, object],
+        folder: Path,
+        options: Mapping[str, str],
+        example: str = "quickstart/quickstart.toml",
+    ) -> None:
+        self.folder, self._options = folder / name, options
+        self.forgotten = 0
+        self._drawn: dict[int, int] = {}
+        settings = tomllib.loads((EXAMPLES / example).read_text())
+        settings["schedule"] = {"name": name, **schedule}
+        settings["model"]["path"] = str((EXAMPLES / example).parent / settings["model"]["path"])
+        self._config = folder / f"{name}.toml"
+        self._config.write_text(tomli_w.dumps(settings))
+
+    def live_and_die(self, chance: random.Random) -> None:
+        """One life, killed with all its workers at a random moment."""
+        process = self._start(ENDLESS)
+        if chance.random() < 1 / 8:
+            time.sleep(chance.uniform(0, START_S))
+        else:
+            before = self._lives_that_drew()
+            self._wait(process, lambda: self._lives_that_drew() > before, "it did not come back to life")
+            time.sleep(chance.uniform(0, LIFE_S))
+        kill(process)
+        self._compare()
+        for old in sorted((self.folder / "checkpoints").glob("round_??????"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def live_to_the_end(self) -> None:
+        """The last life, two rounds long."""
+        begun = (self.folder / "ledger.sqlite").exists()  # a kill may have come before
+        marks = self.books().marks if begun else []
+        self._finish(self._start(2 + max((mark.round for mark in marks if mark.undone is None), default=0)))
+        self._compare()
+
+    def lose_engines(self, kills: int, kind: str, chance: random.Random) -> None:
+        """One life to its last round, in which random engines are killed at random moments."""
+        process = self._start(kills * ROUNDS_PER_KILL + LAST_ROUNDS)
+        for number in range(kills):
+            round = number * ROUNDS_PER_KILL + chance.randrange(ROUNDS_PER_KILL)
+            self._wait(process, lambda round=round: self._round() >= round, f"round {round} did not come")
+            time.sleep(chance.uniform(0, KILL_S))
+            self._wait(process, lambda: bool(engines_of(process.pid, kind)), "no engine came back")
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(engines_of(process.pid, kind)), signal.SIGKILL)
+        self._finish(process)
+
+    def live(self, rounds: int) -> None:
+        """One life to its last round, in which nothing is killed."""
+        self._finish(self._start(rounds))
+
+    def books(self) -> Books:
+        with closing(SqliteStore.open(self.folder / "ledger.sqlite", only_read=True)) as store:
+            return read_books(store)
+
+    def audit(self) -> Found:
+        """Compare the ledger with what it does not write itself."""
+        books = self.books()
+        known = totals_of(books).num_known_tokens + held_tokens_of(books)
+        trained = [str(training.id) for training in books.trainings.values() if training.undone is None]
+        recorded = Counter(
+            json.loads(line)["id"]
+            for path in (self.folder / "samples").glob("*.jsonl")
+            for line in path.read_text().splitlines()
+        )
+        twice = (Counter(trained) - Counter(set(trained))) | (recorded - Counter(set(recorded)))
+        lost = set(range(books.run.num_drawn)) ^ set(books.groups)
+        unknown = set(recorded) ^ set(trained)
+        return Found(
+            abs(counted_tokens(self.folder / "counts") - known),
+            twice.total(),
+            len(lost) + len(unknown) + self.forgotten,
+        )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """What `requests_sink` wrote of requests."""
+        lines = (self.folder / REQUESTS).read_text().splitlines()
+        return [event for line in lines if "sample" in (event := json.loads(line))]
+
+    def _start(self, rounds: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "tailrace.cli", "train", str(self._config)]
+        words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds), "--resume"]
+        words += [word for key, value in self._options.items() for word in (f"--{key}", value)]
+        self._log = self.folder.with_suffix(".log")
+        with self._log.open("wb") as output:
+            return subprocess.Popen(words, start_new_session=True, stdout=output, stderr=output)
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        if process.wait() != 0:
+            raise SystemExit(f"the last life of {self.folder.name} failed: {self._log.read_text()[-4000:]}")
+
+    def _wait(self, process: subprocess.Popen[bytes], condition: Callable[[], bool], problem: str) -> None:
+        waited_s = 0.0
+        while not condition():
+            if process.poll() is not None or waited_s > PATIENCE_S:
+                kill(process)
+                raise SystemExit(f"{self.folder.name}: {problem}: {self._log.read_text()[-4000:]}")
+            time.sleep(0.05)
+            waited_s += 0.05
+
+    def _round(self) -> int:
+        """The round that began last; -1: none."""
+        path = self.folder / REQUESTS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((event["round"] for line in lines if "round" in (event := json.loads(line))), default=-1)
+
+    def _lives_that_drew(self) -> int:
+        with suppress(LedgerError):
+            books = self.books()
+            return len(books.lives) if books.run.num_drawn else 0
+        return 0
+
+    def _compare(self) -> None:
+        """Whatever was there must be there, drawn in the life it was drawn in."""
+        with suppress(LedgerError):
+            drawn = {prompt: group.life for prompt, group in self.books().groups.items()}
+            self.forgotten += sum(drawn.get(prompt) != life for prompt, life in self._drawn.items())
+            self._drawn = drawn
+
+
+class RequestsSink:
+    """Sink: a line for each round, and for each request as it starts and ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)  # a kill loses no line
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RoundStarted():
+                self._put(round=event.round)
+            case RequestStarted():
+                self._put(sample=str(event.sample), tokens=event.num_tokens)
+            case RequestEnded():
+                self._put(sample=str(event.sample), tokens=event.num_tokens, outcome=event.outcome)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _put(self, **values: object) -> None:
+        self._file.write(json.dumps(values) + "\n")
+
+
+def requests_sink(folder: Path) -> RequestsSink:
+    """For `[record] sinks`."""
+    return RequestsSink(folder / REQUESTS)
+
+
+def regenerated_tokens(requests: list[dict[str, Any]]) -> int:
+    """Tokens that had arrived and were generated again under the same sample id."""
+    known: dict[str, int] = {}
+    finished: set[str] = set()
+    again = 0
+    for request in requests:
+        sample, num_tokens = request["sample"], request["tokens"]
+        if "outcome" not in request:
+            again += known.get(sample, num_tokens) - (0 if sample in finished else num_tokens)
+            continue
+        known[sample] = num_tokens
+        if request["outcome"] in ("stop", "length"):
+            finished.add(sample)
+    return again
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the controller and every worker, each of which leads a group."""
+    for leader in [process.pid, *children_of(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def engines_of(pid: int, kind: str) -> list[int]:
+    """The engines that a controller has at present, those that start included."""
+    if kind == "native":
+        return [engine for server in running(pid, "fork_server") for engine in running(server, "comm engine")]
+    return [server for parent in running(pid, "server_child") for server in children_of(parent)]
+
+
+def running(pid: int, word: str) -> list[int]:
+    """The children of a process with a word in their command or name."""
+    found = []
+    for child in children_of(pid):
+        with suppress(FileNotFoundError):
+            command, name = (Path(f"/proc/{child}/{file}").read_bytes() for file in ("cmdline", "comm"))
+            if command and word.encode() in command + b"comm " + name:  # a zombie has no command
+                found.append(child)
+    return found
+
+
+CALLS_VARIABLE, CALLS = "TAILRACE_CALLS", "calls.jsonl"
+CALL_S = 0.2
+
+Key = tuple[str, int, int]
+"""Sample, turn and number of a call."""
+
+
+def calculator(expression: str) -> str:
+    """Multiply whole numbers.
+
+    Args:
+        expression: The product, for example "12 * 34".
+    """
+    time.sleep(CALL_S)  # so that kills come while it works
+    answer = str(math.prod(int(factor) for factor in expression.split("*")))
+    caller = CALLER.get()
+    line = json.dumps([str(caller.sample), caller.turn, caller.number]) + "\n"
+    with Path(os.environ[CALLS_VARIABLE]).open("a") as file:
+        file.write(line)
+    return answer
+
+
+class EpisodeVictim(Victim):
+    """A run with tools. After each life, what it did is compared with what the ledger had before it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        os.environ[CALLS_VARIABLE] = str(self.folder / CALLS)
+        self.turns_regenerated = self.calls_repeated = self.calls_lost = self.num_calls = 0
+        self._calls: set[Key] = set()
+        """Calls that had answered in earlier lives."""
+        self._recorded: set[Key] = set()
+        """Calls whose answer the ledger had at the end of the last life."""
+        self._ended: dict[str, int] = {}
+        """Tokens of the ended turns of each sample that the ledger had at the end of the last life."""
+        self._lines = {CALLS: 0, REQUESTS: 0}
+
+    def _compare(self) -> None:
+        super()._compare()
+        for event in self._new_lines(REQUESTS):
+            if "sample" in event and "outcome" not in event:
+                self.turns_regenerated += event["tokens"] < self._ended.get(event["sample"], 0)
+        for sample, turn, number in self._new_lines(CALLS):
+            key = (sample, turn, number)
+            self.num_calls += 1
+            self.calls_repeated += key in self._recorded
+            self.calls_lost += key in self._calls - self._recorded
+            self._calls.add(key)
+        with suppress(LedgerError):
+            for id, row in self.books().samples.items():
+                turns = row.ended_turns
+                self._ended[str(id)] = turns[-1].num_tokens if turns else 0
+                self._recorded |= {
+                    (str(id), number, place)
+                    for number, turn in enumerate(turns)
+                    for place, result in enumerate(turn.results)
+                    if result is not None
+                }
+
+    def _new_lines(self, name: str) -> list[Any]:
+        path = self.folder / name
+        lines = path.read_text().splitlines() if path.exists() else []
+        new, self._lines[name] = lines[self._lines[name] :], len(lines)
+        return [json.loads(line) for line in new]
+
+
+def found_in(victims: Sequence[Victim]) -> Counter[str]:
+    """What the audits of runs that ended found, summed, and what the kills cost."""
+    results = Counter[str]()
+    for victim in victims:
+        books = victim.books()
+        results.update(victim.audit()._asdict())
+        results["tokens_generated"] += counted_tokens(victim.folder / "counts")
+        results["tokens_wasted_by_kills"] += totals_of(books).wasted_tokens["crash"]
+        results["samples_trained_again"] += sum(each.undone is not None for each in books.trainings.values())
+    return results
 
 
 def crash(kills: int, seed: int) -> dict[str, float]:
@@ -80,32 +397,15 @@ def crash(kills: int, seed: int) -> dict[str, float]:
             victim = victims[number % len(victims)]
             victim.live_and_die(chance)
             print(f"kill {number + 1:3} of {kills}: {victim.folder.name}", flush=True)
-        found, crash_tokens, generated, again = [], 0, 0, 0
         for victim in victims:
             victim.live_to_the_end()
-            found.append(victim.audit())
-            books = victim.books()
-            crash_tokens += totals_of(books).wasted_tokens["crash"]
-            generated += counted_tokens(victim.folder / "counts")
-            again += sum(training.undone is not None for training in books.trainings.values())
-    return {
-        "kills": kills,
-        "tokens_unaccounted": sum(abs(each.tokens_unaccounted) for each in found),
-        "trained_twice": sum(each.trained_twice for each in found),
-        "lost": sum(each.lost for each in found),
-        "tokens_generated": generated,
-        "tokens_wasted_by_kills": crash_tokens,
-        "samples_trained_again": again,
-    }
+        return {"kills": kills, **found_in(victims)}
 
 
 def crash_tools(kills: int, seed: int) -> dict[str, float]:
     """Kill and resume a run of episodes with tools; what was found."""
-    chance, here = random.Random(seed), Path(__file__).parent
-    options = OPTIONS | {
-        "environment.functions": json.dumps([f"{here / 'episodes.py'}:calculator"]),
-        "record.sinks": json.dumps([f"{here / 'victims.py'}:requests_sink"]),
-    }
+    chance = random.Random(seed)
+    options = OPTIONS | WITH_REQUESTS | {"environment.functions": json.dumps([f"{__file__}:calculator"])}
     with tempfile.TemporaryDirectory() as name:
         victim = EpisodeVictim("april", KILLED["april"], Path(name), options, "tools.toml")
         victim.live(ROUNDS_TO_LEARN)
@@ -113,88 +413,68 @@ def crash_tools(kills: int, seed: int) -> dict[str, float]:
             victim.live_and_die(chance)
             print(f"kill {number + 1:3} of {kills}: {victim.num_calls} calls", flush=True)
         victim.live_to_the_end()
-        found, totals = victim.audit(), totals_of(victim.books())
         return {
             "kills": kills,
-            "tokens_unaccounted": abs(found.tokens_unaccounted),
-            "trained_twice": found.trained_twice,
-            "lost": found.lost,
+            **found_in([victim]),
             "turns_regenerated": victim.turns_regenerated,
             "calls_repeated": victim.calls_repeated,
             "calls_lost": victim.calls_lost,
             "calls": victim.num_calls,
-            "tokens_generated": counted_tokens(victim.folder / "counts"),
-            "tokens_wasted_by_kills": totals.wasted_tokens["crash"],
         }
 
 
 def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
     """Kill engines of runs that go on; what was found, summed over the runs."""
     chance, results = random.Random(seed), Counter[str]()
-    options = OPTIONS | {
-        "engine.replicas": str(REPLICAS[kind]),
-        "record.sinks": json.dumps([f"{Path(__file__).with_name('victims.py')}:requests_sink"]),
-    }
+    options = OPTIONS | WITH_REQUESTS | {"engine.replicas": str(REPLICAS[kind])}
     with tempfile.TemporaryDirectory() as name:
         for number, schedule in enumerate(LOSING):
             victim = Victim(schedule, LOSING[schedule], Path(name), options, EXAMPLE[kind])
             share = len(range(number, kills, len(LOSING)))
             began_s = time.monotonic()
             victim.lose_engines(share, kind, chance)
-            requests, found = victim.requests(), victim.audit()
+            requests = victim.requests()
+            results += found_in([victim])
             results["kills"] += share
-            results["tokens_unaccounted"] += abs(found.tokens_unaccounted)
             results["regenerated"] += regenerated_tokens(requests)
-            results["lost"] += found.lost + found.trained_twice
-            results["tokens_generated"] += counted_tokens(victim.folder / "counts")
             results["requests_evicted"] += sum(each.get("outcome") == "evicted" for each in requests)
             print(f"{schedule}: {share} kills, {time.monotonic() - began_s:.0f} s", flush=True)
     return dict(results)
 
 
-async def laps(
-    config: RunConfig, schedule: BoundSchedule, repeats: int, folder: Path
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list[tuple[float, float]]]:
     """(main time, CPU time of the controller) of a round of the race, with the ledger and without."""
-    written: list[tuple[float, float]] = []
-    unwritten: list[tuple[float, float]] = []
-    async with open_parts(config, folder) as parts:
-        start = folder / "start"
-        await (await parts.trainer.save(start))
-
-        async def lap(starting_point: StartingPoint, journal: Journal | NullJournal) -> tuple[float, float]:
-            await rewind(parts, start, version=0)
-            meter, began_s = RoundMeter(), time.process_time()
-            await execute(
-                schedule, parts, config.run, Recorder(meter), starting_point=starting_point, journal=journal
-            )
-            return fmean(report.main_time_s for report in meter.reports), time.process_time() - began_s
-
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    racer = Racer(config, resolve(config))
+    async with aclosing(Arena(folder)) as arena:
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
-                starting_point = first_life()
-                if with_ledger:
-                    store = SqliteStore.create(folder / f"{repeat}.sqlite")
-                    store.commit(starting_point.opening)
-                    with closing(store), commits_on_thread(store) as commit:
-                        figures = await lap(
-                            starting_point, Journal(commit, starting_point, flush_s=config.ledger.flush_s)
-                        )
-                else:
-                    figures = await lap(starting_point, NullJournal())
+                parts, meter = await arena.parts(racer), RoundMeter()
+                start, journal = first_life(), NullJournal()
+                with ExitStack() as stack:
+                    if with_ledger:
+                        store = stack.enter_context(closing(SqliteStore.create(folder / f"{repeat}.sqlite")))
+                        store.commit(start.opening)
+                        commit = stack.enter_context(commits_on_thread(store))
+                        journal = Journal(commit, start, flush_s=config.ledger.flush_s)
+                    began_s, recorder = time.process_time(), Recorder(meter)
+                    books = {"starting_point": start, "journal": journal}
+                    await execute(racer.schedule, parts, config.run, recorder, **books)
+                    cpu_s = time.process_time() - began_s
                 if repeat >= 0:
-                    (written if with_ledger else unwritten).append(figures)
-    return written, unwritten
+                    main_s = fmean(report.main_time_s for report in meter.reports)
+                    found[with_ledger].append((main_s, cpu_s))
+    return found
 
 
 def cost(repeats: int) -> dict[str, float]:
     """What the ledger adds to the race's main time, and to the controller's CPU time in it."""
-    config = load_config(EXAMPLES / "rolloutpipe.toml")
-    schedule = resolve(config)
     with tempfile.TemporaryDirectory() as name:
-        written, unwritten = clock.run(laps(config, schedule, repeats, Path(name)), virtual=False)
-    main_s, main_without_s = (median(lap[0] for lap in each) for each in (written, unwritten))
-    cpu_s, cpu_without_s = (median(lap[1] for lap in each) for each in (written, unwritten))
+        race = laps(load_config(EXAMPLES / "rolloutpipe.toml"), repeats, Path(name))
+        found = clock.run(race, virtual=False)
+    (main_s, cpu_s), (main_without_s, cpu_without_s) = (
+        map(median, zip(*found[with_ledger], strict=True)) for with_ledger in (True, False)
+    )
     return {
         "main_time_s": main_s,
         "main_time_without_s": main_without_s,
@@ -203,32 +483,28 @@ def cost(repeats: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kill", choices=("all", "engines"), default="all", help="what is killed (all)")
-    parser.add_argument("--task", choices=("sums", "tools"), default="sums", help="with --kill all (sums)")
-    parser.add_argument("--kills", type=int, default=50, help="0: none (50)")
-    parser.add_argument("--engine", choices=tuple(REPLICAS), default="native", help="with --kill engines")
-    parser.add_argument("--repeats", type=int, default=7, help="of the cost's measurement; 0: none (7)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="F")
-    options = parser.parse_args()
+def main(
+    kill: Literal["all", "engines"] = "all",
+    task: Literal["sums", "tools"] = "sums",
+    kills: int = 50,
+    engine: Literal["native", "vllm"] = "native",
+    repeats: int = 7,
+    seed: int = 0,
+    json: Path | None = None,
+) -> None:
     results: dict[str, float] = {}
-    if options.kill == "engines":
-        results = lose_engines(options.kills, options.seed, options.engine)
-    elif options.task == "tools":
-        results = crash_tools(options.kills, options.seed)
-    elif options.kills:
-        results |= crash(options.kills, options.seed)
-    if options.kill == "all" and options.task == "sums" and options.repeats:
-        results |= cost(options.repeats)
+    if kill == "engines":
+        results = lose_engines(kills, seed, engine)
+    elif task == "tools":
+        results = crash_tools(kills, seed)
+    elif kills:
+        results |= crash(kills, seed)
+    if kill == "all" and task == "sums" and repeats:
+        results |= cost(repeats)
     for key, value in results.items():
         print(f"{key:32} {value:.4f}" if isinstance(value, float) else f"{key:32} {value}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    write(json, results)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

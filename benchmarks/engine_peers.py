@@ -84,35 +84,6 @@ def vllm(model: str, *, eager: bool) -> Generate:
     return generate
 
 
-def transformers_cb(model: str) -> Generate:
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    torch.set_num_threads(1)
-    lm = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
-    generation = GenerationConfig(max_new_tokens=1536, do_sample=True, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(
-        num_blocks=1024, max_batch_tokens=2048, max_requests_per_batch=MAX_REQUESTS, return_logprobs=True
-    )
-
-    def generate(requests: Requests) -> int:
-        num_tokens = 0
-        with lm.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=batching
-        ) as manager:
-            for index, (prompt, length) in enumerate(requests):
-                manager.add_request(prompt, request_id=str(index), max_new_tokens=length)
-            for _ in requests:
-                output = manager.get_result()
-                while output is None or not output.is_finished():
-                    output = manager.get_result()
-                num_tokens += len(output.generated_tokens)
-        return num_tokens
-
-    return generate
-
-
 def served(command: list[str], model: str, core: str) -> Generate:
     """A server on one core, asked over vLLM's route for token ids by a client on the other cores."""
     import httpx
@@ -155,14 +126,8 @@ def native_http(model: str, core: str) -> Generate:
 def vllm_http(model: str, core: str) -> Generate:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as its server is deployed
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "2048",
-        "--enable-scale-out",
-        "--skip-tokenizer-init",
-    ]
+    command += ["--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--enable-scale-out", "--skip-tokenizer-init"]
     return served(command, model, core)
 
 
@@ -170,7 +135,6 @@ ENGINES: dict[str, Callable[[str, str], Generate]] = {
     "native": lambda model, core: native(model),
     "vllm_eager": lambda model, core: vllm(model, eager=True),
     "vllm_compiled": lambda model, core: vllm(model, eager=False),
-    "transformers_cb": lambda model, core: transformers_cb(model),
     "native_http": native_http,
     "vllm_http": vllm_http,
 }
@@ -181,15 +145,14 @@ def main(engine: str, model: str, file: str, core: str) -> None:
     # In this process, so that its scheduler has the same one core as everybody's.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    with open(file) as stream:
-        requests: Requests = json.load(stream)
+    requests: Requests = json.loads(Path(file).read_text())
     generate = ENGINES[engine](model, core)
     for line in sys.stdin:
-        served = requests[: int(line)]
+        asked = requests[: int(line)]
         wall, cpu = time.perf_counter(), time.process_time()
-        num_tokens = generate(served)
+        num_tokens = generate(asked)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        assert num_tokens == sum(length for _, length in served), num_tokens
+        assert num_tokens == sum(length for _, length in asked), num_tokens
         print(f"\nROUND {wall} {cpu}", flush=True)
 
 

@@ -1,6 +1,7 @@
 """The first run of examples/smollm2 with no setting but model, data, reward, length and schedule.
 
     python benchmarks/first_run.py MODEL [--json FILE] [--section.key VALUE ...]
+    python benchmarks/first_run.py MODEL --both-cores [--repeats N] [--json FILE] [--run.rounds 4 ...]
 
 MODEL: the folder that examples/smollm2/convert.py wrote. Trains in a temporary folder, and measures the
 memory of all processes of the run together, ten times a second. Linux only.
@@ -9,6 +10,9 @@ memory of all processes of the run together, ten times a second. Linux only.
                  1/n for each) of the run's processes
     reward       mean reward of each step's samples
     samples_s    trained samples a second after the first step
+
+--both-cores trains twice and alternates the two: with what a run takes from the machine, and with one thread
+a process in float32. It writes samples_s of both and their ratio, and needs 8 GiB and an idle machine.
 """
 
 import argparse
@@ -16,13 +20,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
+from common import EXAMPLES, write
+
+FIXED = "--engine.dtype float32 --engine.threads 1 --trainer.dtype float32 --trainer.threads 1"
 
 
 def tree(pid: int) -> list[int]:
@@ -43,34 +48,25 @@ def pss(pid: int) -> int:
     return 0
 
 
-def run(model: Path, folder: Path, words: list[str]) -> int:
-    """Train in `folder`. Returns the peak memory of all processes."""
-    subprocess.run([sys.executable, EXAMPLE / "make_sums.py"], check=True)
-    config = EXAMPLE / "first_run.toml"
-    command = [sys.executable, "-m", "tailrace.cli", "train", str(config), "--output-dir", str(folder)]
-    process = subprocess.Popen([*command, "--model.path", str(model.resolve()), *words])
-    peak = 0
-
-    def watch() -> None:
-        nonlocal peak
+def measure(model: Path, words: list[str]) -> dict[str, Any]:
+    """Train in a temporary folder. Returns the figures."""
+    subprocess.run([sys.executable, EXAMPLES / "smollm2" / "make_sums.py"], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "tailrace.cli",
+            "train",
+            str(EXAMPLES / "smollm2" / "first_run.toml"),
+        ]
+        command += ["--output-dir", f"{folder}/run", "--model.path", str(model.resolve()), *words]
+        process, peak = subprocess.Popen(command), 0
         while process.poll() is None:
             peak = max(peak, sum(map(pss, tree(process.pid))))
             time.sleep(0.1)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    watcher.join()
-    if process.returncode:
-        sys.exit(process.returncode)
-    return peak
-
-
-def measure(model: Path, words: list[str]) -> dict[str, Any]:
-    """Train in a temporary folder. Returns the figures."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        peak = run(model, folder, words)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if process.returncode:
+            sys.exit(process.returncode)
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     seconds = steps[-1]["time"] - steps[0]["time"]
     rate = sum(row["samples/trained"] for row in steps[1:]) / seconds
@@ -80,13 +76,21 @@ def measure(model: Path, words: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments, words = parser.parse_known_args()
-    found = measure(arguments.model, words)
-    peak, rate = found["peak_bytes"] / 2**30, found["samples_s"]
-    print(f"peak of all processes {peak:.2f} GiB, {rate:.2f} samples/s, reward by step {found['reward']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    parser.add_argument("--both-cores", action="store_true")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    given, words = parser.parse_known_args()
+    if not given.both_cores:
+        found = measure(given.model, words)
+        print(found)
+    else:
+        rates: dict[str, list[float]] = {"fixed": [], "chosen": []}
+        for _ in range(given.repeats):
+            rates["fixed"].append(measure(given.model, [*FIXED.split(), *words])["samples_s"])
+            rates["chosen"].append(measure(given.model, words)["samples_s"])
+        found = {"samples_s": rates, "ratio": sum(rates["chosen"]) / sum(rates["fixed"])}
+        print(f"{rates}: {found['ratio']:.2f} x")
+    write(given.json, found)
 
 
 if __name__ == "__main__":

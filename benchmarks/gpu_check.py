@@ -14,64 +14,39 @@ caught. Without a GPU those that a CPU can run are run on it, with a small model
 skipped. The exit code is 1 if a check failed.
 """
 
-import argparse
-import json
+import json as jsons
 import math
 import os
 import shutil
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from common import QUICKSTART, run, save_model, write
 from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.errors import TailraceError
 from tailrace.record.metrics import read_rows
 from tailrace.record.rows import StepRow
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "quickstart.toml"
 ROUNDS = 3
 MAX_MISMATCH_KL = 0.02
 """In nats a token, between engine and trainer with the same bfloat16 weights."""
-SCHEDULES = {
-    "serial": "groups_per_round = 32, groups_per_step = 16",
-    "conventional": "steps_per_round = 2, groups_per_step = 16",
-    "rolloutpipe": "groups_per_round = 32, groups_per_step = 16",
-    "rolloutpipe_eager": "groups_per_round = 32, groups_per_step = 16",
-    "april": "groups_per_round = 16, groups_launched = 24",
-    "tailbatch": "groups_per_round = 16",
-    "tailbatch_dapo": "groups_per_round = 16, requests_per_engine = 128",
-    "tailbatch_async": "groups_per_round = 16",
-    "rollpacker": "groups_per_round = 16",
-    "pipelinerl": "groups_per_step = 16, in_flight_per_engine = 128, ring_groups = 32",
-    "one_step_off": "groups_per_round = 32, groups_per_step = 16",
-    "streamrl": "groups_per_round = 16",
-    "streamrl_async": "groups_per_round = 16",
-    "periodic_asynchrony": "groups_per_round = 16",
-    "seer": "groups_per_round = 32, groups_per_step = 16",
-    "sortedrl": "groups_per_round = 32, groups_per_step = 16",
-    "sortedrl_on_policy": "groups_per_round = 32, groups_per_step = 16",
-    "windowed_fifo": "groups_per_step = 16, groups_in_flight = 40, window = 12",
-    "tailrace": "groups_per_step = 16, groups_in_flight = 32, staleness = 2",
-    "tailrace_on_policy": "groups_per_round = 16",
-}
+SCHEDULES = tomllib.loads(Path(__file__).with_name("race.toml").read_text())["schedules"]
+"""The parameters of every schedule."""
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'
 SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
 """Gives its memory back when it sleeps."""
-REAL = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": True,
-}
+REAL = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+REAL |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+REAL |= {"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 """Of Qwen3-0.6B."""
 SMALL = REAL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
@@ -79,7 +54,6 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "m
 PUBLICATION_S = 10.0
 """For one publication of the real shape, with its comparison."""
 LIVE_FAULTS = "the schedule's order of generation, training and publication on real devices"
-ALLOCATOR = "its memory is counted by CUDA's allocator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +93,8 @@ def checks(device: str = "cuda") -> list[Check]:
     found = []
     native = f'{{ device = "{device}", dtype = "bfloat16", max_num_seqs = 256 }}'
     devices, one, two = ("gpus", 1, 2) if device == "cuda" else ("cpus", 0, 0)
-    for schedule, parameters in SCHEDULES.items():
-        chosen = {"schedule": f'{{ name = "{schedule}", {parameters} }}'}
-        of = _overrides(device, chosen)
+    for schedule in SCHEDULES:
+        of = _overrides(device, _bound(schedule))
         found.append(Check(f"{schedule}, embedded engine", LIVE_FAULTS, of | {"engine": native}, one))
         found.append(Check(f"{schedule}, vLLM", LIVE_FAULTS, of | {"engine": VLLM}, 1, needs_vllm=True))
 
@@ -130,13 +103,12 @@ def checks(device: str = "cuda") -> list[Check]:
         return {"placement": f"{{ {placement} }}"}
 
     together, elastic = placed("colocated", "[[0]]", "[[0]]"), placed("elastic", "[[0], [1]]", "[[1], [0]]")
-    serial = {"schedule": f'{{ name = "serial", {SCHEDULES["serial"]} }}'}
-    eager = {"schedule": f'{{ name = "rolloutpipe_eager", {SCHEDULES["rolloutpipe_eager"]} }}'}
+    serial, eager = _bound("serial"), _bound("rolloutpipe_eager")
     two_engines = {"trainer.replicas": "2", "engine": native.replace("{ ", "{ replicas = 2, ")}
     nccl = {"weights": '{ transport = "process_group", backend = "nccl" }'}
     gloo = {"weights": '{ transport = "process_group", backend = "gloo" }'}
     judge = (
-        f'kind = "local", path = "{EXAMPLE.parent / "model"}", template = "{{completion}}", '
+        f'kind = "local", path = "{QUICKSTART.parent / "model"}", template = "{{completion}}", '
         f'labels = ["1", "2"], device = "{device}", dtype = "bfloat16", memory_mib = 2, max_tokens = 400'
     )  # the model that is trained judges, with less memory than its layers need
     apart = placed("disaggregated", "[[0]]", "[[1]]")
@@ -144,6 +116,7 @@ def checks(device: str = "cuda") -> list[Check]:
     woken = "an engine wakes after the trainer computed on the same GPU: cached memory"
     refused = "NCCL refuses two ranks on one GPU"
     recomputed, streamed = "the second forward pass", "pinned memory, copies beside computation"
+    offloaded = "weights that change while they are copied"
     parts: list[tuple[str, str, dict[str, str], int, str]] = [
         ("LoRA", "an adapter", {"trainer.lora": '{ rank = 16, publish = "adapter" }'}, one, ""),
         ("colocated", "an engine that sleeps and wakes", together, one, ""),
@@ -155,54 +128,38 @@ def checks(device: str = "cuda") -> list[Check]:
         ("trainer of two ranks", "collectives of NCCL", sharded, two, refused),
         ("activation checkpointing", recomputed, {"trainer.activation_checkpointing": "true"}, one, ""),
         ("judge with streamed layers", streamed, {"reward.judges": f"[{{ {judge} }}]"}, one, ""),
-        (
-            "CPU offload",
-            "weights that change while they are copied",
-            {"trainer.cpu_offload": "true"},
-            one,
-            "",
-        ),
+        ("CPU offload", offloaded, {"trainer.cpu_offload": "true"}, one, ""),
     ]
     for name, catches, overrides, num_gpus, why in parts:
         of = _overrides(device, serial | {"engine": native} | overrides)
         real = "real shape" in name
         name = f"{name}, embedded engine"
         found.append(Check(name, catches, of, num_gpus, has_real_shape=real, why_gpu=why))
+    slept = _overrides(device, serial | together | {"engine": SLEEPING_VLLM})
+    reserved = "a server that reserves a KV cache for the model's whole context: --max-model-len"
+    served = _overrides(device, serial | {"engine": VLLM})
+    plans = "cuDNN makes a plan for each shape of a decode step"
+    grown = "old and new tensors at once while the KV cache grows"
+    math_attention = "attention falls back to math and makes [heads, T, T]"
+    counted = partial(Check, num_gpus=1, why_gpu="its memory is counted by CUDA's allocator")
+    single = "micro-batches of one group, far below the limit"
+    compared = "the comparison of two publications stops training"
     found += [
-        Check(
-            "colocated, vLLM",
-            "an engine that sleeps and wakes",
-            _overrides(device, serial | together | {"engine": SLEEPING_VLLM}),
-            1,
-            needs_vllm=True,
-        ),
-        Check(
-            "real shape, vLLM",
-            "a server that reserves a KV cache for the model's whole context: --max-model-len",
-            _overrides(device, serial | {"engine": VLLM}),
-            1,
-            needs_vllm=True,
-            has_real_shape=True,
-        ),
-        Check("decode kernels", "cuDNN makes a plan for each shape of a decode step", measure=decode_kernels),
-        Check(
-            "KV budget",
-            "old and new tensors at once while the KV cache grows",
-            measure=kv_budget,
-            num_gpus=1,
-            why_gpu=ALLOCATOR,
-        ),
-        Check(
-            "float32 with grouped heads",
-            "attention falls back to math and makes [heads, T, T]",
-            measure=float32_attention,
-            num_gpus=1,
-            why_gpu=ALLOCATOR,
-        ),
-        Check("micro-batches", "micro-batches of one group, far below the limit", measure=full_micro_batches),
-        Check("publication", "the comparison of two publications stops training", measure=publication),
+        Check("colocated, vLLM", "an engine that sleeps and wakes", slept, 1, needs_vllm=True),
+        Check("real shape, vLLM", reserved, served, 1, needs_vllm=True, has_real_shape=True),
+        Check("decode kernels", plans, measure=decode_kernels),
+        counted("KV budget", grown, measure=kv_budget),
+        counted("float32 with grouped heads", math_attention, measure=float32_attention),
+        Check("micro-batches", single, measure=full_micro_batches),
+        Check("publication", compared, measure=publication),
     ]
     return found
+
+
+def _bound(schedule: str) -> dict[str, str]:
+    parameters = {"name": schedule, **SCHEDULES[schedule]}
+    words = (f"{key} = {jsons.dumps(value)}" for key, value in parameters.items())
+    return {"schedule": f"{{ {', '.join(words)} }}"}
 
 
 def _overrides(device: str, chosen: Mapping[str, str]) -> dict[str, str]:
@@ -211,15 +168,11 @@ def _overrides(device: str, chosen: Mapping[str, str]) -> dict[str, str]:
     return {**run, **trainer, **chosen}
 
 
-def make_model(folder: Path, shape: Mapping[str, object]) -> Path:
+def make_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     """Save a model with random weights in bfloat16, and the quickstart's tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16).save_pretrained(folder)
+    save_model(folder, dtype="bfloat16", **shape)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(EXAMPLE.parent / "model" / name, folder)
+        shutil.copy(QUICKSTART.parent / "model" / name, folder)
     return folder
 
 
@@ -363,7 +316,7 @@ def run_check(check: Check, folder: Path, model: Path, device: str) -> str | Non
             return f"{type(error).__name__}: {error}"
     real = {"model.path": str(model), "sampling.max_completion_tokens": "64"} if check.has_real_shape else {}
     try:
-        train(load_config(EXAMPLE, {**check.overrides, **real}), folder)
+        train(load_config(QUICKSTART, {**check.overrides, **real}), folder)
     except TailraceError as error:
         return str(error)
     steps = [row for row in read_rows(folder / "metrics.jsonl") if isinstance(row, StepRow)]
@@ -399,35 +352,26 @@ def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results
     return results
 
 
-def count_gpus() -> int:
-    """CUDA devices that torch finds."""
+def main(
+    list: bool = False,
+    only: Annotated[str, typer.Option(metavar="WORD", help="checks whose name has the word")] = "",
+    json: Path | None = None,
+) -> None:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--list", action="store_true", help="print the checks and what each would have caught"
-    )
-    parser.add_argument("--only", default="", metavar="WORD", help="checks whose name has the word")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    num_gpus = count_gpus()
-    chosen = [check for check in checks("cuda" if num_gpus else "cpu") if arguments.only in check.name]
+    num_gpus = torch.cuda.device_count()
+    chosen = [check for check in checks("cuda" if num_gpus else "cpu") if only in check.name]
     if not chosen:
-        parser.error(f"no check has {arguments.only!r} in its name; --list prints the names")
-    if arguments.list:
+        raise typer.BadParameter(f"no check has {only!r} in its name; --list prints the names")
+    if list:
         width = max(len(check.name) for check in chosen)
         print("\n".join(f"{check.name:{width}}  {check.catches}" for check in chosen))
-        return 0
+        return
     results = run_all(chosen, num_gpus, os.environ.get("VLLM_PYTHON"))
-    if arguments.json:
-        fields = {name: getattr(results, name) for name in Results.__slots__}
-        arguments.json.write_text(json.dumps(fields, indent=2))
-    return 1 if results.failed else 0
+    write(json, asdict(results))
+    if results.failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -1,7 +1,7 @@
 """The memory that `tailrace train --dry-run` estimates, against what the trainer's processes use.
 
     python benchmarks/memory.py [--json FILE] [--shape smollm2|qwen3] [--layers N] [--vocabulary N]
-                                [--tokens N ...] [--dtype TYPE ...] [--kind KIND ...] [--ranks N] [--beside]
+                                [--tokens N,N] [--dtype TYPE,TYPE] [--kind KIND,KIND] [--ranks N] [--beside]
 
 Trains a model of the shape of SmolLM2-135M or Qwen3-0.6B with random weights on the CPU, for each number of
 tokens, type and kind: two steps of one full micro-batch for each rank, a publication and a checkpoint, by the
@@ -15,16 +15,17 @@ The kinds: "all" trains all weights, "checkpointing" with activation checkpointi
 Qwen3's shape with two ranks, a checkpoint beside and 256 tokens 26 GiB.
 """
 
-import argparse
 import itertools
-import json
 import random
 import tempfile
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from common import run, write
 from tailrace import clock
 from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
@@ -37,46 +38,33 @@ from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
 PROMPT_TOKENS = 8
 WORD_IDS = 1000
 """Random tokens are below it."""
+Shape = Literal["smollm2", "qwen3"]
 KINDS = ("all", "checkpointing", "lora")
+SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+QWEN3 = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 SHAPES: dict[str, PreTrainedConfig] = {
-    "smollm2": LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-    ),
-    "qwen3": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-    ),
+    "smollm2": LlamaConfig(**SMOLLM2),
+    "qwen3": Qwen3Config(**QWEN3, max_position_embeddings=40_960),
 }
 
 
-def make_model(folder: Path, arguments: argparse.Namespace) -> None:
+def make_model(folder: Path, config: PreTrainedConfig, layers: int, vocabulary: int) -> None:
     """Save a model with random weights, in bfloat16."""
     torch.manual_seed(0)
-    config = SHAPES[arguments.shape]
     config.tie_word_embeddings = True
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    config.num_hidden_layers = arguments.layers or config.num_hidden_layers
-    config.vocab_size = arguments.vocabulary or config.vocab_size
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    config.vocab_size = vocabulary or config.vocab_size
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
 
 
-def make_config(model: Path, arguments: argparse.Namespace, tokens: int, dtype: str, kind: str) -> RunConfig:
+def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, beside: bool) -> RunConfig:
     """The config of a run with this trainer; the data are not read."""
     trainer = {
-        "ranks": arguments.ranks,
+        "ranks": ranks,
         "dtype": dtype,
         "activation_checkpointing": kind == "checkpointing",
         "max_tokens_per_microbatch": tokens,
@@ -85,7 +73,7 @@ def make_config(model: Path, arguments: argparse.Namespace, tokens: int, dtype: 
     }
     return RunConfig.model_validate(
         {
-            "run": {"rounds": 1, "group_size": 2, "checkpoint_every": int(arguments.beside)},
+            "run": {"rounds": 1, "group_size": 2, "checkpoint_every": int(beside)},
             "schedule": {"name": "serial"},
             "model": {"path": model},
             "data": {"kind": "rows", "path": "none.jsonl"},
@@ -159,35 +147,32 @@ def measure(config: RunConfig, *, beside: bool) -> list[dict[str, int]]:
     return [{"estimate_bytes": estimate, "peak_bytes": peak} for estimate, peak in pairs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
-    parser.add_argument("--layers", type=int, help="in place of the shape's")
-    parser.add_argument("--vocabulary", type=int, help=f"in place of the shape's, at least {WORD_IDS}")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="of a micro-batch")
-    parser.add_argument("--dtype", choices=ITEM_BYTES, nargs="+", default=list(ITEM_BYTES))
-    parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--beside", action="store_true", help="the checkpoint is beside the second step")
-    arguments = parser.parse_args()
+def main(
+    shape: Shape = "smollm2",
+    layers: Annotated[int, typer.Option(help="in place of the shape's")] = 0,
+    vocabulary: Annotated[int, typer.Option(help=f"in place of the shape's, at least {WORD_IDS}")] = 0,
+    tokens: str = "512,1024,2048",
+    dtype: str = ",".join(ITEM_BYTES),
+    kind: str = ",".join(KINDS),
+    ranks: int = 1,
+    beside: bool = False,
+    json: Path | None = None,
+) -> None:
     cases = []
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
-        make_model(model, arguments)
-        for kind, dtype, tokens in itertools.product(arguments.kind, arguments.dtype, arguments.tokens):
-            config = make_config(model, arguments, tokens, dtype, kind)
-            for rank, row in enumerate(measure(config, beside=arguments.beside)):
+        make_model(model, SHAPES[shape], layers, vocabulary)
+        for each in itertools.product(kind.split(","), dtype.split(","), map(int, tokens.split(","))):
+            config = make_config(model, *each, ranks, beside)
+            for rank, row in enumerate(measure(config, beside=beside)):
                 estimate, peak = row["estimate_bytes"], row["peak_bytes"]
-                cases.append({"kind": kind, "dtype": dtype, "tokens": tokens, "rank": rank, **row})
+                case = dict(zip(("kind", "dtype", "tokens"), each, strict=True)) | {"rank": rank}
+                cases.append({**case, **row})
                 print(
-                    f"{kind:13} {dtype:8} {tokens:5} tokens, rank {rank}: "
-                    f"estimate {gib(estimate)}, peak {gib(peak)}, {peak / estimate:.2f}",
-                    flush=True,
+                    f"{case}: estimate {gib(estimate)}, peak {gib(peak)}, {peak / estimate:.2f}", flush=True
                 )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(cases, indent=2))
+    write(json, cases)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

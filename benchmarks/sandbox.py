@@ -2,6 +2,12 @@
 
     python benchmarks/sandbox.py [--programs 2000] [--at-a-time 4] [--seed 0] [--json FILE]
 
+The programs are drawn from hostile_programs.txt, several variants of each kind, in which names in braces are
+replaced: {SECRET} by the path of a file of the host that nothing may read or change, {FOLDER} by its folder,
+{PORT} by a port of the host on which a server listens, on all addresses, for TCP and UDP, {ADDRESS} by an
+address of the host, {SOCKET} by the name of an abstract Unix socket of the host, {N} by a number that differs
+between programs.
+
 A program has *escaped* if it prints the content of a secret file or an environment variable of the host,
 changes that file or its folder, or reaches a server of the host (TCP, UDP or an abstract Unix socket). It
 has *wedged* the run if it does not end within its time limit plus one second, or if its sandbox fails. At
@@ -9,10 +15,9 @@ the end no process of a sandbox may be left, and shared memory (tmpfs, memfd, Sy
 was.
 """
 
-import argparse
 import asyncio
-import json
 import os
+import random
 import socket
 import tempfile
 import time
@@ -20,8 +25,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from hostile import Hostile, corpus
+from common import run, write
 from tailrace import clock
 from tailrace.errors import SandboxFailed
 from tailrace.reward.base import CodeSettings
@@ -34,6 +40,57 @@ SLACK_S = 1.0
 LIMITS = CodeSettings(memory_mib=128, processes=8, tmp_mib=32, output_kib=256)
 SHARED_MIB = 64
 """Growth of the machine's shared memory that other processes may cause meanwhile."""
+
+
+PROGRAMS = Path(__file__).with_name("hostile_programs.txt")
+"""Each program follows a line `---- KIND`."""
+
+
+def read_kinds() -> dict[str, list[str]]:
+    """Return the variants of each kind."""
+    kinds: dict[str, list[str]] = {}
+    for part in PROGRAMS.read_text().removeprefix("---- ").split("\n---- "):
+        kind, _, text = part.partition("\n")
+        kinds.setdefault(kind, []).append(text)
+    return kinds
+
+
+class Hostile(NamedTuple):
+    kind: str
+    text: str
+
+
+def corpus(count: int, seed: int, names: dict[str, str]) -> Iterator[Hostile]:
+    """Yield programs: the kinds in turn, a variant of each drawn from the seed; each combines it with noise.
+
+    Args:
+        names: what the names in braces are replaced by.
+    """
+    chance = random.Random(f"hostile {seed}")
+    variants = read_kinds()
+    kinds = list(variants)
+    orders = {kind: chance.sample(texts, len(texts)) for kind, texts in variants.items()}
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        turn = number // len(kinds)
+        text = orders[kind][turn % len(orders[kind])]
+        for name, value in {**names, "N": str(chance.randrange(1, 100_000))}.items():
+            text = text.replace(f"{{{name}}}", value)
+        yield Hostile(kind, _disguised(text, chance))
+
+
+def _disguised(text: str, chance: random.Random) -> str:
+    """Return a program that does the same: directly, in a function, a thread, a child or at the exit."""
+    body = f"exec({text!r}, {{'__name__': '__main__'}})"
+    forms = (
+        text,
+        f"def main():\n    {body}\nmain()",
+        f"import threading\nt = threading.Thread(target=lambda: {body})\nt.start()\nt.join()",
+        f"import os\nif os.fork() == 0:\n    {body}\nelse:\n    os.wait()",
+        f"import atexit\natexit.register(lambda: {body})",
+        f"import sys, subprocess\nprint(subprocess.run([sys.executable, '-c', {text!r}], stdout=1))",
+    )
+    return chance.choice(forms)
 
 
 @dataclass
@@ -62,11 +119,8 @@ class Host:
         self.file = folder / "secret.txt"
         self.file.write_text(self.secret)
         self.file.chmod(0o666)
-        self.tcp, self.udp, self.unix = (
-            socket.socket(),
-            socket.socket(type=socket.SOCK_DGRAM),
-            socket.socket(socket.AF_UNIX),
-        )
+        self.tcp, self.unix = socket.socket(), socket.socket(socket.AF_UNIX)
+        self.udp = socket.socket(type=socket.SOCK_DGRAM)
         self.tcp.bind(("", 0))
         port = self.tcp.getsockname()[1]
         self.udp.bind(("", port))
@@ -78,24 +132,17 @@ class Host:
         self.unix.listen()
         os.environ["TAILRACE_SECRET"] = self.secret
         address = socket.gethostbyname(socket.gethostname())
-        self.names = {
-            **{"SECRET": str(self.file), "FOLDER": str(folder), "PORT": str(port)},
-            **{"ADDRESS": address, "SOCKET": name},
-        }
+        self.names = {"SECRET": str(self.file), "FOLDER": str(folder), "PORT": str(port)}
+        self.names |= {"ADDRESS": address, "SOCKET": name}
 
     def reached(self) -> str:
         """Return what was reached since the last call; empty: nothing."""
         found = []
-        for name, take in (
-            ("TCP", self.tcp.accept),
-            ("UDP", lambda: self.udp.recv(1)),
-            ("Unix", self.unix.accept),
-        ):
-            try:
+        takes = {"TCP": self.tcp.accept, "UDP": lambda: self.udp.recv(1), "Unix": self.unix.accept}
+        for name, take in takes.items():
+            with suppress(BlockingIOError):
                 take()
                 found.append(name)
-            except BlockingIOError:
-                pass
         if [path.name for path in self.folder.iterdir()] != [self.file.name]:
             found.append("folder")
         elif self.file.read_text() != self.secret:
@@ -145,10 +192,7 @@ async def attack(programs: Iterator[Hostile], host: Host, at_a_time: int) -> Fin
                 findings.wedged += 1
                 print(f"WEDGED {program.kind} for {seconds:.2f} s:\n{program.text}")
             if findings.programs % 100 == 0:
-                print(
-                    f"{findings.programs} programs, {clock.now() - start_s:.0f} s, {findings.ends}",
-                    flush=True,
-                )
+                print(findings.programs, "programs", findings.ends, flush=True)
 
     await asyncio.gather(*(work() for _ in range(at_a_time)))
     findings.processes_left = await asyncio.to_thread(processes_left, children)
@@ -174,29 +218,18 @@ def processes_left(before: set[int]) -> int:
 
 def shared_mib() -> float:
     """Return the machine's memory in tmpfs, memfd and System V segments."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Shmem:"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--at-a-time", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main(programs: int = 2000, at_a_time: int = 4, seed: int = 0, json: Path | None = None) -> None:
     check_installed()
     with host() as attacked:
-        programs = corpus(options.programs, options.seed, attacked.names)
-        findings = asyncio.run(attack(programs, attacked, options.at_a_time))
-    report = asdict(findings)
-    print(json.dumps(report, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(report))
+        findings = asyncio.run(attack(corpus(programs, seed, attacked.names), attacked, at_a_time))
+    print(*(f"{key:18} {value}" for key, value in asdict(findings).items()), sep="\n")
+    write(json, asdict(findings))
     raise SystemExit(findings.escaped + findings.wedged > 0)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,32 +1,51 @@
-"""All schedules in one simulated setting: how fast, how stale, what is wasted, what is biased.
+"""All schedules in virtual time: how fast, how stale, what is wasted, what is biased.
 
     python benchmarks/schedules.py [--rounds 60] [--only NAME]
     python benchmarks/schedules.py --equal-devices [--sigma 1.3] [--reward-s 0.3]
+    python benchmarks/schedules.py --clusters 20 [--seed 0] [--json FILE]
 
-64 groups of 8 samples a step, 512 prompts that are repeated every epoch. The first two epochs (16 rounds) are
-not counted, because length histories fill and the population in flight settles in them. The length bias is
-the mean trained length over the mean length of all prompts, each counted equally.
+One setting, in which engines and trainer have devices of their own: 64 groups of 8 samples a step, 512
+prompts that are repeated every epoch. The first two epochs (16 rounds) are not counted, because length
+histories fill and the population in flight settles in them. The length bias is the mean trained length over
+the mean length of all responses to the same prompts, minus 1.
 
 --equal-devices gives every schedule the same eight H100 and Qwen2.5-7B ([sim.cluster]). Schedules that stop
 and go have all devices in turn, at the cost of a switch. Those that generate while they train divide them,
 and have the best of three divisions. The on-policy ones also try the elastic placement. It asks three things:
 how much faster is tailrace than april, is tailrace_on_policy faster than RollPacker's race of prompts, and
 what leads when a reward takes 30 s?
+
+--clusters draws clusters and length models at random, and measures every candidate of the planner: every
+schedule with several parameters, on every division of the devices. Two questions are asked of the same
+figures. Which schedule is the fastest in each class, where the lag of a trained token in optimizer steps is
+at most 0, 1 or 3, or has no bound? A candidate whose length bias is above 2% cannot win. And how good is the
+planner, with one of these bounds on each cluster? The regret is the time of a step of its choice over that of
+the fastest candidate, minus 1. The speed-up is the processor time of exhaustive search over that of the
+planner, both summed over the clusters.
 """
 
-import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from math import nan
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from tailrace.assembly.simulation import simulate
+from tailrace.controller.simulation import Schedule
+
+from common import run, write
 from tailrace.controller.base import RunSettings
-from tailrace.record.laps import Lap
+from tailrace.errors import ConfigError
+from tailrace.plan.base import Measured
+from tailrace.plan.measure import measure
+from tailrace.plan.problem import Problem
+from tailrace.plan.search import is_biased, search
 from tailrace.rollout.placement import Kind, Shared
-from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.schedules import SCHEDULES
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import (
     SimClusterSettings,
@@ -36,15 +55,19 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.sim.world import Lengths
-from tailrace.types import Group, Prompt, Sample, SampleId
 
+OURS = ("tailrace", "tailrace_on_policy")
 GROUPS, GROUP_SIZE, ROWS, WARM_UP_ROUNDS = 64, 8, 512, 16
-MAX_TOKENS = 16_384
-LENGTHS = SimLengthSettings(median_tokens=1230.0, sigma=1.3, max_tokens=MAX_TOKENS, rows=ROWS)
-ENGINES, TRAINER_TOKENS_PER_S = 4, 60_000.0
+LENGTHS = SimLengthSettings(median_tokens=1230.0, sigma=1.3, max_tokens=16_384, rows=ROWS)
+SEPARATE = SimSettings(
+    engines=SimEngineSettings(count=4), trainer=SimTrainerSettings(tokens_per_s=60_000.0), lengths=LENGTHS
+)
+CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
 SPLITS = (4, 5, 6)
 """Of eight devices, those that generate."""
+LAGS = (0, 1, 3, math.inf)
+DEVICES = ("A100-40G", "H100", "H200", "MI300X")
+MODELS = ("Qwen3-1.7B", "Qwen3-4B", "Qwen2.5-7B", "Qwen3-8B")
 
 
 def bound(name: str, **parameters: Any) -> Schedule:
@@ -59,15 +82,11 @@ def tailrace(in_flight: int, staleness: int) -> Schedule:
     return bound("tailrace", groups_per_step=GROUPS, groups_in_flight=in_flight, staleness=staleness)
 
 
-def pipelinerl(in_flight: int, engines: int = ENGINES) -> Schedule:
+def pipelinerl(in_flight: int, engines: int = 4) -> Schedule:
     """in_flight: groups."""
-    return bound(
-        "pipelinerl",
-        groups_per_step=GROUPS,
-        in_flight_per_engine=in_flight * GROUP_SIZE // engines,
-        ring_groups=2 * GROUPS,
-        ring_full="block",
-    )
+    requests = in_flight * GROUP_SIZE // engines
+    ring = {"ring_groups": 2 * GROUPS, "ring_full": "block"}
+    return bound("pipelinerl", groups_per_step=GROUPS, in_flight_per_engine=requests, **ring)
 
 
 RACERS: dict[str, Schedule] = {
@@ -96,80 +115,38 @@ APRIL = ("april, 1.5x", "april, 2x")
 TAILRACE = ("tailrace, 1.5x, bound 2", "tailrace, 2x, bound 4")
 """With the same groups in flight as APRIL."""
 ON_POLICY = ("rollpacker, prompts 1.25", "tailrace_on_policy, race 2")
-HEAD = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
-
-
-SEPARATE = SimSettings(
-    engines=SimEngineSettings(count=ENGINES),
-    trainer=SimTrainerSettings(tokens_per_s=TRAINER_TOKENS_PER_S),
-    lengths=LENGTHS,
-)
-APART: Kind = "disaggregated"
-CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
-
-
-@dataclass(frozen=True, slots=True)
-class Racer:
-    """A schedule on its devices."""
-
-    schedule: Schedule
-    sim: SimSettings
-    kind: Kind = APART
-
-    def lap(self, rounds: int) -> Lap:
-        """Run the schedule to its end in virtual time."""
-        simulated = simulate(
-            self.schedule,
-            self.sim,
-            RunSettings(rounds=rounds, group_size=GROUP_SIZE),
-            shared=Shared(self.kind),
-            replicas=2 if self.kind == "elastic" else 1,
-            warm_up_rounds=WARM_UP_ROUNDS,
-        )
-        return simulated.lap
+Fixed = tuple[Schedule, SimSettings, Kind]
 
 
 def words(sim: SimSettings) -> str:
     """The rates of a set-up."""
-    engine, trainer, lengths = sim.engines, sim.trainer, sim.lengths
-    work = f"max({1e3 * engine.base_s:.2f} ms, {1e6 * engine.compute_s:.1f} us a request)"
-    reads = f"{1e6 * engine.slope_s:.1f} us a request + {1e9 * engine.context_s:.1f} ns a position"
-    step = f"{1e3 * engine.overhead_s:g} ms + {work} + {reads}"
-    return (
-        f"{engine.count} engines ({step}), trainer {trainer.tokens_per_s:,.0f} tokens/s and"
-        f" {trainer.step_s:.2f} s a step; lengths: median {lengths.median_tokens:.0f}, sigma {lengths.sigma},"
-        f" limit {MAX_TOKENS}; rewards of {sim.rewards.median_s:g} s"
-    )
+    engine, trainer = sim.engines, sim.trainer
+    step = f"{1e3 * engine.base_s:.2f} ms, {1e6 * engine.slope_s:.1f} us a request"
+    return f"{engine.count} engines ({step}), trainer {trainer.tokens_per_s:,.0f} tokens/s"
 
 
-def mean_length(lengths: SimLengthSettings) -> float:
-    """Mean over all rows, 16 responses each."""
-    length_of = Lengths(lengths, 0)
-    groups = [Group(Prompt(row, [1], row_number=row), 16, []) for row in range(ROWS)]
-    return fmean(
-        length_of(Sample(SampleId(1_000_000 + group.prompt.index, 0, number), group))
-        for group in groups
-        for number in range(16)
-    )
-
-
-def line(name: str, lap: Lap, first: Lap, expected: float) -> str:
-    return (
-        f"{name:46}{lap.samples_per_s:11.2f}{lap.samples_per_s / first.samples_per_s:11.2f}"
-        f"{lap.lag_mean:11.2f}{lap.lag_max:11.0f}{lap.waste_share:11.1%}"
-        f"{lap.length_mean / expected - 1:+11.1%}{lap.deferrals_max:11.0f}"
-    )
-
-
-def table(racers: Mapping[str, Racer], rounds: int) -> dict[str, Lap]:
-    """Run and print all; return their laps."""
-    print(f"{'':46}" + "".join(f"{word:>11}" for word in HEAD))
-    laps: dict[str, Lap] = {}
-    expected = mean_length(next(iter(racers.values())).sim.lengths)
-    for name, racer in racers.items():
-        laps[name] = racer.lap(rounds)
-        print(line(name, laps[name], next(iter(laps.values())), expected), flush=True)
-    return laps
+def table(racers: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
+    """Run and print all; return their samples a second."""
+    head = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
+    print(f"{'':46}" + "".join(f"{word:>11}" for word in head))
+    rates: dict[str, float] = {}
+    for name, (schedule, sim, kind) in racers.items():
+        found = measure(
+            schedule,
+            sim,
+            RunSettings(rounds=rounds, group_size=GROUP_SIZE),
+            shared=Shared(kind),
+            replicas=2 if kind == "elastic" else 1,
+            warm_up_rounds=WARM_UP_ROUNDS,
+        )
+        lap, rates[name] = found.lap, found.lap.samples_per_s
+        print(
+            f"{name:46}{rates[name]:11.2f}{rates[name] / next(iter(rates.values())):11.2f}"
+            f"{lap.lag_mean:11.2f}{lap.lag_max:11.0f}{lap.waste_share:11.1%}"
+            f"{found.length_bias:+11.1%}{lap.deferrals_max:11.0f}",
+            flush=True,
+        )
+    return rates
 
 
 def on_cluster(sigma: float, reward_s: float, rollout_devices: int | None) -> SimSettings:
@@ -179,52 +156,195 @@ def on_cluster(sigma: float, reward_s: float, rollout_devices: int | None) -> Si
     return rates(SimSettings(cluster=cluster, lengths=lengths, rewards=rewards))
 
 
-def equal_racers(sigma: float, reward_s: float) -> dict[str, Racer]:
+def on_equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> None:
     in_turn = on_cluster(sigma, reward_s, None)
-    racers = {f"{name}, in turn": Racer(RACERS[name], in_turn, "colocated") for name in (*APRIL, *ON_POLICY)}
-    racers |= {f"{name}, elastic": Racer(RACERS[name], in_turn, "elastic") for name in ON_POLICY}
+    print(f"8 H100, Qwen2.5-7B\nin turn: {words(in_turn)}\n4 + 4: {words(on_cluster(sigma, reward_s, 4))}")
+    racers: dict[str, Fixed] = {
+        f"{name}, in turn": (RACERS[name], in_turn, "colocated") for name in (*APRIL, *ON_POLICY)
+    }
+    racers |= {f"{name}, elastic": (RACERS[name], in_turn, "elastic") for name in ON_POLICY}
     for number in SPLITS:
         split = on_cluster(sigma, reward_s, number)
         apart = {name: RACERS[name] for name in (*TAILRACE, *ON_POLICY)}
         apart |= {f"pipelinerl, {share / GROUPS:g}x": pipelinerl(share, number) for share in (96, 128)}
         devices = f"{number} + {CLUSTER.devices - number}"
-        racers |= {f"{name}, {devices}": Racer(schedule, split) for name, schedule in apart.items()}
-    return racers
-
-
-def equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> None:
-    in_turn, split = on_cluster(sigma, reward_s, None), on_cluster(sigma, reward_s, 4)
-    print(f"8 H100, Qwen2.5-7B\nin turn: {words(in_turn)}\n4 + 4: {words(split)}")
-    racers = {name: each for name, each in equal_racers(sigma, reward_s).items() if only in name}
-    laps = table(racers, rounds)
+        racers |= {f"{name}, {devices}": (each, split, "disaggregated") for name, each in apart.items()}
+    found = table({name: each for name, each in racers.items() if only in name}, rounds)
 
     def best(start: str) -> float:
-        return max((lap.samples_per_s for name, lap in laps.items() if name.startswith(start)), default=nan)
+        return max((rate for name, rate in found.items() if name.startswith(start)), default=math.nan)
 
     for april, ours in zip(APRIL, TAILRACE, strict=True):
         print(f"{ours} over {april}: {best(ours) / best(april):.2f}x")
-    race, *_ = ON_POLICY
-    print(f"{race} over tailrace_on_policy: {best(race) / best('tailrace_on_policy'):.2f}x")
+    print(f"{ON_POLICY[0]} over tailrace_on_policy: {best(ON_POLICY[0]) / best('tailrace_on_policy'):.2f}x")
     print(f"pipelinerl over the best of tailrace: {best('pipelinerl') / max(map(best, TAILRACE)):.2f}x")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def between(chance: random.Random, low: float, high: float) -> float:
+    return math.exp(chance.uniform(math.log(low), math.log(high)))
+
+
+def drawn(chance: random.Random) -> tuple[str, Problem]:
+    """A cluster in words and as a problem: rates and times on a logarithmic scale."""
+    device, model, devices = chance.choice(DEVICES), chance.choice(MODELS), chance.choice([2, 3, 4, 6])
+    groups, group_size = chance.choice([(4, 2), (3, 3), (2, 4)])
+    median_tokens = round(between(chance, 200, 2000))
+    lag = chance.choice(LAGS)
+    lengths = SimLengthSettings(
+        median_tokens=median_tokens,
+        sigma=chance.uniform(0.3, 1.5),
+        correlation=chance.uniform(0.2, 0.95),
+        max_tokens=min(median_tokens * chance.choice([8, 16, 32]), 32_000),
+        rows=chance.choice([None, 6 * groups]),
     )
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", default="", help="names that contain this")
-    parser.add_argument("--equal-devices", action="store_true", help="on eight H100, divided or in turn")
-    parser.add_argument("--sigma", type=float, default=1.3, help="of the log-lengths, with --equal-devices")
-    parser.add_argument("--reward-s", type=float, default=0.3, help="of a sample, with --equal-devices")
-    arguments = parser.parse_args()
-    if arguments.equal_devices:
-        equal_devices(arguments.rounds, arguments.sigma, arguments.reward_s, arguments.only)
+    efficiency = between(chance, 0.04, 0.5)
+    sim = SimSettings(
+        cluster=SimClusterSettings(
+            device=device, model=model, devices=devices, training_efficiency=efficiency
+        ),
+        engines=SimEngineSettings(slots=chance.choice([4, 8, 16, 32])),
+        lengths=lengths,
+        rewards=SimRewardSettings(workers=1024, median_s=between(chance, 0.05, 10.0), timeout_s=300.0),
+    )
+    words = (
+        f"{devices} x {device}, {model}, {groups} x {group_size} a step, {median_tokens} tokens, sigma "
+        f"{lengths.sigma:.2f}, lag up to {lag:g}"
+    )
+    return words, Problem(sim, RunSettings(rounds=1, group_size=group_size), groups, max_lag=lag)
+
+
+def fitting(number: int, seed: int) -> tuple[str, Problem]:
+    """The cluster of a number. One that no candidate fits is not counted."""
+    chance = random.Random(f"cluster {seed} {number}")
+    while True:
+        words, problem = drawn(chance)
+        with suppress(ConfigError):
+            problem.entries()
+            return words, problem
+
+
+Class = dict[str, Measured]
+"""The fastest candidate of each schedule within a bound on lag, without length bias where it has one."""
+
+
+def classes(problem: Problem, measured: Iterable[Measured]) -> dict[str, Class]:
+    found: dict[str, Class] = {f"lag {lag:g}": {} for lag in LAGS}
+    for each in sorted(measured, key=lambda each: (is_biased(problem, each), each.step_s)):
+        work = each.candidate.work
+        for lag in LAGS:
+            if work.lag <= lag:
+                found[f"lag {lag:g}"].setdefault(work.name, each)
+    return found
+
+
+def ours_over_theirs(of_class: Class) -> float:
+    """Time of the fastest of tailrace's own schedules over that of the fastest published one."""
+    ours, theirs = (
+        next(each.step_s for name, each in of_class.items() if (name in OURS) is own) for own in (True, False)
+    )
+    return ours / theirs
+
+
+def on_cluster_of(number: int, seed: int) -> tuple[dict[str, Any], dict[str, Class]]:
+    """The planner and exhaustive search on the cluster of a number; and every class."""
+    cluster, problem = fitting(number, seed)
+    assert problem.sim.cluster
+    devices, began_s = problem.sim.cluster.devices, time.process_time()
+    plan = search(problem)
+    planner_s, began_s = time.process_time() - began_s, time.process_time()
+    within = [problem.measure(entry, problem.steps) for entry in problem.entries()[0]]
+    exhaustive_s = time.process_time() - began_s
+    known = {each.candidate.name(devices) for each in within}
+    others = (
+        problem.measure(entry, problem.steps)
+        for entry in replace(problem, max_lag=math.inf).entries()[0]
+        if entry.candidate.name(devices) not in known
+    )
+    best = min((each for each in within if not is_biased(problem, each)), key=lambda each: each.step_s)
+    result = {
+        "cluster": cluster,
+        "candidates": plan.candidates,
+        "choice": plan.best.candidate.name(devices),
+        "step_s": plan.best.step_s,
+        "fastest": best.candidate.name(devices),
+        "fastest_step_s": best.step_s,
+        "planner_s": planner_s,
+        "exhaustive_s": exhaustive_s,
+    }
+    return result, classes(problem, [*within, *others])
+
+
+def print_class(name: str, races: Sequence[Class]) -> None:
+    print(f"\n{name} at most: time of a step over that of the fastest schedule")
+    head = ("fits", "median", "worst", "first", "in turn", "lag", "wasted", "bias")
+    print(f"{'':24}" + "".join(f"{word:>9}" for word in head))
+    for schedule in sorted({schedule for of_class in races for schedule in of_class}):
+        pairs = [
+            (of_class[schedule], next(iter(of_class.values()))) for of_class in races if schedule in of_class
+        ]
+        mine = [each for each, _ in pairs]
+        over = [each.step_s / first.step_s for each, first in pairs]
+        print(
+            f"{schedule + ' *' * (schedule in OURS):24}{len(mine):9}{median(over):9.2f}{max(over):9.2f}"
+            f"{sum(each is first for each, first in pairs):9}"
+            f"{sum(each.candidate.kind == 'colocated' for each in mine):9}"
+            f"{fmean(each.lag_mean for each in mine):9.2f}{fmean(each.wasted for each in mine):9.1%}"
+            f"{median(each.length_bias for each in mine):+9.1%}"
+        )
+    ratios = [ours_over_theirs(of_class) for of_class in races]
+    print(f"ours (*) is first in {sum(each <= 1.0 for each in ratios)} of {len(ratios)}; its time over the")
+    print(f"fastest published one's: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def on_random_clusters(number: int, seed: int, path: Path | None) -> None:
+    clusters: list[dict[str, Any]] = []
+    races: list[dict[str, Class]] = []
+    for each in range(number):
+        found, of_cluster = on_cluster_of(each, seed)
+        clusters.append(found)
+        races.append(of_cluster)
+        regrets = [each["step_s"] / each["fastest_step_s"] - 1.0 for each in clusters]
+        speedups = [each["exhaustive_s"] / each["planner_s"] for each in clusters]
+        exhaustive_s = sum(each["exhaustive_s"] for each in clusters)
+        speedup = exhaustive_s / sum(each["planner_s"] for each in clusters)
+        print(
+            f"{each}: {found['cluster']}; {found['candidates']} candidates: {found['choice']}, "
+            f"regret {regrets[-1]:.1%}, {speedups[-1]:.1f} times faster",
+            flush=True,
+        )
+        if regrets[-1] > 0:
+            print(f"   the fastest: {found['fastest']}")
+        ratios = {name: [ours_over_theirs(race[name]) for race in races] for name in of_cluster}
+        results = {"worst_regret": max(regrets), "speedup": speedup, "clusters": clusters}
+        write(path, {**results, "ours_over_fastest_published": ratios})
+    print(
+        f"regret: worst {max(regrets):.1%}, {sum(regret > 0.03 for regret in regrets)} above 3%; "
+        f"{speedup:.1f} times faster (median of clusters {median(speedups):.1f}); "
+        f"exhaustive search took {exhaustive_s:.0f} s"
+    )
+    for name in races[0]:
+        print_class(name, [race[name] for race in races])
+
+
+def main(
+    rounds: int = 60,
+    only: str = "",
+    equal_devices: bool = False,
+    sigma: float = 1.3,
+    reward_s: float = 0.3,
+    clusters: int = 0,
+    seed: int = 0,
+    json: Path | None = None,
+) -> None:
+    if clusters:
+        on_random_clusters(clusters, seed, json)
+    elif equal_devices:
+        on_equal_devices(rounds, sigma, reward_s, only)
     else:
         print(f"simulated costs, no model: {words(SEPARATE)}")
-        racers = {name: Racer(each, SEPARATE) for name, each in RACERS.items() if arguments.only in name}
-        table(racers, arguments.rounds)
+        racers = {name: (each, SEPARATE, "disaggregated") for name, each in RACERS.items() if only in name}
+        table(racers, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,6 +1,7 @@
 """A simulation that is fitted to one schedule's live run, against the live runs of other schedules.
 
-    python benchmarks/sim_vs_live.py [--config F.toml] [--rounds 3] [--repeats 3] [--fit-on serial] [--json F]
+    python benchmarks/sim_vs_live.py [--config F.toml] [--rounds 3] [--repeats 3] [--fit-on serial]
+                                    [--groups 64] [--only NAME,NAME] [--folder DIR] [--json F]
 
 Each schedule runs live from the same weights, on the same prompts, with the same seeds: those of
 examples/rolloutpipe.toml, or of another config. Before its laps, a lap of one round is not counted.
@@ -14,14 +15,13 @@ virtual time.
                      have the opposite order
 """
 
-import argparse
 import itertools
-import json
 import tempfile
 from contextlib import aclosing
 from pathlib import Path
 from statistics import median
 
+from common import EXAMPLES, run, write
 from tailrace import clock
 from tailrace.assembly.live import advantages_of
 from tailrace.assembly.schedule import resolve, with_published_defaults
@@ -38,7 +38,7 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.trace import TraceWriter
 from tailrace.sim.settings import SimSettings
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "rolloutpipe.toml"
+EXAMPLE = EXAMPLES / "rolloutpipe.toml"
 DIFFERENT = 1.1
 """Ratio of two live times from which on their order counts."""
 
@@ -114,42 +114,37 @@ def ranking_errors(live: dict[str, float], simulated: dict[str, float]) -> list[
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", type=Path, default=EXAMPLE)
-    parser.add_argument("--fit-on", default="serial", help="the schedule whose live run is fitted")
-    parser.add_argument("--only", nargs="*", help="only these schedules, beside that of --fit-on")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=64, help="groups of a round")
-    parser.add_argument("--repeats", type=int, default=3, help="counted laps of each schedule")
-    parser.add_argument("--folder", type=Path, help="keeps the files of the runs; must not exist")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    config = load_config(given.config, {"run.rounds": str(given.rounds)})
-    race = racers(config, given.groups, step=2)
-    if given.only:
-        race = {name: racer for name, racer in race.items() if name in {*given.only, given.fit_on}}
+def main(
+    config: Path = EXAMPLE,
+    rounds: int = 3,
+    groups: int = 64,
+    repeats: int = 3,
+    fit_on: str = "serial",
+    only: str = "",
+    folder: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    race = racers(load_config(config, {"run.rounds": str(rounds)}), groups, step=2)
+    if only:
+        race = {name: racer for name, racer in race.items() if name in {*only.split(","), fit_on}}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch) / "runs"
+        folder = folder or Path(scratch) / "runs"
         folder.mkdir(parents=True)
-        times = clock.run(run_live(race, given.repeats, folder), virtual=False)
-        fitted = fitted_run(folder / f"{given.fit_on}-0")
+        times = clock.run(run_live(race, repeats, folder), virtual=False)
+        fitted = fitted_run(folder / f"{fit_on}-0")
         simulated = {name: predicted(racer, fitted.sim) for name, racer in race.items()}
     live = {name: median(each) for name, each in times.items()}
     errors = {name: simulated[name] / live[name] - 1 for name in race}
     wrong = ranking_errors(live, simulated)
-    for name in race:
-        print(
-            f"{name:20} live {live[name]:7.2f} s   predicted {simulated[name]:7.2f} s   {errors[name]:+.1%}"
-        )
+    for name, error in errors.items():
+        print(f"{name:20} live {live[name]:7.2f} s   predicted {simulated[name]:7.2f} s   {error:+.1%}")
     for note in [*fitted.notes, *(note for part in fitted.parts for note in part.notes)]:
         print(f"note: {note}")
-    others = [abs(error) for name, error in errors.items() if name != given.fit_on]
     figures = {
-        "median_error": median(others),
+        "median_error": median(abs(error) for name, error in errors.items() if name != fit_on),
         "ranking_errors": len(wrong),
         "wrong_order": wrong,
-        "fitted_on": given.fit_on,
+        "fitted_on": fit_on,
         "parameters": {part.name: dict(part.values) for part in fitted.parts},
         "explained": {part.name: part.explained for part in fitted.parts},
         "schedules": {
@@ -157,15 +152,14 @@ def main() -> None:
                 "live_s": live[name],
                 "laps_s": times[name],
                 "predicted_s": simulated[name],
-                "error": errors[name],
+                "error": error,
             }
-            for name in race
+            for name, error in errors.items()
         },
     }
     print(f"median error {figures['median_error']:.1%}, {len(wrong)} pairs in the wrong order")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write(json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

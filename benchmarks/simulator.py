@@ -1,31 +1,36 @@
-"""Sample events a second of simulated runs with 16 to 1,024 engines and 98 requests on each.
+"""The cost of the controller in virtual time, in CPU time of the process.
 
     python benchmarks/simulator.py [--engines 16,64,256,1024] [--schedules pipelinerl,tailrace] [--json F]
+    python benchmarks/simulator.py --rounds [--schedules serial,rolloutpipe] [--repeats 3] [--json F]
 
-A sample event is an event of one sample or of one group: its request started or ended, it was scored or
-wasted, its group became ready or ended. A sink counts them. The time is the CPU time of the process, from the
-first event of the run to its closed ledger: schedule, pool, router, ledger, and the simulated engines,
-trainer and rewards. Every run has a process of its own, so that its memory is its own. No recording is
-attached but the counter.
+In virtual time no task waits in real time. So the CPU time of a run is that of the controller (schedule,
+pool, router, ledger, events) and of the simulated engines, trainer and rewards: an upper bound for the
+controller. No recording is attached but a counter.
 
-`pipelinerl` serves 98 requests on each engine all the time. `tailrace` has so many samples alive, of which
-some wait for the rest of their group; it bounds staleness by the window. F gets the least rate and the most
-memory of the runs with most engines.
+Sample events a second of runs with 16 to 1,024 engines. A sample event is an event of one sample or of one
+group: its request started or ended, it was scored or wasted, its group became ready or ended. Every run has a
+process of its own, so that its memory is its own. `pipelinerl` serves 98 requests on each engine all the
+time. `tailrace` has so many samples alive, of which some wait for the rest of their group; it bounds
+staleness by the window. F gets the least rate and the most memory of the runs with most engines.
+
+--rounds: microseconds a sample of one round of 100, 1,000 and 10,000 groups. The work is O(R K): `max/min` is
+the largest cost of a sample over the smallest. Repetitions take the sizes in turn, and the shortest time of
+each counts, because other processes on the machine can only add to it.
 """
 
-import argparse
-import json
+import gc
 import multiprocessing
 import os
 import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from platform import python_version
+from typing import Any
 
+from common import run, write
 from tailrace import clock
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
@@ -41,28 +46,22 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.schedules import SCHEDULES
-from tailrace.sim.settings import SimEngineSettings, SimRewardSettings, SimSettings, SimTrainerSettings
+from tailrace.sim.settings import (
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
 
-K, REQUESTS_PER_ENGINE, STALENESS = 8, 98, 4
+K, U, REQUESTS_PER_ENGINE, STALENESS = 8, 2, 98, 4
 MIN_SAMPLES = 25_000
+R_SIZES = (100, 1_000, 10_000)
+ROUNDS_OF_R = SimSettings(
+    engines=SimEngineSettings(count=4, slots=64),
+    lengths=SimLengthSettings(median_tokens=1230, max_tokens=16_384),
+)
 SAMPLE_EVENTS = RequestEnded | SampleScored | GroupReady | GroupEnded | TokensWasted
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One run."""
-
-    schedule: str
-    num_engines: int
-    most_in_flight: int
-    """The largest number of requests on engines."""
-    num_events: int
-    cpu_s: float
-    peak_bytes: int
-
-    @property
-    def events_per_s(self) -> float:
-        return self.num_events / self.cpu_s
 
 
 class Counter:
@@ -83,76 +82,109 @@ class Counter:
     def close(self) -> None: ...
 
 
-def parameters(name: str, num_groups: int, groups_per_step: int) -> dict[str, object]:
-    """A schedule's parameters for so many groups in flight."""
+def parameters(name: str, R: int, U: int, engines: int) -> dict[str, object]:
+    """A schedule's parameters for R groups a round or in flight, and U groups a step."""
     match name:
+        case "serial" | "rolloutpipe" | "rolloutpipe_eager":
+            return {"groups_per_round": R, "groups_per_step": U}
+        case "april":
+            return {"groups_per_round": R // 2, "groups_launched": R}
+        case "tailbatch":
+            return {"groups_per_round": R}
         case "pipelinerl":
-            requests = {"in_flight_per_engine": REQUESTS_PER_ENGINE}
-            return {"groups_per_step": groups_per_step, "ring_groups": 2 * groups_per_step, **requests}
+            requests = -(-R * K // engines)
+            return {"groups_per_step": U, "ring_groups": 2 * U, "in_flight_per_engine": requests}
         case "tailrace":
-            groups = {"groups_per_step": groups_per_step, "groups_in_flight": num_groups}
-            return {"staleness": STALENESS, **groups}
+            return {"groups_per_step": U, "groups_in_flight": R, "staleness": STALENESS}
         case _:
-            raise SystemExit(f"{name} is not measured; choose from pipelinerl, tailrace")
+            raise SystemExit(f"{name} is not measured")
 
 
-def measure(name: str, num_engines: int) -> Result:
+def cpu_seconds(name: str, R: int, U: int, world: SimSettings, rounds: int) -> tuple[float, Counter]:
+    """CPU time of a simulated run, from its first event to its closed ledger."""
+    schedule = partial(SCHEDULES[name], **parameters(name, R, U, world.engines.count))
+    settings, counter = RunSettings(rounds=rounds, group_size=K), Counter()
+
+    async def simulated() -> None:
+        await execute(schedule, simulated_parts(world, settings.seed), settings, Recorder(counter))
+
+    gc.collect()
+    start_s = time.process_time()
+    clock.run(simulated(), virtual=True)
+    return time.process_time() - start_s, counter
+
+
+def measure(name: str, num_engines: int) -> dict[str, Any]:
     """Simulate a run that trains as many samples as are in flight, and at least MIN_SAMPLES."""
     num_samples = num_engines * REQUESTS_PER_ENGINE
     groups_per_step = -(-num_samples // K // (STALENESS + 1))
     rounds = -(-max(num_samples, MIN_SAMPLES) // (groups_per_step * K))
-    settings = RunSettings(rounds=rounds, group_size=K)
-    schedule = partial(SCHEDULES[name], **parameters(name, num_samples // K, groups_per_step))
     world = SimSettings(
         engines=SimEngineSettings(count=num_engines, slots=REQUESTS_PER_ENGINE),
         trainer=SimTrainerSettings(tokens_per_s=1e6 * num_engines),
         rewards=SimRewardSettings(workers=16 * num_engines),
     )
-    counter = Counter()
+    cpu_s, counter = cpu_seconds(name, num_samples // K, groups_per_step, world, rounds)
+    return {
+        "schedule": name,
+        "num_engines": num_engines,
+        "most_in_flight": counter.most_in_flight,
+        "num_events": counter.num_events,
+        "cpu_s": cpu_s,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
-    async def run() -> None:
-        await execute(schedule, simulated_parts(world, settings.seed), settings, Recorder(counter))
 
-    start_s = time.process_time()
-    clock.run(run(), virtual=True)
-    cpu_s = time.process_time() - start_s
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Result(name, num_engines, counter.most_in_flight, counter.num_events, cpu_s, peak_bytes)
-
-
-def measure_all(names: Sequence[str], sizes: Sequence[int]) -> list[Result]:
+def events(names: Sequence[str], sizes: Sequence[int]) -> dict[str, object]:
     """Measure one run after another, each in a new process."""
-    context = multiprocessing.get_context("spawn")
+    head = ("engines", "in flight", "events", "CPU s", "events/s", "MiB")
+    print(f"{'schedule':12}" + "".join(f"{word:>11}" for word in head))
+    runs, context = [], multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(measure, name, size) for name in names for size in sizes]
-        return [future.result() for future in futures]
+        for each in pool.map(measure, *zip(*((name, size) for name in names for size in sizes), strict=True)):
+            runs.append(each)
+            print(
+                f"{each['schedule']:12}{each['num_engines']:11,}{each['most_in_flight']:11,}"
+                f"{each['num_events']:11,}{each['cpu_s']:11.1f}{each['num_events'] / each['cpu_s']:11,.0f}"
+                f"{each['peak_bytes'] / 2**20:11,.0f}",
+                flush=True,
+            )
+    largest = [each for each in runs if each["num_engines"] == sizes[-1]]
+    return {
+        "events_per_s": min(each["num_events"] / each["cpu_s"] for each in largest),
+        "peak_bytes": max(each["peak_bytes"] for each in largest),
+        "runs": runs,
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engines", default="16,64,256,1024", help="comma-separated, the largest last")
-    parser.add_argument("--schedules", default="pipelinerl,tailrace", help="comma-separated")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the results here too")
-    options = parser.parse_args()
-    results = measure_all(options.schedules.split(","), [int(size) for size in options.engines.split(",")])
+def samples(names: Sequence[str], repeats: int) -> dict[str, object]:
+    """Microseconds a sample, by schedule and R; and the ratio of the largest to the smallest."""
+    least = {(name, R): float("inf") for name in names for R in R_SIZES}
+    for _ in range(repeats):
+        for name, R in least:
+            least[name, R] = min(least[name, R], cpu_seconds(name, R, U, ROUNDS_OF_R, 1)[0] / (R * K) * 1e6)
+    print(f"{'us a sample':20}" + "".join(f"{f'R={R:,}':>12}" for R in R_SIZES) + f"{'max/min':>12}")
+    table: dict[str, dict[str, float]] = {}
+    for name in names:
+        costs = [least[name, R] for R in R_SIZES]
+        table[name] = {f"R={R}": cost for R, cost in zip(R_SIZES, costs, strict=True)}
+        table[name]["ratio"] = max(costs) / min(costs)
+        print(f"{name:20}" + "".join(f"{cost:12.0f}" for cost in costs) + f"{table[name]['ratio']:12.2f}")
+    return {"unit": "cpu_us_per_sample", "K": K, "schedules": table}
+
+
+def main(
+    engines: str = "16,64,256,1024",
+    schedules: str = "",
+    rounds: bool = False,
+    repeats: int = 3,
+    json: Path | None = None,
+) -> None:
     print(f"No model, no device, one thread of {os.cpu_count()} cores, Python {python_version()}, K = {K}")
-    print(
-        f"{'schedule':12}{'engines':>9}{'in flight':>11}{'events':>11}{'CPU s':>8}{'events/s':>10}{'MiB':>7}"
-    )
-    for each in results:
-        print(
-            f"{each.schedule:12}{each.num_engines:9,}{each.most_in_flight:11,}{each.num_events:11,}"
-            f"{each.cpu_s:8.1f}{each.events_per_s:10,.0f}{each.peak_bytes / 2**20:7,.0f}"
-        )
-    if options.json:
-        largest = [each for each in results if each.num_engines == results[-1].num_engines]
-        figures = {
-            "events_per_s": min(each.events_per_s for each in largest),
-            "peak_bytes": max(each.peak_bytes for each in largest),
-            "runs": [asdict(each) for each in results],
-        }
-        options.json.write_text(json.dumps(figures, indent=2))
+    names = (schedules or ("serial,rolloutpipe" if rounds else "pipelinerl,tailrace")).split(",")
+    sizes = [int(size) for size in engines.split(",")]
+    write(json, samples(names, repeats) if rounds else events(names, sizes))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

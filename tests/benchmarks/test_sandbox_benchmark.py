@@ -3,8 +3,7 @@
 import asyncio
 
 from helpers.bubblewrap import needs_bubblewrap
-from hostile import corpus, read_kinds
-from sandbox import attack, host
+from sandbox import attack, corpus, host, read_kinds
 
 
 @needs_bubblewrap

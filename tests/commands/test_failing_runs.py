@@ -4,19 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_run import train_here, wait_for_steps
 
 from helpers.processes import loader_of, worker_of
-from helpers.small_run import wait_for_steps
+from tailrace.data.rows import RowPrompts
+from tailrace.types import Prompt
 
-SCHEDULES = {
-    "serial": "groups_per_round = 4\ngroups_per_step = 2\n",
-    "pipelinerl": "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4\n",
-}
+PIPELINERL = "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4\n"
 BROKEN_ROW = """
 import sys
 from tailrace.cli import main
@@ -34,71 +31,80 @@ sys.exit(main())
 """
 
 
-MAIN = "from tailrace.cli import main; exit(main())"
+def test_a_row_that_raises_ends_the_run_which_goes_on_without_it(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = RowPrompts.__getitem__
+
+    def broken(rows: RowPrompts, index: int) -> Prompt:
+        if index == 20:
+            raise TypeError("row 20")
+        return sound(rows, index)
+
+    words = ("--run.rounds", "8", "--schedule.name", "serial")
+    with monkeypatch.context() as patch, pytest.raises(TypeError, match=r"^row 20$"):
+        patch.setattr(RowPrompts, "__getitem__", broken)
+        train_here(config_path, *words)
+    assert train_here(config_path, *words, "--resume") == 0
 
 
-@contextmanager
-def training(config: Path, *words: str, code: str = MAIN) -> "Iterator[subprocess.Popen[str]]":
-    """A process that trains. It is killed if it has not ended with the block."""
-    command = [sys.executable, "-c", code, "train", str(config), "--output-dir", str(config.parent / "out")]
-    with subprocess.Popen(
-        [*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_row_that_raises_ends_the_run_which_goes_on_without_it(config_path: Path, schedule: str) -> None:
-    text = config_path.read_text().replace('"rolloutpipe"', f'"{schedule}"')
-    for line in SCHEDULES["serial"].splitlines():
-        text = text.replace(f"{line}\n", "")
-    config_path.write_text(text.replace("[schedule]", f"[schedule]\n{SCHEDULES[schedule]}"))
-    with training(config_path, "--run.rounds", "12", code=BROKEN_ROW) as process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert err.count("Traceback") == 1 and err.endswith("\nTypeError: row 20\n"), err
-    with training(config_path, "--run.rounds", "12", "--resume") as process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+def test_its_traceback_is_the_only_one_of_a_schedule_that_never_stops(config_path: Path) -> None:
+    rolloutpipe = 'name = "rolloutpipe"\ngroups_per_round = 4\ngroups_per_step = 2\n'
+    pipelinerl = f'name = "pipelinerl"\n{PIPELINERL}'
+    config_path.write_text(config_path.read_text().replace(rolloutpipe, pipelinerl))
+    words = ["train", str(config_path), "--output-dir", str(config_path.parent / "out"), "--run.rounds", "12"]
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_ROW, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1 and done.stderr.endswith("\nTypeError: row 20\n"), done.stderr
+    assert train_here(config_path, "--run.rounds", "12", "--resume") == 0
 
 
 @pytest.mark.parametrize("name", ["trainer", "scorer-0"])
-def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(config_path: Path, name: str) -> None:
+def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(
+    config_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ("--run.rounds", "8", "--host.health_timeout_s", "1")
-    with training(config_path, *words) as process:
-        wait_for_steps(config_path.parent / "out", 4, process)
-        stopped = worker_of(process.pid, name) if name == "trainer" else loader_of(process.pid)
+
+    def stop() -> None:
+        wait_for_steps(config_path.parent / "out", 4)
+        stopped = worker_of(os.getpid(), name) if name == "trainer" else loader_of(os.getpid())
         os.kill(stopped, signal.SIGSTOP)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert f"tailrace: WorkerDied: {name} was stopped for 1 s (host.health_timeout_s); {name} (process" in err
-    with training(config_path, *words, "--resume") as process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+
+    assert train_here(config_path, *words, meanwhile=stop) == 1
+    said = f"tailrace: WorkerDied: {name} was stopped for 1 s (host.health_timeout_s); {name} (process"
+    assert said in capfd.readouterr().err
+    assert train_here(config_path, *words, "--resume") == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_disk_that_is_full_while_workers_start_is_not_taken_for_a_wrong_model(config_path: Path) -> None:
+def test_a_disk_that_is_full_while_workers_start_is_not_taken_for_a_wrong_model(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs = config_path.parent / "out" / "logs"
     logs.mkdir(parents=True)
     (logs / "trainer.log").symlink_to("/dev/full")
-    with training(config_path) as process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert err.endswith(
+    assert train_here(config_path) == 1
+    assert capfd.readouterr().err.endswith(
         "tailrace: DiskFull: [Errno 28] No space left on device; make room on the disk, then --resume\n"
     )
 
 
-def test_the_death_of_a_worker_is_the_only_message(config_path: Path) -> None:
-    with training(config_path, "--run.rounds", "1000", "--run.checkpoint_every", "0") as process:
-        wait_for_steps(config_path.parent / "out", 3, process)
-        os.kill(worker_of(process.pid, "trainer"), signal.SIGKILL)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+def test_the_death_of_a_worker_is_the_only_message(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def kill() -> None:
+        wait_for_steps(config_path.parent / "out", 3)
+        os.kill(worker_of(os.getpid(), "trainer"), signal.SIGKILL)
+
+    words = ("--run.rounds", "1000", "--run.checkpoint_every", "0")
+    assert train_here(config_path, *words, meanwhile=kill) == 1
+    err = capfd.readouterr().err
     said = [line for line in err.splitlines() if line.startswith("tailrace: ")]
     assert said[0].startswith("tailrace: reward: ")
     assert said[1].startswith("tailrace: WorkerDied: trainer (process ")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from small_run import train_here, trained_prompts, write_small_run
+from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.commands.live import check_live
+from tailrace.schedules.resolve import with_published_defaults
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.small_run import trained_prompts, write_small_run
-from tailrace.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
-from tailrace.assembly.live import check_live
-from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.train import opened, train
@@ -224,12 +224,8 @@ def test_counts_that_are_gone_are_an_error(killed: Path, killed_copy: Path) -> N
 def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Path) -> None:
     """With a changed learning rate, which is allowed. The last test on this run: it ends it."""
     folder = killed.parent / "out"
-    assert (
-        subprocess.run(
-            [*command(killed), "--resume", "--trainer.learning_rate", "2e-4"], stdout=subprocess.DEVNULL
-        ).returncode
-        == 0
-    )
+    words = ("--run.rounds", "12", "--resume", "--trainer.learning_rate", "2e-4")
+    assert train_here(killed, *words) == 0
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
     assert json.loads((folder / "trace-2.json").read_text())
@@ -318,7 +314,7 @@ def test_a_directory_in_which_another_process_trains_is_refused(
 HOLDER = """
 import sys
 from pathlib import Path
-from tailrace.assembly.folder import RunFolder
+from tailrace.commands.folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])).locked():
     print("holds it", flush=True)

@@ -6,7 +6,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tailrace.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -95,16 +99,38 @@ def start_training(config: Path, folder: Path, *words: str) -> "subprocess.Popen
     )
 
 
+def train_here(config: Path, *words: str, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Train in `out` beside the config, in this process, whose fork server has imported torch already.
+
+    Args:
+        meanwhile: what a thread does beside the run.
+
+    Returns:
+        The exit code.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(meanwhile)
+        code = main(["train", str(config), "--output-dir", str(config.parent / "out"), *words])
+        done.result(timeout=60)
+    return code
+
+
 def num_steps(folder: Path) -> int:
     """Optimizer steps that the metrics have."""
     metrics = folder / "metrics.jsonl"
     return metrics.read_text().count('"loss"') if metrics.exists() else 0
 
 
-def wait_for_steps(folder: Path, n: int, process: "subprocess.Popen[str]") -> None:
-    """Wait until a run has made so many optimizer steps."""
+def wait_for_steps(folder: Path, n: int, process: "subprocess.Popen[str] | None" = None) -> None:
+    """Wait until a run has made so many optimizer steps.
+
+    Args:
+        process: that of the run; None: this one.
+    """
+    end_s = time.monotonic() + 120
     while num_steps(folder) < n:
-        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s
+        assert process is None or process.poll() is None, process and process.communicate()
         time.sleep(0.01)
 
 

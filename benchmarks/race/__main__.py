@@ -1,5 +1,0 @@
-"""python benchmarks/race"""
-
-from race import main
-
-main()
