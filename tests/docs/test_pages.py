@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,23 @@ def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
     targets = set(re.findall(r"\bmake ([a-z][a-z-]+)(?=`|\s{2,}|:)", text))
     makefile = (ROOT / "Makefile").read_text()
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def options_of(command: str) -> set[str]:
+    """The options with which the pages show a command, but for keys of the config."""
+    lines = [
+        line for page in WRITTEN for line in re.findall(rf"\btailrace {command} ([^#`\n]*)", page.read_text())
+    ]
+    return {option for line in lines for option in re.findall(r"(--[a-z][a-z-]*)(?![\w.])", line)}
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "simulate", "plan", "fit", "eval", "view", "serve"])
+def test_options_of_commands_that_the_pages_show_exist(name: str) -> None:
+    words = (sys.executable, "-m", "tailrace.cli", name, "--help")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    offered = set(re.findall(r"--[a-z-]+", done.stdout))
+    assert options_of(name) - offered == set()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
