@@ -119,7 +119,7 @@ def test_keys_of_the_config_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
-    paths = re.findall(r"\b((?:examples|benchmarks|reproductions|tests)/[\w/.]*\w)", text)
+    paths = re.findall(r"\b((?:examples|benchmarks|reproductions|tests)/[\w/]+\.\w+)", text)
     modules = re.findall(r"`((?!path/)(?:\w+/)+\w+\.py)\b", text)
     places = (ROOT, ROOT / "src" / "tailrace")
     assert [path for path in {*paths, *modules} if not any((place / path).exists() for place in places)] == []
