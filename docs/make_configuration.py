@@ -2,116 +2,233 @@
 
     python docs/make_configuration.py docs/configuration.md
 
-A test compares the committed file with the output.
+A key has one row. Keys that several kinds of a section share stand in one table. The meaning of a key is the
+first sentence of its documentation, and those that explain one of its values. A test compares the committed
+file with the output.
 """
 
 import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, sections_in
 from tailrace.rollout.admission import Admission
-from tailrace.schedules import SCHEDULES, Schedule
-from tailrace.settings import CHOSEN, Settings, sections_in
+from tailrace.schedules import SCHEDULES
+from tailrace.settings import CHOSEN, Settings
 
 INTRODUCTION = """\
 # Configuration
 
-A run has one TOML file. `--section.key VALUE` on the command line replaces a value of the file. Numbers are
-finite. Paths are relative to the file. An unknown key or a value outside its range is refused before anything
-starts.
+A run has one TOML file. `--section.key VALUE` on the command line replaces a value of the file. Paths are
+relative to the file. An unknown key or a value outside its range is refused before anything starts.
 
-This page is generated: `make docs` writes it.
+A default of *machine* is chosen from the machine and printed with its reason before a run starts. *none*: the
+key is not set. Tables written as `[[section]]` may occur several times.
+
+This page is generated: `make docs` writes it. The whole documentation of a key stands beside it in the
+source.
 """
-HEADER = "| key | type | default | range | meaning |\n|---|---|---|---|---|"
-SCHEDULES_HEADER = "## The parameters of each schedule\n\nThey are keys of `[schedule]`, beside its `name`."
-ADMISSION_HEADER = "### admission\n\nWhich of the waiting requests may be served: a table with a `kind`."
+HEADER = "|key|default|values|meaning|\n|---|---|---|---|"
+SCHEDULES_HEADER = """\
+## Parameters of the schedules
+
+They are keys of `[schedule]`, beside its `name`. [Choosing a schedule](choosing-a-schedule.md) describes each
+schedule."""
+SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
+PARAMETER_TABLE = "|parameter|of|values|meaning|\n|---|---|---|---|"
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "length >="}
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
+TAGS = ("kind", "transport")
+"""Keys whose value selects one kind of a section."""
+
+_REPEATED_RANGE = re.compile(r"; (above|at (least|most)|\d[\d,^]* to)\b[^.]*(?=\.)")
+_SENTENCE_END = re.compile(r"(?<=\.)(?<!eq\.)(?<!Dr\.) (?=[A-Z\d`\"-]|[a-z_]+: )")
+_EXPLAINS_A_VALUE = re.compile(
+    r'(Without it|(None|Not set|Left out|Default|Empty|`[^`]*`|"[^"]*"|[\w.-]+)(,[^:]*| \([^)]*\))?:) '
+)
+
+
+class Row(NamedTuple):
+    """One key: the cells of the table."""
+
+    name: str
+    default: str
+    values: str
+    meaning: str
+
+    def __str__(self) -> str:
+        meaning = re.sub(r"<(?=[/\w])", "&lt;", self.meaning)  # Markdown takes `<tool_call>` for HTML
+        cells = (f"`{self.name}`", self.default, self.values, meaning)
+        return f"|{'|'.join(_line(cell).replace('|', '&#124;') for cell in cells)}|"
 
 
 def config_reference() -> str:
     """Return the page as Markdown."""
-    parts = [INTRODUCTION, *_section("", RunConfig), SCHEDULES_HEADER]
-    for name, schedule in SCHEDULES.items():
-        parts += _schedule(name, schedule)
-    parts.append(ADMISSION_HEADER)
-    for kind in sections_in(Admission):
-        parts += _section("schedule.admission", kind, level=4)
+    page = _Page()
+    parts = [INTRODUCTION, *page.root(), *_schedules(), *page.kinds("schedule.admission", Admission, 3)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def _section(path: str, section: type[Settings], level: int = 2, intro: str = "") -> Iterator[str]:
-    """Yield the heading, the description and the table of a section, then its sub-sections."""
-    fields = section.model_fields
-    plain = {name: field for name, field in fields.items() if not sections_in(field.annotation)}
-    if path:
-        yield f"{'#' * level} [{path}]{_kind_of(section)}\n\n{_line(f'{intro} {inspect.getdoc(section)}')}"
-        yield "\n".join(
-            [HEADER, *(_field_row(name, field) for name, field in plain.items())] if plain else []
+class _Page:
+    """Where each class of settings was described first: it is described once."""
+
+    def __init__(self) -> None:
+        self._described: dict[type[Settings], str] = {}
+
+    def root(self) -> Iterator[str]:
+        for name, field in RunConfig.model_fields.items():
+            if sections_in(field.annotation):
+                yield from self.kinds(_key("", name, field), field.annotation, 2, field)
+            else:
+                yield f"## [{name}]\n\n{_line(field.description or '')}"
+
+    def kinds(self, key: str, annotation: Any, level: int, field: FieldInfo | None = None) -> Iterator[str]:
+        """Yield one section, or the kinds of a section: what they share, then what each has of its own."""
+        sections = sections_in(annotation)
+        if len(sections) == 1:
+            yield from self._one(key, sections[0], level, field)
+            return
+        rows = {section: self._rows(section) for section in sections}
+        every = [row for own in rows.values() for row in own]
+        shared = [row for row in dict.fromkeys(every) if every.count(row) > 1]
+        having = [section for section in sections if rows[section]]
+        kinds = [f"- `{_tag(section)}`: {self._about(section)}" for section in sections]
+        yield f"{'#' * level} [{key}]\n\n" + "\n".join(kinds)
+        of = {row: [section for section in having if row in rows[section]] for row in shared}
+        yield _table(
+            row if of[row] == having else row._replace(meaning=f"({_values(of[row])}) {row.meaning}")
+            for row in shared
         )
-    else:
-        for name, field in plain.items():
-            yield f"## [{name}]\n\n{_line(field.description or '')}"
-    for name, field in fields.items():
-        repeated = get_origin(field.annotation) in (dict, Mapping)
-        key = ".".join(filter(None, (path, name, "NAME" if repeated else "")))
-        for inner in sections_in(field.annotation):
-            yield from _section(key, inner, level, field.description or "" if repeated else "")
+        for section in sections:
+            own = [row for row in rows[section] if row not in shared]
+            yield f"{'#' * (level + 1)} [{key}], `{_tag(section)}`" if own else ""
+            yield _table(own)
+            self._described[section] = f"[{key}], `{_tag(section)}`"
+            yield from self._inner(key, section, level + 1)
+
+    def _one(self, key: str, section: type[Settings], level: int, field: FieldInfo | None) -> Iterator[str]:
+        heading = f"{'#' * level} [{key}]"
+        if section in self._described:
+            yield f"{heading}\n\nAs {self._described[section]}."
+            return
+        intro = (field.description or "") if field and key.endswith("NAME") else ""
+        yield f"{heading}\n\n{_line(f'{intro} {inspect.getdoc(section)}')}"
+        yield _table(self._rows(section))
+        self._described[section] = f"[{key}]"
+        yield from self._inner(key, section, level)
+
+    def _inner(self, key: str, section: type[Settings], level: int) -> Iterator[str]:
+        known = self._known(section)
+        for name, field in section.model_fields.items():
+            if name not in known and sections_in(field.annotation):
+                yield from self.kinds(_key(key, name, field), field.annotation, level, field)
+
+    def _rows(self, section: type[Settings]) -> list[Row]:
+        """The keys that hold no sections, without the tag, and without those of a kind that it extends."""
+        known = self._known(section)
+        tag = _tag(section).partition(" ")[0]
+        return [
+            _field_row(name, field)
+            for name, field in section.model_fields.items()
+            if name != tag and name not in known and not sections_in(field.annotation)
+        ]
+
+    def _known(self, section: type[Settings]) -> set[str]:
+        return {name for base in self._extended(section) for name in base.model_fields}
+
+    def _extended(self, section: type[Settings]) -> list[type[Settings]]:
+        return [base for base in section.__mro__[1:] if base in self._described]
+
+    def _about(self, section: type[Settings]) -> str:
+        as_before = [f"It has the keys of {self._described[base]}, too." for base in self._extended(section)]
+        return " ".join((_line(inspect.getdoc(section) or ""), *as_before))
 
 
-def _kind_of(section: type[Settings]) -> str:
-    """Return the suffix of a heading that tells a section from others of the same name."""
-    for key in ("kind", "transport"):
+def _key(path: str, name: str, field: FieldInfo) -> str:
+    repeated = get_origin(field.annotation) in (dict, Mapping)
+    return ".".join(filter(None, (path, name, "NAME" if repeated else "")))
+
+
+def _tag(section: type[Settings]) -> str:
+    """Return the key and value that select a section, as TOML, or ""."""
+    for key in TAGS:
         field = section.model_fields.get(key)
         if field and len(_literals(field.annotation)) == 1:
-            return f', `{key} = "{field.default}"`'
+            return f'{key} = "{field.default}"'
     return ""
 
 
-def _schedule(name: str, schedule: Schedule) -> Iterator[str]:
-    summary, arguments = _docstring(schedule)
-    yield f"### {name}\n\n{summary}"
-    hints = get_type_hints(schedule, include_extras=True)
-    _, *parameters = inspect.signature(schedule).parameters.values()  # the first is the run
-    rows = []
-    for parameter in parameters:
-        hint = hints[parameter.name]
-        required = parameter.default is inspect.Parameter.empty
-        default = "required" if required else _value(parameter.default)
-        meaning = arguments.get(parameter.name, "")
-        meaning = meaning[:1].upper() + meaning[1:]
-        rows.append(_row(parameter.name, _type(hint), default, _range(hint), meaning))
-    yield "\n".join([HEADER, *rows])
+def _values(sections: Sequence[type[Settings]]) -> str:
+    return ", ".join(_tag(section).partition('"')[2].rstrip('"') for section in sections)
 
 
-def _docstring(function: object) -> tuple[str, Mapping[str, str]]:
-    """Return the text of a docstring before its first section, and the entries of `Args:`."""
-    text = inspect.getdoc(function) or ""
-    summary, *sections = re.split(r"^(Args|Returns|Raises|Example):$", text, flags=re.MULTILINE)
-    blocks = dict(zip(sections[::2], sections[1::2], strict=True))
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", blocks.get("Args", ""), flags=re.MULTILINE)
-    return _line(summary), {name: _line(meaning) for name, meaning in entries}
+def _table(rows: Iterable[Row]) -> str:
+    lines = [str(row) for row in rows]
+    return "\n".join([HEADER, *lines]) if lines else ""
 
 
-def _field_row(name: str, field: FieldInfo) -> str:
+def _schedules() -> Iterator[str]:
+    """Yield the parameters of each schedule, then the meaning of each parameter."""
+    of: dict[Row, list[str]] = {}
+    lines = []
+    for name, schedule in SCHEDULES.items():
+        hints, arguments = get_type_hints(schedule, include_extras=True), _arguments(schedule)
+        shown = []
+        for parameter in list(inspect.signature(schedule).parameters.values())[1:]:  # the first is the run
+            hint, meaning = hints[parameter.name], arguments.get(parameter.name, "")
+            row = Row(parameter.name, "", _allowed(hint), _short(meaning[:1].upper() + meaning[1:]))
+            of.setdefault(row, []).append(name)
+            required = parameter.default is inspect.Parameter.empty
+            shown.append(
+                f"`{row.name}`" if required else f"`{row.name} = {_value(parameter.default).strip('`')}`"
+            )
+        lines.append(f"|`{name}`|{', '.join(shown)}|")
+    yield SCHEDULES_HEADER
+    yield "\n".join([SCHEDULE_TABLE, *lines])
+    rows = sorted(of.items(), key=lambda item: item[0].name)
+    yield "\n".join([PARAMETER_TABLE, *(str(row._replace(default=", ".join(names))) for row, names in rows)])
+
+
+def _arguments(function: object) -> Mapping[str, str]:
+    """Return the entries of `Args:` of a docstring."""
+    _, _, text = (inspect.getdoc(function) or "").partition("Args:\n")
+    text, *_ = re.split(r"^(?:Returns|Raises|Example):$", text, flags=re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", text, flags=re.MULTILINE)
+    return {name: _line(meaning) for name, meaning in entries}
+
+
+def _field_row(name: str, field: FieldInfo) -> Row:
     default = "required" if field.is_required() else _value(field.get_default(call_default_factory=True))
-    default = "from the machine" if field.json_schema_extra == CHOSEN else default
+    default = "machine" if field.json_schema_extra == CHOSEN else default
     hint = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return _row(name, _type(hint), default, _range(hint), field.description or "")
+    return Row(name, default, _allowed(hint), _short(field.description or ""))
 
 
-def _row(name: str, kind: str, default: str, range_: str, meaning: str) -> str:
-    cells = (f"`{name}`", kind, default, range_, meaning)
-    return "| " + " | ".join(_line(cell).replace("|", "\\|") for cell in cells) + " |"
+def _short(text: str) -> str:
+    """Return the first sentence and those that explain a value, without what the column of values says."""
+    first, *others = _SENTENCE_END.split(_REPEATED_RANGE.sub("", _line(text)))
+    return " ".join(
+        [first, *(each for each in others if _EXPLAINS_A_VALUE.match(each) and each[:5] != "Range")]
+    )
+
+
+def _allowed(hint: Any) -> str:
+    """Return the values that a type allows: the choices, and the type and range of others."""
+    kind = _type(hint)
+    choices = [f"`{choice}`" for choice in _literals(hint)]
+    if choices:
+        others = [] if kind == "string" else [kind.removeprefix("string or ")]
+        return ", ".join(choices + others)
+    found = _bounds(TypeAdapter(hint).core_schema)
+    return " ".join([kind, *(f"{sign}{found[name]:.10g}" for name, sign in SIGNS.items() if name in found)])
 
 
 def _type(hint: Any) -> str:
@@ -124,22 +241,13 @@ def _type(hint: Any) -> str:
     if origin is Literal:
         return "string"
     if origin is tuple:
-        return f"list of {_type(arguments[0])}s"
+        item = _type(arguments[0])
+        return f"list of {item.replace('list', 'lists') if 'list' in item else item + 's'}"
     if origin in (dict, Mapping):
         return "table"
     if isinstance(hint, type) and issubclass(hint, Settings):
         return "table"
     return WORDS[hint]
-
-
-def _range(hint: Any) -> str:
-    """Return the values that a type allows, from its metadata."""
-    if choices := _literals(hint):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    schema = TypeAdapter(hint).core_schema
-    return ", ".join(
-        f"{sign} {bounds[name]:g}" for name, sign in SIGNS.items() if name in (bounds := _bounds(schema))
-    )
 
 
 def _bounds(schema: Any) -> Mapping[str, float]:

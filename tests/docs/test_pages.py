@@ -1,62 +1,166 @@
-"""README.md and docs/: links lead somewhere, configs are valid, every schedule and parameter is described."""
+"""README.md and docs/: links and anchors lead somewhere, code and configs are valid, what is named exists."""
 
-import inspect
+import ast
 import re
+import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, sections_in
+from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = [page for page in PAGES if page.name != "configuration.md"]
 MAX_PICTURE_BYTES = 60_000
+MAX_WORDS = 20_000
+PARTS_OF_A_RUN = ("pool", "parked", "history")
+LEAST_CONFIG = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
 
 
 def page_name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_relative_links_lead_to_files(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w+).*?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(*each) for each in found]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """The relative links of a page: file and anchor, each possibly empty."""
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose(page))
+    return [(file, anchor) for file, anchor in targets if file or anchor]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_whole_configs_on_a_page_are_valid(page: Path) -> None:
-    for text in re.findall(r"^```toml.*?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-        config = tomllib.loads(text)
-        if "run" in config:
-            RunConfig.model_validate(config)
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for file, anchor in links(page):
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(f"{file}#{anchor}")
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+def test_configs_on_a_page_are_valid(page: Path) -> None:
+    """Parts of a config are completed with the least that a config needs."""
+    for block in blocks(page):
+        if block.language == "toml":
+            config = RunConfig.model_validate({**LEAST_CONFIG, **tomllib.loads(block.text)})
+            assert str(config.schedule["name"]) in SCHEDULES or ":" in str(config.schedule["name"])
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+def test_python_on_a_page_compiles(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, page_name(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_schedule_of_the_readme_is_the_one_that_runs() -> None:
+    (shown,) = [block.text for block in blocks(ROOT / "README.md") if "async def rolloutpipe" in block.text]
+    source = (ROOT / "src" / "tailrace" / "schedules" / "rolloutpipe.py").read_text()
+    lines = [re.sub(r"\s+# .*", "", line) for line in shown.splitlines()[1:]]
+    assert "\n".join(lines) in source
+
+
+def keys_of(section: str, rest: list[str]) -> Iterator[bool]:
+    """Whether each part of a dotted key exists below a section of the config."""
+    sections = sections_in(RunConfig.model_fields[section].annotation)
+    for part in rest:
+        fields: list[Any] = [each.model_fields[part] for each in sections if part in each.model_fields]
+        yield bool(fields) or not sections  # below a table of anything, such as [schedule]
+        sections = [inner for field in fields for inner in sections_in(field.annotation)]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+def test_keys_of_the_config_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:`| =)", text) + re.findall(r"--([a-z_]+\.[a-z_.]+)", text)
+    unknown = []
+    for key in named:
+        section, *rest = key.split(".")
+        is_verb = section == "run" and (hasattr(Run, rest[0]) or rest[0] in PARTS_OF_A_RUN)
+        is_file = rest[-1] in ("py", "toml", "jsonl", "json", "sqlite", "md", "html")
+        if (
+            section in RunConfig.model_fields
+            and not is_verb
+            and not is_file
+            and not all(keys_of(section, rest))
+        ):
+            unknown.append(key)
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = re.findall(r"\b((?:examples|benchmarks|reproductions|tests)/[\w/]+\.\w+)", text)
+    modules = re.findall(r"`((?!path/)(?:\w+/)+\w+\.py)\b", text)
+    places = (ROOT, ROOT / "src" / "tailrace")
+    assert [path for path in {*paths, *modules} if not any((place / path).exists() for place in places)] == []
+    targets = set(re.findall(r"\bmake ([a-z][a-z-]+)(?=`|\s{2,}|:)", text))
+    makefile = (ROOT / "Makefile").read_text()
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def options_of(command: str) -> set[str]:
+    """The options with which the pages show a command, but for keys of the config."""
+    lines = [
+        line for page in WRITTEN for line in re.findall(rf"\btailrace {command} ([^#`\n]*)", page.read_text())
+    ]
+    return {option for line in lines for option in re.findall(r"(--[a-z][a-z-]*)(?![\w.])", line)}
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "simulate", "plan", "fit", "eval", "view", "serve"])
+def test_options_of_commands_that_the_pages_show_exist(name: str) -> None:
+    words = (sys.executable, "-m", "tailrace.cli", name, "--help")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    offered = set(re.findall(r"--[a-z-]+", done.stdout))
+    assert options_of(name) - offered == set()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_has_a_page_that_names_its_parameters(name: str) -> None:
-    (page,) = [
-        text
-        for text in (path.read_text() for path in (ROOT / "docs" / "schedules").glob("*.md"))
-        if re.search(rf"^# .*\b{name}\b", text, flags=re.MULTILINE)
-    ]
-    _, *parameters = inspect.signature(SCHEDULES[name]).parameters
-    assert [parameter for parameter in parameters if f"`{parameter}`" not in page] == []
+def test_every_schedule_is_in_the_table_and_has_a_section(name: str) -> None:
+    page = (ROOT / "docs" / "choosing-a-schedule.md").read_text()
+    _, _, sections = page.partition("\n### ")
+    assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", page, re.MULTILINE)
+    assert f"`{name}`" in sections or f"\n### {name}\n" in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/choosing-a-schedule.md"])
-def test_the_tables_name_every_schedule(page: str) -> None:
-    text = (ROOT / page).read_text()
-    assert [name for name in SCHEDULES if f"`{name}`" not in text] == []
-
-
-@pytest.mark.parametrize("name", [path.name for path in (ROOT / "docs" / "schedules").glob("*.md")])
-def test_the_pictures_of_a_schedule_are_small(name: str) -> None:
-    page = ROOT / "docs" / "schedules" / name
+def test_the_pictures_of_the_schedules_are_small() -> None:
+    page = ROOT / "docs" / "choosing-a-schedule.md"
     pictures = [page.parent / target for target in re.findall(r"!\[.*?\]\((.+?)\)", page.read_text())]
-    assert pictures
+    files = {*(ROOT / "docs" / "images").iterdir()}
+    assert files - {*pictures} == {ROOT / "docs" / "images" / "kl_study.png"}
     assert [picture for picture in pictures if picture.stat().st_size >= MAX_PICTURE_BYTES] == []
 
 
-def test_the_readme_is_short() -> None:
+def test_the_pages_are_short() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
