@@ -11,7 +11,7 @@
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of the schedules
 # make site         README.md and docs/ as a site, in site/; a dead link fails
-# make bench        every benchmark that needs no peer, and the peers' own where they are installed
+# make bench        every benchmark that needs no real model, and the race of all schedules
 #
 # Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
 
@@ -80,22 +80,18 @@ site: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/orchestrator.py
 	$(BIN)/python benchmarks/simulator.py
-	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/simulator.py --rounds
+	$(BIN)/python benchmarks/schedules.py --clusters 20
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/trainer.py
-	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/crash.py
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
 	$(BIN)/python benchmarks/crash.py --task tools --kills 20
 	$(BIN)/python benchmarks/corrupt.py --flips 30 --truncations 10
-	$(BIN)/python benchmarks/kl_study.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sandbox.py
-	$(BIN)/python benchmarks/rewards.py
-	$(BIN)/python benchmarks/rewards.py --live
-	$(BIN)/python benchmarks/judge.py
+	$(BIN)/tailrace compare benchmarks/race.toml
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from tailrace.config import RunConfig, sections_in
+from tailrace.config import RunConfig
 from tailrace.rollout.admission import Admission
 from tailrace.schedules import SCHEDULES
-from tailrace.settings import CHOSEN, Settings
+from tailrace.settings import CHOSEN, Settings, sections_in
 
 INTRODUCTION = """\
 # Configuration
