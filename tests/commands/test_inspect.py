@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.assembly.folder import RunFolder
 from tailrace.commands.inspect import inspect
 from tailrace.config import RunConfig
+from tailrace.errors import ConfigError
 from tailrace.ledger.base import FORMAT, Cut, GroupRow, LedgerSettings, LifeRow, RunRow, SampleRow
 from tailrace.ledger.sqlite import LEDGER_FILE, SqliteStore
 
@@ -33,3 +35,12 @@ def test_the_turns_of_a_sample_are_shown_and_it_has_ended_with_its_episode(
     assert [turn["num_tokens"] for turn in sample["turns"]] == [3, 5]
     inspect(config, tmp_path, prompt=0, as_json=False)
     assert "3 (2, 2)*, 2 (0, 0)" in capsys.readouterr().out
+
+
+def test_a_damaged_config_of_a_run_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("[algorithm]\nklip_high = 0.2\n")
+    with pytest.raises(
+        ConfigError, match=r"config\.toml: .*algorithm\.klip_high = 0\.2: there is no such key"
+    ):
+        folder.read_config()

@@ -19,13 +19,14 @@ lock             held by the process that trains here; the system releases it wh
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_weights
@@ -53,6 +54,14 @@ class RunFolder:
         if not self.config.exists():
             remedy = "name the output directory of a run"
             raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
+
+    def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
+        """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
+        try:
+            return load_config(self.config, overrides)
+        except ConfigError as why:
+            why.args = (f"{self.config}: {why}",)
+            raise
 
     def trace(self, life: int) -> Path:
         """The trace of one process of the run: 1, 2, ..."""

@@ -42,7 +42,7 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
         folder.require_run()
     if folder:
         _check_config(folder)
-    config = load_config(folder.config if folder else path, overrides)
+    config = folder.read_config(overrides) if folder else load_config(path, overrides)
     if not folder:
         check_parameter_names(config)
     elif not model and "model.path" not in overrides:
@@ -54,7 +54,7 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
 
 def _check_config(folder: RunFolder) -> None:
     """Raises a ConfigError if the config of a run is not the one that its ledger has."""
-    config = load_config(folder.config)
+    config = folder.read_config()
     if config.ledger.kind == "memory" or not (folder.path / LEDGER_FILE).exists():
         return
     with closing(open_store(config.ledger, folder.path, only_read=True)) as store:

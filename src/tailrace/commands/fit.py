@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console, print_table
-from tailrace.config import RunConfig, load_config
+from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
 from tailrace.record.trace_file import first_files
@@ -49,7 +49,7 @@ def fitted_run(path: Path) -> Fit:
     """
     folder = RunFolder(path)
     folder.require_run()
-    config = load_config(folder.config)
+    config = folder.read_config()
     return fit(first_files(folder.path), folder.metrics, folder.samples, _workers(config))
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console
-from tailrace.config import RunConfig, load_config
+from tailrace.config import RunConfig
 from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
@@ -120,7 +120,7 @@ def run(path: Path, overrides: Mapping[str, str], *, prompt: int | None, as_json
     """Inspect the run in an output directory. Raises as `inspect`, and ConfigError if there is none."""
     folder = RunFolder(path)
     folder.require_run()
-    inspect(load_config(folder.config, overrides), path, prompt=prompt, as_json=as_json)
+    inspect(folder.read_config(overrides), path, prompt=prompt, as_json=as_json)
 
 
 def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: bool) -> None:

@@ -53,7 +53,7 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
     except Exception as why:
         # The tokenizers library raises bare exceptions.
-        problem = f"its tokenizer cannot be read ({why})"
+        problem = f"its tokenizer cannot be read: tokenizer.json or tokenizer_config.json ({why})"
         raise folder_error(model_path, problem, "save the tokenizer again") from why
     return cast(Tokenizer, tokenizer)
 
