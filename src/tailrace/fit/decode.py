@@ -8,15 +8,15 @@ repeated in turn.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 
 from tailrace.fit.base import FitPart
 from tailrace.fit.least_squares import Array, Mask, Solution, explained, non_negative
-from tailrace.fit.observed import Life, Observed, Request
+from tailrace.fit.observed import Observed
 from tailrace.fit.overlap import Busy
 from tailrace.fit.timeline import EngineTimeline
+from tailrace.record.timeline import ServedRequest
 
 REPETITIONS = 12
 ALONE = 0.05
@@ -93,9 +93,9 @@ def slowdown(duration_s: Array, disturbed_s: Array, alone_s: Array) -> float:
 def fit_aborts(run: Observed) -> FitPart:
     """Fit abort_s: from the reward that ends a rollout until its last requests are cancelled."""
     seconds: list[float] = []
-    for life in run.lives:
-        rewards = np.array(sorted(each.end_s for each in life.scorings))
-        cancelled = sorted({each.end_s for each in life.requests if each.outcome == "cancelled"})
+    for process in run.processes:
+        rewards = np.array([each.end_s for each in process.scorings if each.reward is not None])
+        cancelled = sorted({each.end_s for each in process.requests if each.outcome == "cancelled"})
         before = np.searchsorted(rewards, cancelled, side="left")
         bursts = {
             int(index): end_s - float(rewards[index - 1])
@@ -111,20 +111,16 @@ def fit_aborts(run: Observed) -> FitPart:
 
 def _timelines(run: Observed) -> list[EngineTimeline]:
     found = []
-    for life in run.lives:
-        engines: defaultdict[int, list[Request]] = defaultdict(list)
-        for request in life.requests:
+    for process in run.processes:
+        engines: defaultdict[str, list[ServedRequest]] = defaultdict(list)
+        for request in process.requests:
             if request.duration_s > 0:
                 engines[request.engine].append(request)
+        training = Busy(process.trainer)
         for requests in engines.values():
-            if any(each.gained for each in requests):
-                found.append(EngineTimeline(requests, run.prompt_tokens, training(life), life.publications))
+            if any(each.num_gained for each in requests):
+                found.append(EngineTimeline(requests, run.prompt_tokens, training, process.publications))
     return found
-
-
-def training(life: Life) -> Busy:
-    """Return when the trainer worked."""
-    return Busy(chain(life.passes, life.steps))
 
 
 def _notes(

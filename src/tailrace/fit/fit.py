@@ -16,14 +16,9 @@ from tailrace.sim.settings import SimSettings
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was fitted.
-
-    Args:
-        notes: what could not be read, in words.
-    """
+    """What was fitted."""
 
     parts: Sequence[FitPart]
-    notes: Sequence[str]
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -43,11 +38,11 @@ class Fit:
         return SimSettings.model_validate(self.tree["sim"])
 
 
-def fit(traces: Sequence[Path], metrics: Path, samples: Path, workers: int) -> Fit:
+def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
     """Fit a run.
 
     Args:
-        traces: the first trace file of each life of the run.
+        events: events.jsonl.
         metrics: metrics.jsonl.
         samples: the folder of the trained samples.
         workers: reward workers of the run.
@@ -55,7 +50,7 @@ def fit(traces: Sequence[Path], metrics: Path, samples: Path, workers: int) -> F
     Raises:
         ConfigError: a file is missing or damaged; the message names the first bad line.
     """
-    run = observe(traces, metrics)
+    run = observe(events, metrics)
     parts = [
         fit_engines(run),
         fit_aborts(run),
@@ -65,4 +60,4 @@ def fit(traces: Sequence[Path], metrics: Path, samples: Path, workers: int) -> F
         fit_rewards(run, workers),
         fit_lengths(run, samples),
     ]
-    return Fit(parts, run.notes)
+    return Fit(parts)

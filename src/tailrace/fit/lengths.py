@@ -26,7 +26,8 @@ def fit_lengths(run: Observed, samples: Path) -> FitPart:
         "sim.lengths.distribution": {"kind": "recorded", "path": str(samples.resolve())},
     }
     notes = []
-    begun = {each.prompt for life in run.lives for each in life.requests if each.prompt >= 0}
+    begun = {each.sample.prompt for process in run.processes for each in process.requests}
+    begun = {prompt for prompt in begun if prompt >= 0}  # not those of evaluations
     if untrained := begun - {prompt for prompt, _ in recorded}:
         notes.append(
             f"{len(untrained)} of {len(begun)} prompts were begun and not trained: their lengths are drawn "

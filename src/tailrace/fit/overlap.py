@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tailrace.fit.least_squares import Array
-from tailrace.fit.observed import Interval
+from tailrace.record.events import Interval
 from tailrace.record.intervals import union
 
 

@@ -1,7 +1,7 @@
 """The decode steps that an engine made between the starts and ends of its requests.
 
 All running requests decode together, so a request that gained g tokens saw g decode steps. How they divide
-over the intervals between two events is not in the trace. It follows from the times of the steps, which are
+over the intervals between two events is not recorded. It follows from the times of the steps, which are
 fitted: both are found in turn (decode.py).
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.fit.least_squares import Array
-from tailrace.fit.observed import Interval, Request
 from tailrace.fit.overlap import Busy
+from tailrace.record.events import Interval
+from tailrace.record.timeline import ServedRequest
 
 INNER_REPETITIONS = 8
 """The positions of an interval follow from the steps before it, and its steps from the positions."""
@@ -30,7 +31,7 @@ class EngineTimeline:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[ServedRequest],
         prompt_tokens: float,
         training: Busy,
         publications: Sequence[Interval],
@@ -38,7 +39,7 @@ class EngineTimeline:
         self._starts = np.array([each.start_s for each in requests])
         self._ends = np.array([each.end_s for each in requests])
         self._context = np.array([prompt_tokens + each.had for each in requests])
-        self.gained = np.array([float(each.gained) for each in requests])
+        self.gained = np.array([float(each.num_gained) for each in requests])
         self.duration_s = self._ends - self._starts
         self.is_continued = np.array([each.had > 0 for each in requests])
         self.trained_s = training.seconds(self._starts, self._ends)
@@ -116,7 +117,7 @@ def _load_times(publications: Sequence[Interval], starts: Array, ends: Array) ->
     return np.array(times)
 
 
-def _computed(requests: Sequence[Request], prompt_tokens: float) -> list[float]:
+def _computed(requests: Sequence[ServedRequest], prompt_tokens: float) -> list[float]:
     """Positions whose keys and values are computed when each request joins.
 
     A prompt is computed once for the samples of a group that run together. A continued request is taken to
@@ -127,7 +128,7 @@ def _computed(requests: Sequence[Request], prompt_tokens: float) -> list[float]:
     computed, running = [0.0] * len(requests), Counter[int]()
     for _, is_start, number in sorted(events):
         request = requests[number]
-        if is_start and not request.had and not running[request.prompt]:
+        if is_start and not request.had and not running[request.sample.prompt]:
             computed[number] = prompt_tokens
-        running[request.prompt] += 1 if is_start else -1
+        running[request.sample.prompt] += 1 if is_start else -1
     return computed

@@ -8,8 +8,10 @@ import numpy as np
 from tailrace.fit.base import FitPart
 from tailrace.fit.decode import ALONE, slowdown
 from tailrace.fit.least_squares import Array, explained, non_negative
-from tailrace.fit.observed import Interval, Life, Observed
+from tailrace.fit.observed import Observed
 from tailrace.fit.overlap import Busy
+from tailrace.record.events import Interval
+from tailrace.record.timeline import Timeline
 
 MIN_ALONE = 8
 """Passes or steps without engines at work, from which on only those give the undisturbed cost."""
@@ -22,12 +24,12 @@ def fit_passes(run: Observed) -> FitPart:
 
     A pass takes pass_s + positions / tokens_per_s. Its positions are its tokens and mean prompts.
     """
-    passes = [each for life in run.lives for each in life.passes]
+    passes = [each for process in run.processes for each in process.passes]
     if not passes:
         return FitPart("passes", {}, 0, None, ["nothing was accumulated"])
-    positions = np.array([each.tokens + each.samples * run.prompt_tokens for each in passes])
+    positions = np.array([each.num_tokens + len(each.samples) * run.prompt_tokens for each in passes])
     duration_s = np.array([each.duration_s for each in passes])
-    disturbed_s = np.concatenate([_disturbed_s(life.passes, life) for life in run.lives])
+    disturbed_s = np.concatenate([_disturbed_s(process.passes, process) for process in run.processes])
     is_alone = disturbed_s <= ALONE * duration_s
     separable = is_alone.sum() >= MIN_ALONE
     used = is_alone if separable else np.ones(len(passes), dtype=bool)
@@ -59,10 +61,10 @@ def fit_passes(run: Observed) -> FitPart:
 
 def fit_steps(run: Observed) -> FitPart:
     """Fit step_s: the mean optimizer step, of those without engines at work where there are some."""
-    seconds = np.array([each.duration_s for life in run.lives for each in life.steps])
+    seconds = np.array([each.duration_s for process in run.processes for each in process.steps])
     if not len(seconds):
         return FitPart("steps", {}, 0, None, ["there was none: step_s keeps its default"])
-    disturbed_s = np.concatenate([_disturbed_s(life.steps, life) for life in run.lives])
+    disturbed_s = np.concatenate([_disturbed_s(process.steps, process) for process in run.processes])
     is_alone = disturbed_s <= ALONE * seconds
     used = seconds[is_alone] if is_alone.sum() >= MIN_ALONE else seconds
     return FitPart("steps", {"sim.trainer.step_s": float(used.mean())}, len(used), None, [])
@@ -70,13 +72,13 @@ def fit_steps(run: Observed) -> FitPart:
 
 def fit_publications(run: Observed) -> FitPart:
     """Fit publish_s: the median publication. A longer one waited until the one before had arrived."""
-    seconds = [each.duration_s for life in run.lives for each in life.publications]
+    seconds = [each.duration_s for process in run.processes for each in process.publications]
     values = {"sim.trainer.publish_s": median(seconds)} if seconds else {}
     notes = [] if seconds else ["no weights were published: publish_s keeps its default"]
     return FitPart("publish", values, len(seconds), None, notes)
 
 
-def _disturbed_s(work: Sequence[Interval], life: Life) -> Array:
+def _disturbed_s(work: Sequence[Interval], process: Timeline) -> Array:
     """The seconds of each piece of work in which engines had requests."""
     starts, ends = (np.array([getattr(each, name) for each in work]) for name in ("start_s", "end_s"))
-    return Busy(life.requests).seconds(starts, ends)
+    return Busy(process.requests).seconds(starts, ends)

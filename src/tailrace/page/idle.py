@@ -1,6 +1,6 @@
-"""Bubbles: when engines and the trainer were idle, and what they waited for.
+"""When engines and the trainer were idle, and what they waited for.
 
-The causes are read from what else the trace records at that time. Where several apply, the first of the list
+The causes are read from what else the run log has at that time. Where several apply, the first of the list
 counts.
 
     of an engine                                         of the trainer
@@ -15,10 +15,13 @@ counts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from tailrace.record.events import Interval
 from tailrace.record.intervals import (
     EMPTY,
     Intervals,
@@ -30,13 +33,14 @@ from tailrace.record.intervals import (
     union,
     union_of,
 )
+from tailrace.record.timeline import Timeline
 
 TRAINER = "trainer"
 TAIL_SHARE = 0.5
 """The trainer waits for the tail when no more requests run than this share of the most that ran at once."""
 
 
-class Bubble(NamedTuple):
+class IdleTime(NamedTuple):
     """An idle time of an engine or of the trainer."""
 
     lane: str
@@ -47,11 +51,11 @@ class Bubble(NamedTuple):
 
 @dataclass
 class Activity:
-    """What one life of a run did, as intervals in seconds."""
+    """What one process of a run did, as intervals in seconds."""
 
     start_s: float = 0.0
     end_s: float = 0.0
-    requests: dict[str, Intervals] = field(default_factory=dict)
+    requests: Mapping[str, Intervals] = field(default_factory=dict)
     """Of each engine, every request; evaluations are in it."""
     evaluations: Intervals = field(default_factory=lambda: EMPTY)
     """Requests for held-out prompts."""
@@ -60,14 +64,46 @@ class Activity:
     scoring: Intervals = field(default_factory=lambda: EMPTY)
     trainer: Intervals = field(default_factory=lambda: EMPTY)
     publications: Intervals = field(default_factory=lambda: EMPTY)
-    dead: dict[str, Intervals] = field(default_factory=dict)
+    dead: Mapping[str, Intervals] = field(default_factory=dict)
     """When engines were dead, as are those in `asleep` when they slept."""
-    asleep: dict[str, Intervals] = field(default_factory=dict)
-    unrecorded: Intervals = field(default_factory=lambda: EMPTY)
-    """What is missing from the trace."""
+    asleep: Mapping[str, Intervals] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "Activity":
+        """What a timeline has from its first round on, what is open included."""
+        requests = [*timeline.requests, *timeline.open_requests]
+        by_engine: dict[str, list[Interval]] = {engine: [] for engine in timeline.slots}
+        for request in requests:
+            by_engine[request.engine].append(request)
+        return cls(
+            start_s=timeline.first_round_s,
+            end_s=timeline.end_s,
+            requests={engine: _times(mine) for engine, mine in by_engine.items()},
+            evaluations=_times(each for each in requests if each.is_evaluation),
+            rollouts=_times(each for each in requests if not each.is_evaluation),
+            scoring=_times([*timeline.scorings, *timeline.open_scorings]),
+            trainer=_times([*timeline.trainer, *timeline.open_calls("accumulate", "step")]),
+            publications=_times([*timeline.publications, *timeline.open_calls("publish")]),
+            dead=_in_state(timeline, "dead"),
+            asleep=_in_state(timeline, "asleep"),
+        )
 
 
-class Idle(NamedTuple):
+def _times(work: Iterable[Interval]) -> Intervals:
+    return np.array([(each.start_s, each.end_s) for each in work]).reshape(-1, 2)
+
+
+def _in_state(timeline: Timeline, wanted: str) -> dict[str, Intervals]:
+    found: dict[str, Intervals] = {}
+    for engine in {state.engine for state in timeline.states}:
+        mine = [state for state in timeline.states if state.engine == engine]
+        ends = [*(state.time_s for state in mine[1:]), timeline.end_s]
+        times = [(each.time_s, end) for each, end in zip(mine, ends, strict=True) if each.state == wanted]
+        found[engine] = union(times)
+    return found
+
+
+class IdleShare(NamedTuple):
     """How long a lane was idle for one cause."""
 
     lane: str
@@ -77,14 +113,10 @@ class Idle(NamedTuple):
     """Of the recorded time."""
 
 
-def bubbles(activity: Activity, peak: int | None = None) -> list[Bubble]:
-    """The idle times of every engine and of the trainer, with their causes.
-
-    Args:
-        peak: the most rollouts that ran at once at any time; None: those of the activity.
-    """
+def idle_times(activity: Activity) -> list[IdleTime]:
+    """The idle times of every engine and of the trainer, with their causes."""
     busy = {engine: union(requests) for engine, requests in activity.requests.items()}
-    shared = _Shared(activity, busy, most_at_once(activity.rollouts) if peak is None else peak)
+    shared = _Shared(activity, busy)
     found = list(_attributed(TRAINER, _idle(activity, shared.trainer), shared.causes_of_trainer()))
     for engine in sorted(busy):
         idle = _idle(activity, busy[engine])
@@ -95,8 +127,8 @@ def bubbles(activity: Activity, peak: int | None = None) -> list[Bubble]:
 class _Shared:
     """The sets that several lanes are compared with."""
 
-    def __init__(self, activity: Activity, busy: dict[str, Intervals], peak: int) -> None:
-        self.trainer, self._peak = union(activity.trainer), peak
+    def __init__(self, activity: Activity, busy: dict[str, Intervals]) -> None:
+        self.trainer = union(activity.trainer)
         self._activity, self._busy = activity, busy
         self._publishing, self._scoring = union(activity.publications), union(activity.scoring)
         self._generating = union_of(busy.values())
@@ -114,14 +146,14 @@ class _Shared:
         )
 
     def causes_of_trainer(self) -> Sequence[tuple[str, Intervals]]:
-        few = at_most(self._activity.rollouts, TAIL_SHARE * self._peak)
+        rollouts = self._activity.rollouts
         all_dead = union([(self._activity.start_s, self._activity.end_s)]) if self._busy else EMPTY
         for engine in self._busy:
             all_dead = intersect(all_dead, self._activity.dead.get(engine, EMPTY))
         return (
             ("publication", self._publishing),
             ("evaluation", self._evaluating),
-            ("tail", few),
+            ("tail", at_most(rollouts, TAIL_SHARE * most_at_once(rollouts))),
             ("generation", self._generating),
             ("rewards", self._scoring),
             ("dead", all_dead),
@@ -129,19 +161,19 @@ class _Shared:
 
 
 def _idle(activity: Activity, busy: Intervals) -> Intervals:
-    return subtract(complement(busy, (activity.start_s, activity.end_s)), activity.unrecorded)
+    return complement(busy, (activity.start_s, activity.end_s))
 
 
-def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Intervals]]) -> Sequence[Bubble]:
-    found: list[Bubble] = []
+def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Intervals]]) -> Sequence[IdleTime]:
+    found: list[IdleTime] = []
     for cause, times in causes:
-        found += (Bubble(lane, start, end, cause) for start, end in intersect(idle, times).tolist())
+        found += (IdleTime(lane, start, end, cause) for start, end in intersect(idle, times).tolist())
         idle = subtract(idle, times)
-    found += (Bubble(lane, start, end, "unknown") for start, end in idle.tolist())
-    return sorted(found, key=lambda bubble: bubble.start_s)
+    found += (IdleTime(lane, start, end, "unknown") for start, end in idle.tolist())
+    return sorted(found, key=lambda each: each.start_s)
 
 
-def idle_times(recorded_s: float, found: Iterable[Bubble]) -> list[Idle]:
+def idle_shares(recorded_s: float, found: Iterable[IdleTime]) -> list[IdleShare]:
     """Seconds and share of idle time by lane and cause, the trainer first and the largest cause first.
 
     Args:
@@ -150,5 +182,7 @@ def idle_times(recorded_s: float, found: Iterable[Bubble]) -> list[Idle]:
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for lane, start_s, end_s, cause in found:
         sums[lane, cause] += end_s - start_s
-    rows = [Idle(lane, cause, s, s / recorded_s if recorded_s else 0.0) for (lane, cause), s in sums.items()]
+    rows = [
+        IdleShare(lane, cause, s, s / recorded_s if recorded_s else 0.0) for (lane, cause), s in sums.items()
+    ]
     return sorted(rows, key=lambda row: (row.lane != TRAINER, row.lane, -row.seconds, row.cause))
