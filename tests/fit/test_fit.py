@@ -148,9 +148,7 @@ def test_a_bad_line_of_the_run_log_is_refused_with_its_number(serial: Path, tmp_
         fitted_run(torn)
     swapped = [*lines[:49], lines[-1], *lines[49:-1], ""]
     unordered = copied(serial, tmp_path / "unordered", events="\n".join(swapped))
-    with pytest.raises(
-        ConfigError, match=r"line 51 of events\.jsonl: its time is before that"
-    ):
+    with pytest.raises(ConfigError, match=r"line 51 of events\.jsonl: its time is before that"):
         fitted_run(unordered)
 
 

@@ -98,8 +98,8 @@ class _Trace:
                 args = {"samples": len(event.samples), "tokens": event.num_tokens}
                 yield _slice(TRAINER, "accumulate", event, args)
             case OptimizerStep():
-                args = {"samples": len(event.samples), "tokens": event.num_tokens, "loss": event.loss}
-                yield _slice(TRAINER, f"step {event.number}", event, args)
+                args = {"samples": len(event.samples), "tokens": event.num_tokens}
+                yield _slice(TRAINER, f"step {event.number}", event, {**args, "loss": event.loss})
                 yield from self._arrows(event)
             case Published():
                 yield _slice(WEIGHTS, f"publish {event.version}", event, {})
@@ -121,7 +121,8 @@ class _Trace:
     def unfinished(self) -> Iterator[TraceEvent]:
         """What a process had begun and not ended at its last event."""
         last = self._process
-        for paired in (*last.open_rounds, *last.open_requests, *last.open_scorings):
+        opened: list[Paired] = [*last.open_rounds, *last.open_requests, *last.open_scorings]
+        for paired in opened:
             yield from self._paired(paired)
         for what, since_s in sorted(last.waits.items(), key=lambda wait: wait[1]):
             yield _slice(WAITS, what, Interval(since_s, last.end_s), {})
