@@ -85,12 +85,12 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (names[1, r["tid"]], r["name"], r["ts"], r["dur"]) for r in trace if r["ph"] == "X" and r["pid"] == 1
     ]
     assert slices == [
+        ("rounds", "round 0", 0, 15_000_000),
         ("trainer", "accumulate", 4_000_000, 1_000_000),
         ("trainer", "step 1", 5_000_000, 1_000_000),
         ("trainer", "accumulate", 10_000_000, 2_000_000),
         ("trainer", "step 2", 12_000_000, 2_000_000),
         ("weights", "publish 1", 14_000_000, 1_000_000),
-        ("rounds", "round 0", 0, 15_000_000),
     ]
 
 
@@ -213,6 +213,7 @@ def test_between_two_turns_a_sample_stands_among_those_that_are_scored(tmp_path:
         SampleScored(19.0, other, 0.0, None, 1),
     ]
     slices = [r for r in trace_of(events, tmp_path) if r["ph"] == "X" and "sample" in r["args"]]
+    slices.sort(key=lambda record: record["ts"])
     assert [(r["args"]["sample"], r["args"]["outcome"], r["tid"], r["ts"], r["dur"]) for r in slices] == [
         ("0.0/0", "stop", 1, 0, 2_000_000),
         ("0.0/0", "next turn", 1, 2_000_000, 1_000_000),

@@ -42,8 +42,8 @@ def test_the_work_of_a_round() -> None:
     assert timeline.rounds == [RoundSpan(10.0, 25.0, 0, 0)]
     assert [(each.start_s, each.end_s) for each in timeline.trainer] == [
         (14, 15),
-        (20, 22),
         (15, 16),
+        (20, 22),
         (22, 24),
     ]
     assert (timeline.end_s, timeline.slots) == (25.0, {"engine-0": 2})

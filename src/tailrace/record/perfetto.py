@@ -1,4 +1,4 @@
-"""A run log as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
+"""A run as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
 One process is the run, with lanes for rounds, trainer, weights, the controller's lag and what it waited for
 at the end. One is the scoring stage: a sample has a lane there from the end of its generation to its reward.
@@ -7,27 +7,15 @@ or opened. An arrow goes from the last request of a group to each step that trai
 since the run's first event; the time between two processes of a run is left out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.record.events import (
-    Accumulated,
-    ControllerLag,
-    EngineStateChanged,
-    Evaluated,
-    GroupEnded,
-    Interval,
-    LoggedEvent,
-    OptimizerStep,
-    Published,
-    RunStarted,
-    Waiting,
-)
-from tailrace.record.run_log import LogReader
-from tailrace.record.timeline import Paired, RoundSpan, Scoring, ServedRequest, Timeline
+from tailrace.record.events import Interval, OptimizerStep
+from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
 
 TraceEvent: TypeAlias = dict[str, Any]
 """A record of the trace-event format."""
@@ -38,10 +26,9 @@ class _Lane(NamedTuple):
     tid: int
 
 
-RUN_PID = 1
-ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS = (_Lane(RUN_PID, tid) for tid in range(1, 6))
+RUN_PID, SCORING_PID = 1, 10_000
 LANES = ("rounds", "trainer", "weights", "controller", "waits")
-SCORING, SCORING_PID = "scoring", 10_000
+ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS = (_Lane(RUN_PID, tid) for tid, _ in enumerate(LANES, 1))
 
 
 def write_perfetto(log: Path, path: Path) -> None:
@@ -54,127 +41,96 @@ def write_perfetto(log: Path, path: Path) -> None:
     Raises:
         ConfigError: the log has a bad line.
     """
+    run = RunTimelines(log)
+    run.update()
     with path.open("wb") as file:
         separator = b"[\n"
-        for record in trace_events(LogReader(log).read()):
+        for record in trace_events(run.all):
             file.write(separator + msgspec.json.encode(record))
             separator = b",\n"
         file.write(b"\n]\n")
 
 
-def trace_events(events: Iterable[LoggedEvent]) -> Iterator[TraceEvent]:
-    """The trace of a run's events."""
-    trace = _Trace()
-    yield from trace.names_of_the_run()
-    for event in events:
-        yield from trace.of(event)
-    yield from trace.unfinished()
+def trace_events(processes: Sequence[Timeline]) -> Iterator[TraceEvent]:
+    """The trace of the processes of a run."""
+    engines = dict.fromkeys(engine for process in processes for engine in process.slots)
+    pids = {engine: pid for pid, engine in enumerate(engines, RUN_PID + 1)}
+    yield from _named(RUN_PID, "run", LANES)
+    for engine, pid in pids.items():
+        num_slots = max(process.slots.get(engine, 0) for process in processes)
+        yield from _named(pid, engine, [f"slot {number}" for number in range(1, num_slots + 1)])
+    scorings = [each for process in processes for each in (*process.scorings, *process.open_scorings)]
+    num_lanes = max((each.slot for each in scorings), default=0)
+    yield from _named(SCORING_PID, "scoring", [f"sample {number}" for number in range(1, num_lanes + 1)])
+    for each in scorings:
+        outcome = f"reward {each.reward}" if each.outcome == "reward" else each.outcome
+        args = {"sample": str(each.sample), "outcome": outcome}
+        yield _slice(_Lane(SCORING_PID, each.slot), f"group {each.sample.prompt}", each, args)
+    ids = count(1)
+    for process in processes:
+        yield from _work_of_the_run(process)
+        yield from _work_of_engines(process, pids)
+        yield from _arrows(process, pids, ids)
 
 
-class _Trace:
-    def __init__(self) -> None:
-        self._process = Timeline()
-        self._pids = {SCORING: SCORING_PID}
-        self._named: set[_Lane] = set()
-        self._finished: dict[int, tuple[_Lane, float]] = {}
-        """Lane and end of the last request of each group, by prompt."""
-        self._ended: list[int] = []
-        """Prompts whose groups ended in this round."""
-        self._num_arrows = 0
+def _work_of_the_run(process: Timeline) -> Iterator[TraceEvent]:
+    for round in (*process.rounds, *process.open_rounds):
+        yield _slice(ROUNDS, round.name, round, {"version": round.version})
+    for work in process.trainer:
+        args: dict[str, object] = {"samples": len(work.samples), "tokens": work.num_tokens}
+        if isinstance(work, OptimizerStep):
+            yield _slice(TRAINER, f"step {work.number}", work, args | {"loss": work.loss})
+        else:
+            yield _slice(TRAINER, "accumulate", work, args)
+    for publication in process.publications:
+        yield _slice(WEIGHTS, f"publish {publication.version}", publication, {})
+    for lag in process.lags:
+        yield _slice(CONTROLLER, "late", Interval(lag.time_s - lag.lag_s, lag.time_s), {})
+    for what, since_s in sorted(process.waits.items(), key=lambda wait: wait[1]):
+        yield _slice(WAITS, what, Interval(since_s, process.end_s), {})
+    for alarm in process.alarms:
+        name = f"no optimizer step for {alarm.quiet_s:.0f} s"
+        yield _mark(ROUNDS, name, "t", alarm.time_s, {"waiting": alarm.what})
+    for evaluated in process.evaluations:
+        yield _mark(ROUNDS, f"accuracy {evaluated.accuracy:.3f}", "t", evaluated.time_s, {})
 
-    def names_of_the_run(self) -> Iterator[TraceEvent]:
-        yield from self._process_name(RUN_PID, "run")
-        for tid, name in enumerate(LANES, 1):
-            yield _label("thread_name", _Lane(RUN_PID, tid), name=name)
 
-    def of(self, event: LoggedEvent) -> Iterator[TraceEvent]:
-        if isinstance(event, RunStarted):
-            yield from self.unfinished()
-            self._process = Timeline()
-        if paired := self._process.on(event):
-            yield from self._paired(paired)
-        match event:
-            case Accumulated():
-                args = {"samples": len(event.samples), "tokens": event.num_tokens}
-                yield _slice(TRAINER, "accumulate", event, args)
-            case OptimizerStep():
-                args = {"samples": len(event.samples), "tokens": event.num_tokens}
-                yield _slice(TRAINER, f"step {event.number}", event, {**args, "loss": event.loss})
-                yield from self._arrows(event)
-            case Published():
-                yield _slice(WEIGHTS, f"publish {event.version}", event, {})
-            case ControllerLag():
-                yield _slice(CONTROLLER, "late", Interval(event.time_s - event.lag_s, event.time_s), {})
-            case Waiting():
-                name = f"no optimizer step for {event.quiet_s:.0f} s"
-                yield _mark(ROUNDS, name, "t", event.time_s, {"waiting": event.what})
-            case Evaluated():
-                yield _mark(ROUNDS, f"accuracy {event.accuracy:.3f}", "t", event.time_s, {})
-            case EngineStateChanged():
-                lane = _Lane(self._pid(event.engine), 0)
-                yield from self._name(lane, event.engine)
-                name = f"{event.engine} is {event.state}"
-                yield _mark(lane, name, "p", event.time_s, {"why": event.why})
-            case GroupEnded():
-                self._ended.append(event.prompt)
+def _work_of_engines(process: Timeline, pids: Mapping[str, int]) -> Iterator[TraceEvent]:
+    for each in (*process.requests, *process.open_requests):
+        args = {
+            "sample": str(each.sample),
+            "tokens": each.num_tokens,
+            "had": each.had,
+            "outcome": each.outcome,
+        }
+        name = "evaluation" if each.is_evaluation else f"group {each.sample.prompt}"
+        yield _slice(_Lane(pids[each.engine], each.slot), name, each, args)
+    for state in process.states:
+        name, lane = f"{state.engine} is {state.state}", _Lane(pids[state.engine], 0)
+        yield _mark(lane, name, "p", state.time_s, {"why": state.why})
 
-    def unfinished(self) -> Iterator[TraceEvent]:
-        """What a process had begun and not ended at its last event."""
-        last = self._process
-        opened: list[Paired] = [*last.open_rounds, *last.open_requests, *last.open_scorings]
-        for paired in opened:
-            yield from self._paired(paired)
-        for what, since_s in sorted(last.waits.items(), key=lambda wait: wait[1]):
-            yield _slice(WAITS, what, Interval(since_s, last.end_s), {})
 
-    def _paired(self, work: Paired) -> Iterator[TraceEvent]:
-        match work:
-            case RoundSpan():
-                yield _slice(ROUNDS, work.name, work, {"version": work.version})
-                for prompt in self._ended:
-                    self._finished.pop(prompt, None)
-                self._ended.clear()
-            case ServedRequest():
-                lane = _Lane(self._pid(work.engine), work.slot)
-                yield from self._name(lane, work.engine)
-                args = {"sample": str(work.sample), "tokens": work.num_tokens, "had": work.had}
-                name = "evaluation" if work.is_evaluation else f"group {work.sample.prompt}"
-                yield _slice(lane, name, work, args | {"outcome": work.outcome})
-                if work.is_response:
-                    self._finished[work.sample.prompt] = lane, work.end_s
-            case Scoring():
-                lane = _Lane(SCORING_PID, work.slot)
-                yield from self._name(lane, SCORING)
-                outcome = f"reward {work.reward}" if work.outcome == "reward" else work.outcome
-                args = {"sample": str(work.sample), "outcome": outcome}
-                yield _slice(lane, f"group {work.sample.prompt}", work, args)
-
-    def _arrows(self, step: OptimizerStep) -> Iterator[TraceEvent]:
-        """An arrow binds to the slice around its time; the end of a slice is already outside of it."""
+def _arrows(process: Timeline, pids: Mapping[str, int], ids: Iterator[int]) -> Iterator[TraceEvent]:
+    """An arrow binds to the slice around its time; the end of a slice is already outside of it."""
+    responses: dict[int, list[ServedRequest]] = {}
+    for request in process.requests:
+        if request.is_response:
+            responses.setdefault(request.sample.prompt, []).append(request)
+    for step in process.steps:
         for prompt in dict.fromkeys(sample.prompt for sample in step.samples):
-            if prompt in self._finished:
-                lane, end_s = self._finished[prompt]
-                self._num_arrows += 1
-                common = {"name": "trained", "cat": "group", "id": self._num_arrows}
-                yield {**common, "ph": "s", **_at(lane, end_s), "ts": _at(lane, end_s)["ts"] - 1}
+            ended = [each for each in responses.get(prompt, ()) if each.end_s <= step.end_s]
+            for last in ended[-1:]:
+                common = {"name": "trained", "cat": "group", "id": next(ids)}
+                lane = _Lane(pids[last.engine], last.slot)
+                yield {**common, "ph": "s", **_at(lane, last.end_s), "ts": _at(lane, last.end_s)["ts"] - 1}
                 yield {**common, "ph": "f", "bp": "e", **_at(TRAINER, step.start_s)}
 
-    def _pid(self, engine: str) -> int:
-        return self._pids.setdefault(engine, RUN_PID + len(self._pids))
 
-    def _name(self, lane: _Lane, process: str) -> Iterator[TraceEvent]:
-        """Name a process and a lane of it, once."""
-        if (whole := _Lane(lane.pid, 0)) not in self._named:
-            self._named.add(whole)
-            yield from self._process_name(lane.pid, process)
-        if lane not in self._named:
-            self._named.add(lane)
-            kind = "sample" if process == SCORING else "slot"
-            yield _label("thread_name", lane, name=f"{kind} {lane.tid}")
-
-    def _process_name(self, pid: int, name: str) -> Iterator[TraceEvent]:
-        yield _label("process_name", _Lane(pid, 0), name=name)
-        yield _label("process_sort_index", _Lane(pid, 0), sort_index=pid)
+def _named(pid: int, process: str, lanes: Sequence[str]) -> Iterator[TraceEvent]:
+    yield _label("process_name", _Lane(pid, 0), name=process)
+    yield _label("process_sort_index", _Lane(pid, 0), sort_index=pid)
+    for tid, name in enumerate(lanes, 1):
+        yield _label("thread_name", _Lane(pid, tid), name=name)
 
 
 def _slice(lane: _Lane, name: str, work: Interval, args: Mapping[str, object]) -> TraceEvent:

@@ -15,21 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tailrace.errors import ConfigError
-from tailrace.record.events import (
-    BooksClosed,
-    ControllerLag,
-    Evaluated,
-    Event,
-    Interval,
-    LoggedEvent,
-    OpenWaits,
-    OptimizerStep,
-    RoundEnded,
-    RunStarted,
-    Waiting,
-    logged,
-    time_of,
-)
+from tailrace.record import events
+from tailrace.record.events import ControllerLag, Event, Interval, LoggedEvent, OpenWaits, RunStarted, time_of
 
 FORMAT = 1
 FLUSH_BYTES = 64 * 1024
@@ -37,6 +24,8 @@ FLUSH_S = 2.0
 """Seconds after which a live run's log is written, whether a step has come or not."""
 LATE_S = 0.05
 """Smaller lags of the controller are recorded only once in `FLUSH_S`, as a sign of life."""
+FLUSHED = (events.OptimizerStep, events.RoundEnded, events.Evaluated, events.Waiting, events.BooksClosed)
+"""The file is written after them."""
 
 _DECODER = msgspec.json.Decoder(LoggedEvent)
 _ENCODER = msgspec.json.Encoder()
@@ -44,8 +33,6 @@ _ENCODER = msgspec.json.Encoder()
 
 class LogWriter:
     """Sink: appends events to the log of a run.
-
-    The file is written after steps, rounds and evaluations, and after `FLUSH_S` in a live run.
 
     Args:
         waits: says what tasks wait for now, and since when.
@@ -71,20 +58,21 @@ class LogWriter:
         self._flushed_s = self._now_s = 0.0
 
     def on(self, event: Event) -> None:
-        if (line := logged(event)) is None:
+        if (line := events.logged(event)) is None:
             return
         self._now_s = time_of(line)
         if self._start:
             self._put(replace(self._start, time_s=self._now_s))
             self._start, self._flushed_s = None, self._now_s
-        is_due = self._now_s - self._flushed_s >= FLUSH_S
-        if isinstance(line, ControllerLag) and line.lag_s < LATE_S and not is_due:
-            return
-        self._put(line)
-        if is_due or isinstance(line, OptimizerStep | RoundEnded | Evaluated | Waiting | BooksClosed):
+        if not isinstance(line, ControllerLag):
+            self._put(line)
+            if isinstance(line, FLUSHED):
+                self._flush()
+        elif self._now_s - self._flushed_s >= FLUSH_S:
+            self._put(line)
             self._flush()
-        elif len(self._buffer) >= FLUSH_BYTES:
-            self._write()
+        elif line.lag_s >= LATE_S:
+            self._put(line)
 
     def close(self) -> None:
         self._write()
@@ -93,6 +81,8 @@ class LogWriter:
     def _put(self, line: LoggedEvent) -> None:
         self._buffer += _ENCODER.encode(line)
         self._buffer += b"\n"
+        if len(self._buffer) >= FLUSH_BYTES:
+            self._write()
 
     def _flush(self) -> None:
         self._flushed_s = self._now_s

@@ -8,26 +8,8 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
-from tailrace.record.events import (
-    Accumulated,
-    BooksClosed,
-    EngineStateChanged,
-    Event,
-    Interval,
-    LoggedEvent,
-    OpenWaits,
-    OptimizerStep,
-    Published,
-    RequestEnded,
-    RequestStarted,
-    RoundEnded,
-    RoundStarted,
-    RunStarted,
-    SampleScored,
-    TokensWasted,
-    Waiting,
-    time_of,
-)
+from tailrace.record import events
+from tailrace.record.events import Interval
 from tailrace.record.run_log import LogReader
 from tailrace.types import SampleId
 
@@ -44,8 +26,9 @@ class ServedRequest(Interval, frozen=True):
     slot: int
     """The lowest that was free when it began, from 1."""
     had: int
-    """Completion tokens at its start, and at its end; while it is open, those at its start."""
+    """Completion tokens at its start."""
     num_tokens: int
+    """Completion tokens at its end; while it is open, those at its start."""
     outcome: str = UNFINISHED
     """'stop', 'length', 'cancelled' or 'evicted'; 'unfinished' while it is open."""
 
@@ -74,8 +57,6 @@ class Scoring(Interval, frozen=True):
 
 
 class RoundSpan(Interval, frozen=True):
-    """A round from its start to its end."""
-
     round: int
     version: int
 
@@ -107,10 +88,7 @@ class Lanes:
 
 
 class Pairs:
-    """Pairs the events that begin and end the work of one process of a run.
-
-    What an event does not begin or end is ignored, also an end without a begin.
-    """
+    """Pairs the events that begin and end work of one process of a run. An end without a begin is ignored."""
 
     def __init__(self) -> None:
         self.requests: dict[SampleId, ServedRequest] = {}
@@ -121,27 +99,27 @@ class Pairs:
         """The slots of each engine."""
         self._scorers = Lanes()
 
-    def on(self, event: Event) -> Paired | None:
+    def on(self, event: events.Event) -> Paired | None:
         """Take an event; return what it ended."""
         match event:
-            case RequestStarted(now_s, sample, engine, had):
+            case events.RequestStarted(now_s, sample, engine, had):
                 slot = self.engines.setdefault(engine, Lanes()).take()
                 self.requests[sample] = ServedRequest(now_s, now_s, sample, engine, slot, had, had)
                 return self._end_scoring(sample, now_s, "next turn")
-            case RequestEnded() if event.sample in self.requests:
+            case events.RequestEnded() if event.sample in self.requests:
                 return self._end_request(event)
-            case SampleScored(now_s, sample, reward, failure):
+            case events.SampleScored(now_s, sample, reward, failure):
                 return self._end_scoring(sample, now_s, failure or "reward", reward)
-            case TokensWasted(now_s, sample, _, reason):
+            case events.TokensWasted(now_s, sample, _, reason):
                 return self._end_scoring(sample, now_s, reason)
-            case RoundStarted(now_s, round, version):
+            case events.RoundStarted(now_s, round, version):
                 self.round = RoundSpan(now_s, now_s, round, version)
-            case RoundEnded() if self.round:
+            case events.RoundEnded() if self.round:
                 ended, self.round = replace(self.round, end_s=event.time_s), None
                 return ended
         return None
 
-    def _end_request(self, event: RequestEnded) -> ServedRequest:
+    def _end_request(self, event: events.RequestEnded) -> ServedRequest:
         begun = self.requests.pop(event.sample)
         self.engines[begun.engine].give_back(begun.slot)
         now_s, tokens = event.time_s, event.num_tokens
@@ -171,59 +149,64 @@ class Timeline:
     requests: list[ServedRequest] = field(default_factory=list)
     scorings: list[Scoring] = field(default_factory=list)
     rounds: list[RoundSpan] = field(default_factory=list)
-    passes: list[Accumulated] = field(default_factory=list)
-    steps: list[OptimizerStep] = field(default_factory=list)
-    publications: list[Published] = field(default_factory=list)
-    states: list[EngineStateChanged] = field(default_factory=list)
-    alarms: list[Waiting] = field(default_factory=list)
+    passes: list[events.Accumulated] = field(default_factory=list)
+    steps: list[events.OptimizerStep] = field(default_factory=list)
+    publications: list[events.Published] = field(default_factory=list)
+    states: list[events.EngineStateChanged] = field(default_factory=list)
+    evaluations: list[events.Evaluated] = field(default_factory=list)
+    alarms: list[events.Waiting] = field(default_factory=list)
+    lags: list[events.ControllerLag] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)
     """What tasks of a live run waited for when it last wrote, and since when."""
     is_closed: bool = False
+    """It came to its end."""
     pairs: Pairs = field(default_factory=Pairs)
 
-    def on(self, event: LoggedEvent) -> Paired | None:
-        """Take an event; return what it ended."""
-        self.end_s = max(self.end_s, time_of(event))
-        match ended := self.pairs.on(event):
-            case ServedRequest():
+    def on(self, event: events.LoggedEvent) -> None:
+        """Take an event."""
+        self.end_s = max(self.end_s, events.time_of(event))
+        match self.pairs.on(event):
+            case ServedRequest() as ended:
                 self.requests.append(ended)
-            case Scoring():
+            case Scoring() as ended:
                 self.scorings.append(ended)
-            case RoundSpan():
+            case RoundSpan() as ended:
                 self.rounds.append(ended)
         match event:
-            case Accumulated():
+            case events.Accumulated():
                 self.passes.append(event)
-            case OptimizerStep():
+            case events.OptimizerStep():
                 self.steps.append(event)
-            case Published():
+            case events.Published():
                 self.publications.append(event)
-            case EngineStateChanged():
+            case events.EngineStateChanged():
                 self.states.append(event)
-            case Waiting():
+            case events.Evaluated():
+                self.evaluations.append(event)
+            case events.Waiting():
                 self.alarms.append(event)
-            case OpenWaits():
+            case events.ControllerLag():
+                self.lags.append(event)
+            case events.OpenWaits():
                 self.waits = event.since_s
-            case BooksClosed():
+            case events.BooksClosed():
                 self.is_closed, self.waits = True, {}
-        return ended
 
     @property
     def first_round_s(self) -> float:
         """When its first round began."""
-        first = [*self.rounds[:1], *([self.pairs.round] if self.pairs.round else [])]
-        return first[0].start_s if first else self.start_s
+        return next((round.start_s for round in (*self.rounds, *self.open_rounds)), self.start_s)
 
     @property
-    def trainer(self) -> Sequence[Accumulated | OptimizerStep]:
-        """The trainer's work: passes, then steps."""
-        return [*self.passes, *self.steps]
+    def trainer(self) -> Sequence[events.Accumulated | events.OptimizerStep]:
+        """The trainer's work in the order in which it ended."""
+        return sorted([*self.passes, *self.steps], key=lambda work: (work.end_s, work.start_s))
 
     @property
     def slots(self) -> Mapping[str, int]:
         """The highest slot of each engine that did something."""
-        slots = {state.engine: 0 for state in self.states}
-        return slots | {engine: lanes.num_lanes for engine, lanes in self.pairs.engines.items()}
+        slots = {engine: lanes.num_lanes for engine, lanes in self.pairs.engines.items()}
+        return {state.engine: 0 for state in self.states} | slots
 
     @property
     def open_rounds(self) -> Sequence[RoundSpan]:
@@ -239,9 +222,8 @@ class Timeline:
 
     def open_calls(self, *verbs: str) -> Sequence[Interval]:
         """What worker processes were asked for and had not done (`verb_of`)."""
-        return [
-            Interval(since_s, self.end_s) for what, since_s in self.waits.items() if verb_of(what) in verbs
-        ]
+        since = [since_s for what, since_s in self.waits.items() if verb_of(what) in verbs]
+        return [Interval(since_s, self.end_s) for since_s in since]
 
     def _until_now(self, opened: Iterable[P]) -> Sequence[P]:
         return [replace(each, end_s=self.end_s) for each in opened]
@@ -267,6 +249,6 @@ class RunTimelines:
     def update(self) -> None:
         """Read what was appended since the last time. Raises as `LogReader.read`."""
         for event in self._reader.read():
-            if isinstance(event, RunStarted):
+            if isinstance(event, events.RunStarted):
                 self.all.append(Timeline(event.life, event.time_s, event.time_s))
             self.all[-1].on(event)
