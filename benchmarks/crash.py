@@ -48,10 +48,10 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import tomli_w
-from tailrace.schedules.resolve import resolve
 
 from common import EXAMPLES, run, write
 from tailrace import clock
+from tailrace.assembly.schedule import resolve
 from tailrace.commands.race import Arena, Racer
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute

@@ -35,9 +35,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from tailrace.controller.simulation import Schedule
-
 from common import run, write
+from tailrace.assembly.simulation import Schedule
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.plan.base import Measured

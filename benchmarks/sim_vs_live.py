@@ -33,9 +33,9 @@ from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
 from tailrace.record.laps import LapMeter
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
-from tailrace.record.trace import TraceWriter
 from tailrace.sim.settings import SimSettings
 
 EXAMPLE = EXAMPLES / "rolloutpipe.toml"
@@ -90,7 +90,7 @@ def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
     (folder / "config.toml").write_text(config.toml())
     files = [
         MetricsWriter(folder / "metrics.jsonl"),
-        TraceWriter(folder / "trace.json"),
+        LogWriter(folder / "events.jsonl"),
         SamplesWriter(folder / "samples"),
     ]
     return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))

@@ -119,13 +119,13 @@ def _parser(*, is_served: bool) -> argparse.ArgumentParser:
     )
     sub.add_argument("--repeats", dest="compare.repeats", metavar="N", help="instead of compare.repeats")
     sub.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
-    sub.add_argument("--output-dir", dest="folder", type=Path, metavar="D", help="pictures and traces")
+    sub.add_argument("--output-dir", dest="folder", type=Path, metavar="D", help="the files of each schedule")
     json_option(sub, "the medians")
 
     summary = "run the schedule in virtual time, on the [sim] section's set-up"
     sub = add("simulate", "commands.simulate:run", summary, takes="overrides")
     sub.add_argument(
-        "--output-dir", dest="folder", type=Path, metavar="D", help="metrics, summary, trace and picture"
+        "--output-dir", dest="folder", type=Path, metavar="D", help="metrics, summary and events"
     )
     found = "with the costs and lengths of this run, instead of [sim]"
     sub.add_argument("--like", dest="like_run", type=Path, metavar="RUN", help=found)
@@ -158,6 +158,8 @@ def _parser(*, is_served: bool) -> argparse.ArgumentParser:
     where = sub.add_mutually_exclusive_group()
     where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
     where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
+    perfetto = "write the events of one run for ui.perfetto.dev instead"
+    where.add_argument("--perfetto", type=Path, metavar="F.json", help=perfetto)
 
     summary = "do the work of one stage of a run that has a [broker], from any host"
     sub = add("join", "workers.join:join", summary, config="", takes="")

@@ -22,6 +22,7 @@ from crash import (
 )
 from tailrace.record.metrics import read_rows
 from tailrace.record.rows import ClosingRow, RoundRow, StepRow
+from tailrace.record.timeline import RunTimelines
 
 
 def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated(
@@ -40,8 +41,10 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
         if isinstance(row, StepRow | RoundRow | ClosingRow)
     ]
     assert sum(sum(row.counts.engines_died.values()) for row in rows) == 1
-    trace = (victim.folder / "trace.json").read_text()
-    assert " is dead" in trace and "signal SIGKILL" in trace
+    timelines = RunTimelines(victim.folder / "events.jsonl")
+    timelines.update()
+    dead = [each for process in timelines.all for each in process.states if each.state == "dead"]
+    assert [each.why for each in dead] == ["signal SIGKILL"]
 
 
 def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its_sample() -> None:

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import typer
-from tailrace.schedules.resolve import resolve
 
 from common import QUICKSTART
 from gpu_check import Check, checks, main, run_all
+from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 from tailrace.trainer.base import TrainerSettings

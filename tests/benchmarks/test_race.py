@@ -1,8 +1,7 @@
 """The race of all schedules: it names each of them, with parameters that work."""
 
-from tailrace.schedules.resolve import resolve, shared_parameters
-
 import common
+from tailrace.assembly.schedule import resolve, shared_parameters
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 

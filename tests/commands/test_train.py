@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from small_run import train_here, trained_prompts, write_small_run
-from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
-from tailrace.commands.live import check_live
-from tailrace.schedules.resolve import with_published_defaults
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tailrace.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.assembly.live import check_live
+from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.train import opened, train
@@ -26,6 +26,7 @@ from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
+from tailrace.record.timeline import RunTimelines
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
 
@@ -228,7 +229,12 @@ def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Pat
     assert train_here(killed, *words) == 0
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
-    assert json.loads((folder / "trace-2.json").read_text())
+    timelines = RunTimelines(folder / "events.jsonl")
+    timelines.update()
+    first, second = timelines.all
+    assert (first.life, second.life) == (1, 2) and second.is_closed and not first.is_closed
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert second.start_s == first.end_s and second.steps[-1].number == steps
     with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
         books = read_books(store)
     assert set(books.groups) == set(range(48)) and len(books.lives) == 2
@@ -314,7 +320,7 @@ def test_a_directory_in_which_another_process_trains_is_refused(
 HOLDER = """
 import sys
 from pathlib import Path
-from tailrace.commands.folder import RunFolder
+from tailrace.assembly.folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])).locked():
     print("holds it", flush=True)

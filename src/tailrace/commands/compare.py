@@ -19,7 +19,6 @@ from tailrace.commands.comparison import Comparison
 from tailrace.commands.race import Racer, race_live, race_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, with_model_folder
-from tailrace.record.draw import draw
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
 
@@ -31,7 +30,7 @@ def compare(
 
     Args:
         virtual: whether to race in virtual time. A config without [model] is always raced so.
-        folder: where the picture, the files of each schedule and compare.json go; None: none are written.
+        folder: where the files of each schedule and compare.json go; None: none are written.
         json_path: another file for the numbers.
 
     Raises:
@@ -53,17 +52,14 @@ def compare(
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
-            race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)
+            race = race_live(racers, config.compare.repeats, place, with_files=folder is not None)
             measured = clock.run(race, virtual=False)
     comparison = Comparison(measured.laps)
-    if folder:
-        typical = {name: measured.timelines[name][comparison.typical(name)] for name in comparison.laps}
-        picture = draw(typical, folder / "timeline.png")
     print_table(console, comparison.table(VIRTUAL if virtual else LIVE))
     if virtual:
         note_default_costs(config.sim, console)
     if folder:
-        console.print(picture, f"files     {folder}/*/  (tailrace view {folder})", sep="\n", markup=False)
+        console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(comparison.numbers(), indent=2) + "\n")

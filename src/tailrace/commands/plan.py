@@ -19,7 +19,7 @@ from tailrace.commands.tables import open_console, print_table, progress
 from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
-from tailrace.fit.lengths import correlation_within_groups
+from tailrace.fit.fit import correlation_within_groups
 from tailrace.plan.base import Candidate, Measured, Plan
 from tailrace.plan.problem import Problem
 from tailrace.plan.search import search

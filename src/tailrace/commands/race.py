@@ -21,10 +21,9 @@ from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.laps import Lap, LapMeter
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
-from tailrace.record.timeline import Timeline
-from tailrace.record.trace import TraceWriter
 
 WARM_UP_ROUNDS = 2
 """Rounds of the live lap of each schedule that is run before the race and not counted."""
@@ -56,14 +55,12 @@ class Racer:
 
 @dataclass(slots=True)
 class Measured:
-    """The counted laps of each racer, and their timelines."""
+    """The counted laps of each racer."""
 
     laps: dict[str, list[Lap]] = field(default_factory=dict)
-    timelines: dict[str, list[Timeline]] = field(default_factory=dict)
 
-    def add(self, name: str, meter: LapMeter, timeline: Timeline) -> None:
+    def add(self, name: str, meter: LapMeter) -> None:
         self.laps.setdefault(name, []).append(meter.lap())
-        self.timelines.setdefault(name, []).append(timeline)
 
 
 class Arena:
@@ -92,12 +89,12 @@ class Arena:
 
 
 async def race_live(
-    racers: Mapping[str, Racer], repeats: int, folder: Path, *, pictured: bool = False
+    racers: Mapping[str, Racer], repeats: int, folder: Path, *, with_files: bool = False
 ) -> Measured:
     """Race on real workers, whose logs and first weights go to the folder.
 
     Args:
-        pictured: whether to write the files of each racer's last lap.
+        with_files: whether to write the files of each racer's last lap.
     """
     measured = Measured()
     async with aclosing(Arena(folder)) as arena:
@@ -108,16 +105,16 @@ async def race_live(
                 if repeat < 0:
                     rounds = min(settings.rounds, WARM_UP_ROUNDS)
                     settings = settings.model_copy(update={"rounds": rounds})
-                meter, timeline = LapMeter(), Timeline()
+                meter = LapMeter()
                 await execute(
                     racer.schedule,
                     await arena.parts(racer),
                     settings,
-                    _recorder(name, racer, meter, timeline, folder if pictured else None),
+                    _recorder(name, racer, meter, folder if with_files else None),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
-                    measured.add(name, meter, timeline)
+                    measured.add(name, meter)
     return measured
 
 
@@ -126,11 +123,11 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     measured = Measured()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            meter, timeline = LapMeter(), Timeline()
+            meter = LapMeter()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(name, racer, meter, timeline, folder))
-            measured.add(name, meter, timeline)
+            run_virtual(config, racer.schedule, _recorder(name, racer, meter, folder))
+            measured.add(name, meter)
     return measured
 
 
@@ -143,11 +140,11 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, racer: Racer, meter: LapMeter, timeline: Timeline, folder: Path | None) -> Recorder:
+def _recorder(name: str, racer: Racer, meter: LapMeter, folder: Path | None) -> Recorder:
     """The files of a lap are those of a run, in a folder of the racer's name."""
     sinks: list[Sink] = [meter]
     if folder:
         own = RunFolder(folder / name.replace("/", "_"))
         own.begin_anew(racer.config.toml())
-        sinks += [timeline, MetricsWriter(own.metrics), TraceWriter(own.trace(1)), Summary(own.summary)]
+        sinks += [MetricsWriter(own.metrics), LogWriter(own.events), Summary(own.summary)]
     return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))
