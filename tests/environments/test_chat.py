@@ -3,7 +3,7 @@
 import pytest
 from characters import tokenizer
 
-from tailrace.environments.chat import Chat
+from tailrace.environments.history import Chat
 from tailrace.errors import ConfigError, EnvironmentFailed
 
 QWEN = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tailrace.environments.tool_calls import ToolCall, parse_hermes, parse_llama3_json
+from tailrace.environments.tools import ToolCall, parse_hermes, parse_llama3_json
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 

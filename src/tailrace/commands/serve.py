@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Settings)
 
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
-GRACE_S = 2.0
+GRACE_S = 2
 """Seconds that replies under way have to end after a signal."""
 
 
@@ -51,6 +51,7 @@ def serve(
     """
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as why:
         remedy = "pip install 'tailrace[serve]'"
@@ -92,7 +93,10 @@ class _Server:
             sampling=sampling,
             report_every_s=REPORT_EVERY_S,
         )
-        with self._bound() as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
+        from tailrace.engine.serve.listening import bind
+
+        address = bind(self.settings.host, self.settings.port, "--host, --port")
+        with address as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
             process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
             try:
                 await process.ready()
@@ -101,60 +105,29 @@ class _Server:
                 await process.close()
 
     async def _serve(self, process: ServedEngine, bound: socket.socket) -> None:
-        import uvicorn
-
         from tailrace.engine.serve.app import make_app
-        from tailrace.engine.serve.listening import Server, TimedProtocol
-        from tailrace.engine.serve.requests import Requests
+        from tailrace.engine.serve.generation import Requests
+        from tailrace.engine.serve.listening import Server
 
         requests = Requests(process)
         app = make_app(requests, process, self.tokenizer, self.model, self.settings, self.token)
-        config = uvicorn.Config(
-            app,
-            http=TimedProtocol,
-            log_level="warning",
-            timeout_graceful_shutdown=round(GRACE_S),
-            lifespan="off",
-        )
-        server = Server(config)
-        received: list[int] = []
-
-        def stop(signal: int) -> None:
-            received.append(signal)
-            server.should_exit = True  # it looks at this several times a second
-
-        serving = asyncio.ensure_future(server.serve([bound]))
+        server = Server(app, bound, grace_s=GRACE_S)
         died = asyncio.ensure_future(process.died())
-        died.add_done_callback(lambda _: setattr(server, "should_exit", True))
-        with signals_received(stop):
-            host, port = bound.getsockname()[:2]
-            print(f"serving   http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-            await asyncio.wait([serving, died], return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                requests.fail(WorkerDied(died.result()))
-            await serving
+
+        def end(died: "asyncio.Future[str]") -> None:
+            requests.fail(WorkerDied(died.result()))
+            server.stop()
+
+        died.add_done_callback(end)
+        with signals_received(server.stop):
+            print(f"serving   {server.url}", flush=True)
+            await server.serve()
+        died.remove_done_callback(end)
         if died.done():
             raise WorkerDied(died.result())
         died.cancel()
-        if received:
-            raise Interrupted("the server was stopped", received[0])
-
-    def _bound(self) -> socket.socket:
-        """A socket with the address, so that one in use is known before the model is loaded."""
-        host, port = self.settings.host, self.settings.port
-        try:
-            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind(address)
-            except OSError:
-                bound.close()
-                raise
-            return bound
-        except OSError as why:
-            problem = f"the server cannot listen there: {why}"
-            raise ConfigError("--host, --port", f"{host}:{port}", problem, "choose another") from why
+        if server.signal is not None:
+            raise Interrupted("the server was stopped", server.signal)
 
 
 def given(kind: type[S], values: Mapping[str, object]) -> S:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tailrace.engine.serve.text import Text, TokenStrings
-from tailrace.engine.serve.versions import Versions
+from tailrace.engine.serve.formats import Text, TokenStrings
+from tailrace.engine.serve.generation import Versions
 
 
 def byte_tokenizer() -> Tokenizer:
