@@ -10,10 +10,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from tailrace.data.tokenizer import Tokenizer
-from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams, Usage
+from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.serve.formats import (
     ChatFormat,
     CompletionFormat,
@@ -126,6 +127,10 @@ class ComputingEngine(Protocol):
         """Return the load and the counters of the last output."""
 
 
+Output = GenerationOutput | None
+"""New tokens of a sample; None: it was aborted."""
+
+
 @dataclass(eq=False)
 class _Job:
     """The samples of one HTTP request.
@@ -133,14 +138,12 @@ class _Job:
     Args:
         names: by which clients of vLLM may abort it.
         open: numbers of the unfinished samples, by the engine's request id.
-        new: outputs that have arrived and were not handed out, by sample number; None: it was aborted.
+        arrived: outputs with the sample's number, or why the engine has ended.
     """
 
     names: frozenset[str]
     open: dict[str, int] = field(default_factory=dict)
-    new: dict[int, list[GenerationOutput | None]] = field(default_factory=dict)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    error: Exception | None = None
+    arrived: "asyncio.Queue[tuple[int, Output] | Exception]" = field(default_factory=asyncio.Queue)
 
 
 class Requests:
@@ -152,7 +155,8 @@ class Requests:
 
     def __init__(self, engine: ComputingEngine) -> None:
         self._engine = engine
-        engine.on_output, engine.on_aborted = self._on_output, lambda id: self._add(id, None)
+        engine.on_output = lambda output: self._add(output.id, output)
+        engine.on_aborted = lambda id: self._add(id, None)
         self._jobs: dict[str, _Job] = {}
         """By the engine's request id."""
         self._numbers = itertools.count()
@@ -163,13 +167,13 @@ class Requests:
         """Of all samples since the start."""
 
     async def generate(
-        self, names: frozenset[str], samples: Sequence[tuple[Sequence[int], int, bool, SamplingParams]]
-    ) -> AsyncGenerator[tuple[int, list[GenerationOutput | None]]]:
-        """Yield the new outputs of samples, by their numbers, until all have ended. Closing the generator
-        aborts the others.
+        self, names: frozenset[str], samples: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Output]]:
+        """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
+        the others.
 
         Args:
-            samples: prompt, seed, greedy and sampling of each, as in GenerationRequest.
+            samples: get ids of their own.
 
         Raises:
             Exception: that `fail` was given.
@@ -178,25 +182,22 @@ class Requests:
             await self._admitting.wait()
         job = _Job(names)
         try:
-            for number, (prompt, seed, greedy, sampling) in enumerate(samples):
+            for number, sample in enumerate(samples):
                 id = str(next(self._numbers))
-                self._engine.submit(GenerationRequest(id, prompt, (), seed, greedy, sampling))
+                self._engine.submit(msgspec.structs.replace(sample, id=id))
                 job.open[id], self._jobs[id] = number, job
                 self._drained.clear()
-                self.num_prompt_tokens += len(prompt)
-            while job.open or job.new:
-                await job.arrived.wait()
-                job.arrived.clear()
-                if job.error is not None:
-                    raise job.error
-                new, job.new = job.new, {}
-                for each in new.items():
-                    yield each
+                self.num_prompt_tokens += len(sample.prompt_ids)
+            while job.open or not job.arrived.empty():
+                arrived = await job.arrived.get()
+                if isinstance(arrived, Exception):
+                    job.open.clear()
+                    raise arrived
+                yield arrived
         finally:
             for id in list(job.open):
                 self._end(id)
-                if job.error is None:
-                    self._engine.abort(id)
+                self._engine.abort(id)
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their names; None: all. Their iterators end with None. Returns their number."""
@@ -219,20 +220,15 @@ class Requests:
         await self._drained.wait()
 
     def fail(self, error: Exception) -> None:
-        """End all requests with an error."""
+        """End all requests with an error: the engine has ended."""
         for job in set(self._jobs.values()):
-            job.error = error
-            job.arrived.set()
+            job.arrived.put_nowait(error)
 
-    def _on_output(self, output: GenerationOutput) -> None:
-        self._add(output.id, output)
-
-    def _add(self, id: str, output: GenerationOutput | None) -> None:
+    def _add(self, id: str, output: Output) -> None:
         job = self._jobs.get(id)
         if job is None:  # its client has gone
             return
-        job.new.setdefault(job.open[id], []).append(output)
-        job.arrived.set()
+        job.arrived.put_nowait((job.open[id], output))
         if output is None or output.finish_reason is not None:
             self._end(id)
 
@@ -255,15 +251,10 @@ class _Sample:
             skip_special=sampling.skip_special_tokens,
         )
 
-    def piece(self, outputs: Sequence[GenerationOutput | None]) -> Piece:
-        new = Piece()
-        for output in outputs:
-            if output is None:
-                new.finish = "abort"
-                continue
-            new.ids += output.ids
-            new.logprobs += output.behavior_logprobs
-            new.finish = output.finish_reason
+    def piece(self, output: Output) -> Piece:
+        new = Piece(finish="abort")
+        if output is not None:
+            new = Piece(output.ids, output.behavior_logprobs, finish=output.finish_reason)
             self._spans.append(Span(output.version, len(output.ids)))
         new.text = self._text.extend(new.ids, ended=new.finish is not None)
         is_stop_token = new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids
@@ -355,13 +346,16 @@ class Generation:
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
         given = body.request_id or f"{self._random.getrandbits(128):032x}"
         names = frozenset((given, f"{prefix}{given}", f"{prefix}{given}-0"))
-        asked = [(prompt, seed + number, sampling.greedy, params) for number in range(sampling.n)]
+        asked = [
+            GenerationRequest("", prompt, (), seed + number, sampling.greedy, params)
+            for number in range(sampling.n)
+        ]
         samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._versions) for _ in asked]
 
         async def pieces() -> AsyncGenerator[tuple[int, Piece]]:
             async with aclosing(self._requests.generate(names, asked)) as arriving:
-                async for number, outputs in arriving:
-                    yield number, samples[number].piece(outputs)
+                async for number, output in arriving:
+                    yield number, samples[number].piece(output)
 
         id = given if kind is GenerateFormat else prefix + given
         format = kind(body, id, self._name, self._strings, prompt)
