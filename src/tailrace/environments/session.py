@@ -361,11 +361,13 @@ class SessionServer:
             assert session is not None
             return session
 
-        router, found = APIRouter(prefix="/sessions/{name}/v1"), Annotated[Session, Depends(find)]
+        router = APIRouter(prefix="/sessions/{name}/v1")
 
         @router.post("/chat/completions")
-        async def chat(session: found, body: SessionRequest, request: Request) -> Response:  # type: ignore[valid-type]
-            reply: Reply = await session.ask(body)
+        async def chat(
+            session: Annotated[Session, Depends(find)], body: SessionRequest, request: Request
+        ) -> Response:
+            reply = await session.ask(body)
             num_context = reply.completion.num_context_tokens
             format = ChatFormat(body, f"chatcmpl-{reply.id}", MODEL, self._strings, (), num_context)
             return await respond(format, reply.pieces(), request)

@@ -15,7 +15,6 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tailrace import __version__
 from tailrace.data.tokenizer import Tokenizer
@@ -52,40 +51,6 @@ def names_this_machine(request: Request) -> bool:
         return False
 
 
-class BodyLimit:
-    """ASGI middleware: refuses larger bodies.
-
-    What is left of a refused request's body is read before the reply, up to the limit again: a connection
-    that is closed with unread data is reset, and its client may lose the reply.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes, is_whole = 0, scope["type"] != "http"
-
-        async def counted() -> Message:
-            nonlocal num_bytes, is_whole
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            return message
-
-        async def limited() -> Message:
-            message = await counted()
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
-            return message
-
-        async def drained(message: Message) -> None:
-            while not is_whole and num_bytes <= 2 * self._max_bytes:
-                await counted()
-            await send(message)
-
-        await self._app(scope, limited, drained)
-
-
 def error_body(status: int, message: str, code: object = None) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -102,9 +67,15 @@ class Refused(HTTPException):
 
 def openai_app(routers: Iterable[APIRouter], *, max_body_bytes: int) -> FastAPI:
     """Return an application of routers, which replies in OpenAI's form to what it refuses."""
-    app = FastAPI(title="tailrace", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app = FastAPI(
+        title="tailrace",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        max_body_size=max_body_bytes,
+    )
     errors: Mapping[type[Exception], Callable[[Any], str]] = {
         HTTPException: lambda why: str(why.detail),
         RequestValidationError: _words,

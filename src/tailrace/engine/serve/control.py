@@ -7,7 +7,7 @@ elsewhere.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,7 +139,7 @@ class Control:
     def router(self) -> APIRouter:
         """Make the router."""
         router = APIRouter()
-        for path, endpoint in {
+        endpoints: Mapping[str, Callable[..., Awaitable[Info]]] = {
             "/pause": self.pause,
             "/resume": self.resume,
             "/sleep": self.sleep,
@@ -153,8 +153,10 @@ class Control:
             "/update_weight_version": self.name_version,
             "/init_process_group": self.init_process_group,
             "/request_weight_update": self.update_at_once,
-        }.items():
-            router.add_api_route(path, endpoint, methods=["POST"])
+        }
+        for path, endpoint in endpoints.items():
+            # Clients look up the schema of a body under the name of vLLM's function, which is the path's.
+            router.add_api_route(path, endpoint, methods=["POST"], name=path.rpartition("/")[2])
         return router
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Info:

@@ -225,7 +225,7 @@ class GenerateFormat(Format[GenerateRequest]):
         }
 
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
-        reply = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "usage": usage}
+        reply: Json = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "usage": usage}
         if whole:
             reply |= {"model": self.model, "created": self._created}
         if self.body.return_token_ids and self._begins("reply"):
