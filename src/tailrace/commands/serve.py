@@ -3,10 +3,8 @@
 import asyncio
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -69,65 +67,47 @@ def serve(
         vocab_size=read_config(model)["vocab_size"],
         kv_cache_tokens=engine.kv_cache_tokens,
     )
-    server = _Server(served, engine, settings, tokenizer, bearer_token(token_file))
-    clock.run(server.run(), virtual=False)
+    token = bearer_token(token_file)
+    clock.run(_serve(served, engine, settings, tokenizer, token), virtual=False)
 
 
-@dataclass
-class _Server:
-    """One engine process and the HTTP server before it."""
+async def _serve(
+    model: ServedModel,
+    engine: NativeEngineSettings,
+    settings: ServeSettings,
+    tokenizer: Tokenizer,
+    token: str,
+) -> None:
+    """Serve one engine process until a signal comes or the process ends."""
+    from tailrace.engine.serve.app import make_app
+    from tailrace.engine.serve.listening import Server, bind
 
-    model: ServedModel
-    engine: NativeEngineSettings
-    settings: ServeSettings
-    tokenizer: Tokenizer
-    token: str
-
-    async def run(self) -> None:
-        """Serve until a signal comes or the engine ends."""
-        sampling = SamplingSettings(max_completion_tokens=self.model.max_model_len)
-        job = EngineJob(
-            threads=self.engine.threads,
-            model=self.model.path,
-            engine=self.engine,
-            sampling=sampling,
-            report_every_s=REPORT_EVERY_S,
-        )
-        from tailrace.engine.serve.listening import bind
-
-        address = bind(self.settings.host, self.settings.port, "--host, --port")
-        with address as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
-            process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
-            try:
-                await process.ready()
-                await self._serve(process, bound)
-            finally:
-                await process.close()
-
-    async def _serve(self, process: ServedEngine, bound: socket.socket) -> None:
-        from tailrace.engine.serve.app import make_app
-        from tailrace.engine.serve.generation import Requests
-        from tailrace.engine.serve.listening import Server
-
-        requests = Requests(process)
-        app = make_app(requests, process, self.tokenizer, self.model, self.settings, self.token)
-        server = Server(app, bound, grace_s=GRACE_S)
-        died = asyncio.ensure_future(process.died())
-
-        def end(died: "asyncio.Future[str]") -> None:
-            requests.fail(WorkerDied(died.result()))
-            server.stop()
-
-        died.add_done_callback(end)
-        with signals_received(server.stop):
-            print(f"serving   {server.url}", flush=True)
-            await server.serve()
-        died.remove_done_callback(end)
-        if died.done():
-            raise WorkerDied(died.result())
-        died.cancel()
+    job = EngineJob(
+        threads=engine.threads,
+        model=model.path,
+        engine=engine,
+        sampling=SamplingSettings(max_completion_tokens=model.max_model_len),
+        report_every_s=REPORT_EVERY_S,
+    )
+    with (
+        bind(settings.host, settings.port, "--host, --port") as bound,
+        TemporaryDirectory(prefix="tailrace-serve-") as logs,
+    ):
+        process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
+        try:
+            await process.ready()
+            server = Server(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
+            died = asyncio.ensure_future(process.died())
+            died.add_done_callback(lambda _: server.stop())
+            with signals_received(server.stop):
+                print(f"serving   {server.url}", flush=True)
+                await server.serve()
+        finally:
+            await process.close()
         if server.signal is not None:
+            died.cancel()
             raise Interrupted("the server was stopped", server.signal)
+        raise WorkerDied(await died)
 
 
 def given(kind: type[S], values: Mapping[str, object]) -> S:

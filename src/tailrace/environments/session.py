@@ -150,10 +150,8 @@ def assistant_message(completion: Completion, parse: Parse | None, first_call: i
     return {"role": "assistant", "content": (has_marks and text.strip()) or None, "tool_calls": called}
 
 
-@dataclass(eq=False)
-class _Ask:
-    body: SessionRequest
-    turn: asyncio.Future[Reply]
+Ask = tuple[SessionRequest, asyncio.Future[Reply]]
+"""A request, and its reply to come."""
 
 
 class Session:
@@ -173,8 +171,8 @@ class Session:
         self.is_over = False
         """A request found no room for another turn."""
         self._contexts, self._parse = contexts, parse
-        self._asks: asyncio.Queue[_Ask] = asyncio.Queue()
-        self._open: set[_Ask] = set()
+        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
+        self._open: set[asyncio.Future[Reply]] = set()
         self._asked: list[Json] = []
         self._tools: list[Json] | None = None
         self._num_calls = 0
@@ -187,41 +185,42 @@ class Session:
         Raises:
             Refused: there is none.
         """
-        ask = _Ask(body, asyncio.get_running_loop().create_future())
         if self._is_closed:
             raise _closed()
-        self._open.add(ask)
-        self._asks.put_nowait(ask)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._open.add(reply)
+        self._asks.put_nowait((body, reply))
         try:
-            return await ask.turn
+            return await reply
         finally:
-            self._open.discard(ask)
+            self._open.discard(reply)
 
-    async def waiting(self) -> _Ask:
+    async def waiting(self) -> Ask:
         """Wait for the next request."""
         return await self._asks.get()
 
-    async def answer(self, ask: _Ask, policy: Policy) -> None:
+    async def answer(self, ask: Ask, policy: Policy) -> None:
         """Let the policy answer a request.
 
         Raises:
             EnvironmentFailed: the episode cannot go on.
         """
+        body, reply = ask
         try:
-            turn = await self._turn(ask.body, policy)
+            turn = await self._turn(body, policy)
         except Refused as why:
-            if not ask.turn.done():
-                ask.turn.set_exception(why)
+            if not reply.done():
+                reply.set_exception(why)
         else:
-            if not ask.turn.done():
-                ask.turn.set_result(turn)
+            if not reply.done():
+                reply.set_result(turn)
 
     def close(self) -> None:
         """Refuse the open requests and all later ones."""
         self._is_closed = True
-        for ask in self._open:
-            if not ask.turn.done():
-                ask.turn.set_exception(_closed())
+        for reply in self._open:
+            if not reply.done():
+                reply.set_exception(_closed())
 
     async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
         messages = body.messages

@@ -16,7 +16,6 @@ from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.base import Usage
 from tailrace.engine.serve.app import make_app
 from tailrace.engine.serve.control import OfferedWeights
-from tailrace.engine.serve.generation import Requests
 from tailrace.engine.serve.listening import Server
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.errors import WeightsRefused
@@ -66,8 +65,7 @@ def status(folder):
             path=folder / "model", dtype="float32", max_model_len=9, vocab_size=61, kv_cache_tokens=9
         )
         settings = ServeSettings(host=listening, served_model_name="tiny")
-        engine = Unstarted()
-        app = make_app(Requests(engine), engine, load_tokenizer(folder / "model"), model, settings, TOKEN)
+        app = make_app(Unstarted(), load_tokenizer(folder / "model"), model, settings, TOKEN)
 
         async def ask():
             transport = httpx.ASGITransport(app)

@@ -113,7 +113,6 @@ def model_list(name: str, **more: object) -> dict[str, Any]:
 
 
 def make_app(
-    requests: Requests,
     engine: ComputingEngine,
     tokenizer: Tokenizer,
     model: ServedModel,
@@ -141,7 +140,7 @@ def make_app(
     async def alive() -> Response:
         return Response()
 
-    versions = Versions()
+    requests, versions = Requests(engine), Versions()
     offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
     control = Control(engine, requests, versions, offered)
     owners.include_router(control.router())

@@ -6,14 +6,14 @@ import inspect
 import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.tokenizer import Tokenizer, render
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.serve.formats import (
     ChatFormat,
@@ -34,6 +34,7 @@ from tailrace.engine.serve.protocol import (
     ServingFields,
 )
 from tailrace.engine.serve.settings import ServedModel
+from tailrace.errors import WorkerDied
 from tailrace.types import KV, Span
 from tailrace.weights.base import Link, Weights
 
@@ -138,12 +139,12 @@ class _Job:
     Args:
         names: by which clients of vLLM may abort it.
         open: numbers of the unfinished samples, by the engine's request id.
-        arrived: outputs with the sample's number, or why the engine has ended.
+        arrived: outputs with their samples' numbers.
     """
 
     names: frozenset[str]
     open: dict[str, int] = field(default_factory=dict)
-    arrived: "asyncio.Queue[tuple[int, Output] | Exception]" = field(default_factory=asyncio.Queue)
+    arrived: "asyncio.Queue[tuple[int, Output]]" = field(default_factory=asyncio.Queue)
 
 
 class Requests:
@@ -174,9 +175,6 @@ class Requests:
 
         Args:
             samples: get ids of their own.
-
-        Raises:
-            Exception: that `fail` was given.
         """
         while not self._admitting.is_set():  # it may be cleared again before this task runs
             await self._admitting.wait()
@@ -189,15 +187,12 @@ class Requests:
                 self._drained.clear()
                 self.num_prompt_tokens += len(sample.prompt_ids)
             while job.open or not job.arrived.empty():
-                arrived = await job.arrived.get()
-                if isinstance(arrived, Exception):
-                    job.open.clear()
-                    raise arrived
-                yield arrived
+                yield await job.arrived.get()
         finally:
             for id in list(job.open):
                 self._end(id)
-                self._engine.abort(id)
+                with suppress(WorkerDied):
+                    self._engine.abort(id)
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their names; None: all. Their iterators end with None. Returns their number."""
@@ -218,11 +213,6 @@ class Requests:
     async def drained(self) -> None:
         """Wait until no request is under way."""
         await self._drained.wait()
-
-    def fail(self, error: Exception) -> None:
-        """End all requests with an error: the engine has ended."""
-        for job in set(self._jobs.values()):
-            job.arrived.put_nowait(error)
 
     def _add(self, id: str, output: Output) -> None:
         job = self._jobs.get(id)
@@ -318,13 +308,8 @@ class Generation:
         if refused := [name for name in arguments if name in own]:
             raise HTTPException(400, f"chat_template_kwargs must not have {refused[0]!r}")
         try:
-            return await asyncio.to_thread(
-                self._tokenizer.apply_chat_template,
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                tokenize=False,
-                **arguments,
-            )
+            written = {"add_generation_prompt": body.add_generation_prompt, **arguments}
+            return await asyncio.to_thread(render, self._tokenizer, body.messages, written)
         except Exception as why:  # templates are programs: they raise errors of their own
             raise HTTPException(400, f"the chat template refuses the messages: {why}") from why
 

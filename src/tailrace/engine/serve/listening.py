@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
 
     def stop(self, signal: int | None = None) -> None:
         """End soon: the server looks at this several times a second."""
-        self.signal, self.should_exit = signal, True
+        self.signal, self.should_exit = self.signal or signal, True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
