@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from tailrace import __version__
 from tailrace.data.tokenizer import Tokenizer
 from tailrace.engine.serve.control import Control, OfferedWeights
-from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests, Versions
+from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import expected_tensors
@@ -49,12 +49,6 @@ def names_this_machine(request: Request) -> bool:
         return is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or "")
     except ValueError:
         return False
-
-
-def error_body(status: int, message: str, code: object = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 
 
 class Refused(HTTPException):
@@ -93,9 +87,10 @@ def openai_app(routers: Iterable[APIRouter], *, max_body_bytes: int) -> FastAPI:
 def _handler(message: Callable[[Any], str]) -> Callable[[Request, Exception], Response]:
     def handle(request: Request, why: Exception) -> Response:
         status, headers = getattr(why, "status_code", 400), getattr(why, "headers", None)
-        body = error_body(status, message(why), getattr(why, "code", None))
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message(why), "type": kind, "param": None, "code": getattr(why, "code", status)}
         # In ASCII: messages may quote the client's.
-        return Response(json.dumps(body), status, headers, media_type="application/json")
+        return Response(json.dumps({"error": error}), status, headers, media_type="application/json")
 
     return handle
 
@@ -140,12 +135,12 @@ def make_app(
     async def alive() -> Response:
         return Response()
 
-    requests, versions = Requests(engine), Versions()
+    requests = Requests(engine)
     offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
-    control = Control(engine, requests, versions, offered)
+    control = Control(engine, requests, offered)
     owners.include_router(control.router())
     users.include_router(
-        Generation(requests, versions, tokenizer, model, settings.served_model_name).router()
+        Generation(requests, control.labels, tokenizer, model, settings.served_model_name).router()
     )
     told: Mapping[str, Callable[[], object]] = {
         "/version": lambda: {"version": f"tailrace {__version__}"},
@@ -156,7 +151,7 @@ def make_app(
         "/get_world_size": lambda: {"world_size": 1},
         "/is_paused": lambda: {"is_paused": control.paused},
         "/is_sleeping": lambda: {"is_sleeping": control.asleep},
-        "/weight_info": lambda: {"weight_version": versions.label},
+        "/weight_info": lambda: {"weight_version": control.labels[-1]},
         "/openapi.json": lambda: app.openapi(),
     }
     for path, tell in told.items():

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Body, HTTPException, Query
 from pydantic import BaseModel, ValidationError, model_validator
 from safetensors import SafetensorError
 
-from tailrace.engine.serve.generation import ComputingEngine, Requests, Versions
+from tailrace.engine.serve.generation import FIRST, ComputingEngine, Requests
 from tailrace.engine.serve.protocol import Name
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.model_folder import tensor_headers, weight_files
@@ -122,11 +122,10 @@ class Control:
         offered: checks new weights.
     """
 
-    def __init__(
-        self, engine: ComputingEngine, requests: Requests, versions: Versions, offered: OfferedWeights
-    ) -> None:
-        self._engine, self._requests, self._versions = engine, requests, versions
-        self._offered = offered
+    def __init__(self, engine: ComputingEngine, requests: Requests, offered: OfferedWeights) -> None:
+        self._engine, self._requests, self._offered = engine, requests, offered
+        self.labels = [FIRST]
+        """Of the weights, by the engine's number of each load. An unnamed one has that before it."""
         self._transfer: Info = {}
         """Fields that every update has."""
         self._lock = asyncio.Lock()
@@ -139,13 +138,13 @@ class Control:
     def router(self) -> APIRouter:
         """Make the router."""
         router = APIRouter()
-        endpoints: Mapping[str, Callable[..., Awaitable[Info]]] = {
+        endpoints: Mapping[str, Callable[..., Awaitable[Info | None]]] = {
             "/pause": self.pause,
             "/resume": self.resume,
             "/sleep": self.sleep,
             "/wake_up": self.wake_up,
             "/abort_requests": self.abort_requests,
-            "/inference/v1/abort_requests": self.abort_requests,
+            "/inference/v1/abort_requests": self.abort_generations,
             "/init_weight_transfer_engine": self.init_transfer,
             "/start_weight_update": self.start_update,
             "/update_weights": self.update,
@@ -183,7 +182,7 @@ class Control:
         async with self._lock:
             if self.asleep:
                 await self._engine.wake()
-                self._versions.restart()
+                self.labels.append(self.labels[0])
             await self._engine.resume()
             self._requests.admit(True)
             self.paused = self.asleep = False
@@ -219,6 +218,10 @@ class Control:
     async def abort_requests(self, request_ids: Ids = None) -> Info:
         """End requests now; without ids all."""
         return {"status": "aborted", "aborted": self._requests.abort(request_ids or None)}
+
+    async def abort_generations(self, request_ids: Annotated[list[str], Body(embed=True)]) -> None:
+        """End these requests now."""
+        self._requests.abort(request_ids)
 
     async def init_transfer(self, init_info: Embedded) -> Info:
         """Remember fields of UpdateInfo for all updates that lack them. Others are refused: the client speaks
@@ -259,12 +262,12 @@ class Control:
             self._require_update()
             self._is_updating = False
             if weight_version is not None:
-                self._versions.name(weight_version)
+                self.labels[-1] = weight_version
         return {"message": "Weight update finished"}
 
     async def name_version(self, new_version: Annotated[Name, Body(embed=True)]) -> Info:
         """Name the newest weights."""
-        self._versions.name(new_version)
+        self.labels[-1] = new_version
         return {"success": True, "new_version": new_version}
 
     async def update_at_once(self, update_info: Annotated[Info, Body()]) -> Info:
@@ -275,7 +278,7 @@ class Control:
         async with self._lock:
             self._refuse_second_update()
             await self._load(update_info)
-            self._versions.name(str(version))
+            self.labels[-1] = str(version)
         return {"status": "ok"}
 
     def _refuse_second_update(self) -> None:
@@ -289,11 +292,11 @@ class Control:
     async def _load(self, info: Info) -> None:
         if self.asleep:
             raise WeightsRefused("the server is asleep: POST /wake_up first")
-        number = self._versions.number + 1
+        number = len(self.labels)
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
-        self._versions.add()
+        self.labels.append(self.labels[-1])
         try:
             await self._engine.load(weights, link, kv=self._kv)
         except BaseException:
-            self._versions.withdraw()
+            self.labels.pop()
             raise

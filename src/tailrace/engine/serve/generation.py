@@ -42,55 +42,26 @@ FIRST = "default"
 """The label of the weights that the server started with, as in vLLM."""
 
 
-class Versions:
-    """Labels by the engine's number of each load."""
+def labelled(spans: Iterable[tuple[int, int]], labels: Sequence[str]) -> list[Json]:
+    """Turn (version, tokens) into vLLM's form: label, start and end of consecutive tokens.
 
-    def __init__(self) -> None:
-        self._labels = [FIRST]
+    Args:
+        labels: by version.
 
-    @property
-    def number(self) -> int:
-        """Of the newest load; 0: the weights at the start."""
-        return len(self._labels) - 1
-
-    @property
-    def label(self) -> str:
-        """Of the newest load."""
-        return self._labels[-1]
-
-    def add(self) -> None:
-        """Count a load. Until it is named it has the label of the one before."""
-        self._labels.append(self.label)
-
-    def withdraw(self) -> None:
-        """Take back the newest load, which failed."""
-        self._labels.pop()
-
-    def restart(self) -> None:
-        """Count a load of the weights of the start."""
-        self._labels.append(self._labels[0])
-
-    def name(self, label: str) -> None:
-        """Name the newest load."""
-        self._labels[-1] = label
-
-    def spans(self, spans: Iterable[tuple[int, int]]) -> list[Json]:
-        """Turn (number, tokens) into vLLM's form: label, start and end of consecutive tokens.
-
-        Example:
-            >>> Versions().spans([(0, 2), (0, 3)])
-            [{'version': 'default', 'start': 0, 'end': 5}]
-        """
-        found: list[Json] = []
-        start = 0
-        for number, num_tokens in spans:
-            label, end = self._labels[number], start + num_tokens
-            if found and found[-1]["version"] == label:
-                found[-1]["end"] = end
-            elif num_tokens:
-                found.append({"version": label, "start": start, "end": end})
-            start = end
-        return found
+    Example:
+        >>> labelled([(0, 2), (0, 3)], ["default"])
+        [{'version': 'default', 'start': 0, 'end': 5}]
+    """
+    found: list[Json] = []
+    start = 0
+    for version, num_tokens in spans:
+        label, end = labels[version], start + num_tokens
+        if found and found[-1]["version"] == label:
+            found[-1]["end"] = end
+        elif num_tokens:
+            found.append({"version": label, "start": start, "end": end})
+        start = end
+    return found
 
 
 class ComputingEngine(Protocol):
@@ -231,8 +202,8 @@ class Requests:
 class _Sample:
     """Makes pieces of a sample's outputs."""
 
-    def __init__(self, sampling: SamplingFields, tokenizer: Any, versions: Versions) -> None:
-        self._stop_ids, self._versions = sampling.stop_token_ids or (), versions
+    def __init__(self, sampling: SamplingFields, tokenizer: Any, labels: Sequence[str]) -> None:
+        self._stop_ids, self._labels = sampling.stop_token_ids or (), labels
         self._spans: list[Span] = []
         self._text = Text(
             tokenizer,
@@ -249,7 +220,7 @@ class _Sample:
         new.text = self._text.extend(new.ids, ended=new.finish is not None)
         is_stop_token = new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids
         new.stop_reason = new.ids[-1] if is_stop_token else self._text.stop
-        new.versions = self._versions.spans(self._spans) if new.finish else None
+        new.versions = labelled(self._spans, self._labels) if new.finish else None
         return new
 
 
@@ -257,13 +228,14 @@ class Generation:
     """The routes over one engine."""
 
     def __init__(
-        self, requests: Requests, versions: Versions, tokenizer: Tokenizer, model: ServedModel, name: str
+        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: ServedModel, name: str
     ) -> None:
         """
         Args:
+            labels: of the weights, by version.
             name: of the model in requests and replies.
         """
-        self._requests, self._versions, self._tokenizer = requests, versions, tokenizer
+        self._requests, self._labels, self._tokenizer = requests, labels, tokenizer
         self._model, self._name = model, name
         self._strings = TokenStrings(tokenizer.backend_tokenizer)
         self._random = random.Random()
@@ -335,7 +307,7 @@ class Generation:
             GenerationRequest("", prompt, (), seed + number, sampling.greedy, params)
             for number in range(sampling.n)
         ]
-        samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._versions) for _ in asked]
+        samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._labels) for _ in asked]
 
         async def pieces() -> AsyncGenerator[tuple[int, Piece]]:
             async with aclosing(self._requests.generate(names, asked)) as arriving:
