@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.data.procedural import is_held_out
-from tailrace.environments.chat import Chat
+from tailrace.environments.history import Chat
 from tailrace.environments.tools import schemas_of
 
 FOLDER = Path(__file__).parent / "model"

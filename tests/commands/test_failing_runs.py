@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import train_here, wait_for_steps
 
 from helpers.processes import loader_of, worker_of
+from helpers.small_run import train_here, wait_for_steps
 from tailrace.data.rows import RowPrompts
 from tailrace.types import Prompt
 

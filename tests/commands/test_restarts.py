@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from small_run import EXAMPLES, train_here, trained_prompts, wait_for_steps
 
 from helpers.processes import worker_of
+from helpers.small_run import EXAMPLES, train_here, trained_prompts, wait_for_steps
 from tailrace.engine.base import counted_tokens
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore

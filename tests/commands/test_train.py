@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_run import train_here, trained_prompts, write_small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.small_run import train_here, trained_prompts, write_small_run
 from tailrace.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
 from tailrace.assembly.live import check_live
 from tailrace.assembly.schedule import with_published_defaults

@@ -7,10 +7,9 @@ from typing import Any
 
 from tailrace.data.base import RowsSettings
 from tailrace.data.encoding import load_tokenizer, text_of
-from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Environment
-from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
+from tailrace.environments.history import Chat, RequestEncoder
 from tailrace.environments.open import open_environment
 from tailrace.environments.settings import AgentSettings
 from tailrace.types import Group, Prompt, Sample, SampleId

@@ -12,10 +12,9 @@ from characters import tokenizer
 
 from tailrace.data.base import RowsSettings
 from tailrace.data.encoding import text_of
-from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import EpisodeOver, Outcome
-from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
+from tailrace.environments.history import Chat, RequestEncoder
 from tailrace.environments.open import open_environment
 from tailrace.environments.settings import AgentSettings
 from tailrace.errors import EnvironmentFailed

@@ -65,20 +65,17 @@ class Tab:
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     """The address of the page, served by a thread."""
-    import uvicorn
-
     from tailrace.engine.serve.listening import Server
     from tailrace.page.app import make_app
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        config = uvicorn.Config(make_app(open_runs(folders)), log_level="warning", lifespan="off")
-        server = Server(config)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        server = Server(make_app(open_runs(folders)), bound)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+            yield f"{server.url}/"
         finally:
-            server.should_exit = True
+            server.stop()
             thread.join()
 
 

@@ -13,10 +13,9 @@ from chatty_model import CALLS, END, chatty_tokenizer
 from tailrace.data.base import TasksetSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.data.taskset import Taskset
-from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Outcome
-from tailrace.environments.chat import Chat
 from tailrace.environments.episode import Episode
+from tailrace.environments.history import Chat, RequestEncoder
 from tailrace.environments.settings import VerifiersSettings
 from tailrace.environments.verifiers.environment import VerifiersEnvironment, open_verifiers
 from tailrace.errors import EnvironmentFailed

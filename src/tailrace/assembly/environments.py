@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 from tailrace.config import RunConfig
 from tailrace.data.base import ProceduralSettings, Prompts, sources_of
 from tailrace.data.encoding import LEFT_OUT, PromptEncoder, Tokenizer, text_of
-from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
-from tailrace.environments.chat import Chat
+from tailrace.environments.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.environments.open import check_environment, gives_every_reward, open_environment, tools_of
 from tailrace.environments.settings import AgentSettings, EpisodeSettings, PythonSettings, ToolsSettings
 from tailrace.errors import BadRow, ConfigError

@@ -3,10 +3,8 @@
 import asyncio
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -35,7 +33,7 @@ OF_A_RUN = {"kind", "replicas", "give_up_s"}
 """Settings of an engine that a server has no use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
-GRACE_S = 2.0
+GRACE_S = 2
 """Seconds that replies under way have to end after a signal."""
 
 
@@ -68,6 +66,7 @@ def serve(
     """
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as why:
         remedy = "pip install 'tailrace[serve]'"
@@ -85,93 +84,47 @@ def serve(
         vocab_size=read_config(model)["vocab_size"],
         kv_cache_tokens=engine.kv_cache_tokens,
     )
-    server = _Server(served, engine, settings, tokenizer, bearer_token(token_file))
-    clock.run(server.run(), virtual=False)
+    token = bearer_token(token_file)
+    clock.run(_serve(served, engine, settings, tokenizer, token), virtual=False)
 
 
-@dataclass
-class _Server:
-    """One engine process and the HTTP server before it."""
+async def _serve(
+    model: ServedModel,
+    engine: NativeEngineSettings,
+    settings: ServeSettings,
+    tokenizer: Tokenizer,
+    token: str,
+) -> None:
+    """Serve one engine process until a signal comes or the process ends."""
+    from tailrace.engine.serve.app import make_app
+    from tailrace.engine.serve.listening import Server, bind
 
-    model: ServedModel
-    engine: NativeEngineSettings
-    settings: ServeSettings
-    tokenizer: Tokenizer
-    token: str
-
-    async def run(self) -> None:
-        """Serve until a signal comes or the engine ends."""
-        sampling = SamplingSettings(max_completion_tokens=self.model.max_model_len)
-        job = EngineJob(
-            threads=self.engine.threads,
-            model=self.model.path,
-            engine=self.engine,
-            sampling=sampling,
-            report_every_s=REPORT_EVERY_S,
-        )
-        with self._bound() as bound, TemporaryDirectory(prefix="tailrace-serve-") as logs:
-            process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
-            try:
-                await process.ready()
-                await self._serve(process, bound)
-            finally:
-                await process.close()
-
-    async def _serve(self, process: ServedEngine, bound: socket.socket) -> None:
-        import uvicorn
-
-        from tailrace.engine.serve.app import make_app
-        from tailrace.engine.serve.listening import Server, TimedProtocol
-        from tailrace.engine.serve.requests import Requests
-
-        requests = Requests(process)
-        app = make_app(requests, process, self.tokenizer, self.model, self.settings, self.token)
-        config = uvicorn.Config(
-            app,
-            http=TimedProtocol,
-            log_level="warning",
-            timeout_graceful_shutdown=round(GRACE_S),
-            lifespan="off",
-        )
-        server = Server(config)
-        received: list[int] = []
-
-        def stop(signal: int) -> None:
-            received.append(signal)
-            server.should_exit = True  # it looks at this several times a second
-
-        serving = asyncio.ensure_future(server.serve([bound]))
-        died = asyncio.ensure_future(process.died())
-        died.add_done_callback(lambda _: setattr(server, "should_exit", True))
-        with signals_received(stop):
-            host, port = bound.getsockname()[:2]
-            print(f"serving   http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-            await asyncio.wait([serving, died], return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                requests.fail(WorkerDied(died.result()))
-            await serving
-        if died.done():
-            raise WorkerDied(died.result())
-        died.cancel()
-        if received:
-            raise Interrupted("the server was stopped", received[0])
-
-    def _bound(self) -> socket.socket:
-        """A socket with the address, so that one in use is known before the model is loaded."""
-        host, port = self.settings.host, self.settings.port
+    job = EngineJob(
+        threads=engine.threads,
+        model=model.path,
+        engine=engine,
+        sampling=SamplingSettings(max_completion_tokens=model.max_model_len),
+        report_every_s=REPORT_EVERY_S,
+    )
+    with (
+        bind(settings.host, settings.port, "--host, --port") as bound,
+        TemporaryDirectory(prefix="tailrace-serve-") as logs,
+    ):
+        process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
         try:
-            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind(address)
-            except OSError:
-                bound.close()
-                raise
-            return bound
-        except OSError as why:
-            problem = f"the server cannot listen there: {why}"
-            raise ConfigError("--host, --port", f"{host}:{port}", problem, "choose another") from why
+            await process.ready()
+            server = Server(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
+            died = asyncio.ensure_future(process.died())
+            died.add_done_callback(lambda _: server.stop())
+            with signals_received(server.stop):
+                print(f"serving   {server.url}", flush=True)
+                await server.serve()
+        finally:
+            await process.close()
+        if server.signal is not None:
+            died.cancel()
+            raise Interrupted("the server was stopped", server.signal)
+        raise WorkerDied(await died)
 
 
 def _given(kind: type[S], options: Mapping[str, object]) -> S:

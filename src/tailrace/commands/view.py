@@ -1,6 +1,5 @@
 """`tailrace view`: a page over the files of runs, served on this machine or written as one file."""
 
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,25 +66,14 @@ def _writing(option: str, path: Path) -> Iterator[None]:
 
 
 def _serve(runs: Sequence[RunView], port: int) -> None:
-    import uvicorn
-
-    from tailrace.engine.serve.listening import Server
+    from tailrace.engine.serve.listening import Server, bind
     from tailrace.page.app import make_app
 
     if not 0 <= port < 2**16:
         raise ConfigError("--port", port, "there is no such port", "choose from 0 to 65535")
-    try:
-        bound = socket.create_server((HOST, port))
-    except OSError as why:
-        problem = f"the server cannot listen there: {why}"
-        raise ConfigError("--port", port, problem, "choose another") from why
-    config = uvicorn.Config(make_app(runs), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = Server(config)
-
-    def stop(signal: int) -> None:
-        server.should_exit = True  # it looks at this several times a second
-
-    with signals_received(stop), bound:
-        print(f"serving   http://{HOST}:{bound.getsockname()[1]}   (Ctrl+C ends it)", flush=True)
-        clock.run(server.serve([bound]), virtual=False)
+    with bind(HOST, port, "--port") as bound:
+        server = Server(make_app(runs), bound)
+        with signals_received(server.stop):
+            print(f"serving   {server.url}   (Ctrl+C ends it)", flush=True)
+            clock.run(server.serve(), virtual=False)
     print("tailrace: the page is no longer served", file=sys.stderr)

@@ -28,7 +28,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """How one request is sampled; `SamplingSettings` says what each means.
 
     Args:
-        num_top_logprobs: the likeliest tokens whose log-probs come with each token; 0: none.
         ignore_end_of_text: the model's own end-of-text tokens do not end the completion.
     """
 
@@ -38,7 +37,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    num_top_logprobs: int = 0
     ignore_end_of_text: bool = False
 
 
@@ -73,8 +71,6 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
         behavior_logprobs: [num_tokens], under the weights that generated each token, at the sampling
             temperature, over the whole vocabulary.
         finish_reason: None while the request is unfinished.
-        top_logprobs: [num_tokens], for each token the likeliest ones with their log-probs, the likeliest
-            first; empty unless the request asked for them.
     """
 
     id: str
@@ -82,7 +78,6 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
     behavior_logprobs: list[float]
     version: int
     finish_reason: FinishReason | None
-    top_logprobs: list[list[tuple[int, float]]] = []
 
 
 @dataclass(frozen=True, slots=True)

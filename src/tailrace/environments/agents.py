@@ -1,33 +1,181 @@
-"""Agents from what the settings name: a function or a command."""
+"""`Environment` (base.py) of an agent that talks to the policy as to an OpenAI server.
+
+The agent runs beside the session: in a thread where it is a function, in a process where it is a command.
+When the episode is interrupted, the agent is stopped; it begins again later, and the requests that it repeats
+get the recorded replies.
+"""
 
 import asyncio
 import inspect
 import json
+import math
 import os
 import shutil
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.environments.agent import Agent, Task
-from tailrace.environments.agent_thread import AgentThread
+from tailrace.clock import RealTimeLoop
+from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
+from tailrace.environments.history import RequestEncoder, opening_messages
+from tailrace.environments.session import Session, SessionServer
 from tailrace.environments.settings import MODEL, AgentSettings
-from tailrace.environments.tools import in_thread
-from tailrace.errors import ConfigError
+from tailrace.environments.tools import PARSERS, in_thread
+from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.importing import import_function
+from tailrace.types import Prompt
 from tailrace.workers import orphans
 
+STOP_S = 5.0
+"""Seconds in which agents that are stopped must end; one that does not is left alone."""
 GIVEN = ("row", "messages", "base_url", "api_key", "model")
 """Arguments that a function may name."""
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 MAX_OUTPUT = 4000
 """Characters of a program's output that an error quotes; the end tells most."""
+
+
+class Task(NamedTuple):
+    """What an agent is given for an episode.
+
+    Args:
+        row: the columns of the row.
+        messages: the prompt of the data as chat messages.
+    """
+
+    row: Mapping[str, object]
+    messages: Sequence[Message]
+    base_url: str
+    api_key: str
+
+
+Agent = Callable[[Task], Awaitable[float | None]]
+"""Plays an episode, and returns its reward or None. Raises any exception. It may be cancelled."""
+
+
+class AgentEnvironment:
+    """`Environment` (base.py).
+
+    Args:
+        server: open.
+    """
+
+    def __init__(
+        self, settings: AgentSettings, agent: Agent, encoder: RequestEncoder, server: SessionServer
+    ) -> None:
+        self._settings, self._agent, self._encoder, self._server = settings, agent, encoder, server
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As Environment.run."""
+        settings = self._settings
+        contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
+        with self._server.session(contexts, PARSERS[settings.parser]) as session:
+            task = Task(prompt.row, opening_messages(prompt), self._server.url(session), session.key)
+            agent = asyncio.ensure_future(self._agent(task))
+            try:
+                await answer_requests(session, agent, policy, idle_timeout_s=settings.idle_timeout_s)
+                return _outcome(session, agent)
+            finally:
+                agent.cancel()
+                await asyncio.wait([agent], timeout=STOP_S)
+
+
+async def answer_requests(
+    session: Session,
+    playing: "asyncio.Future[Any]",
+    policy: Policy,
+    *,
+    idle_timeout_s: float | None = None,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer the requests of a session until the agent that plays has ended.
+
+    Args:
+        idle_timeout_s: seconds without a request after which the episode fails; None: no limit.
+        after_each: called before a reply is sent.
+
+    Raises:
+        EnvironmentFailed: the episode cannot go on.
+    """
+    while True:
+        waiting = asyncio.ensure_future(session.waiting())
+        both: list[asyncio.Future[Any]] = [waiting, playing]
+        try:
+            await asyncio.wait(both, timeout=idle_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if playing.done():
+            return
+        if not waiting.done():
+            raise EnvironmentFailed("agent timeout", f"no request for {idle_timeout_s:g} s")
+        await session.answer(waiting.result(), policy)
+        after_each()
+
+
+def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome:
+    """What follows from an agent that has ended.
+
+    Raises:
+        EpisodeOver: it has raised because no room was left.
+        EnvironmentFailed: it has raised for another reason, made no request, or its reward is no number.
+    """
+    try:
+        reward = agent.result()
+    except (Exception, SystemExit) as why:
+        if session.is_over:
+            raise EpisodeOver from why
+        reason = "rewritten history" if session.num_refused else "agent"
+        raise EnvironmentFailed(reason, f"{type(why).__name__}: {why}") from why
+    if not session.num_turns:
+        raise EnvironmentFailed("no request", "the agent ended and had sent no request")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise EnvironmentFailed("reward", f"the agent returned {reward!r:.80}, which is no number")
+    return Outcome(reward, {"rewritten_history": session.num_rewritten})
+
+
+class AgentThread:
+    """An event loop in a thread of its own, which starts with the first coroutine."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._work, name="agents", daemon=True)
+
+    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Await a coroutine in the thread. Cancelling the call cancels it there and does not wait for it."""
+        if self._loop is None:
+            self._loop = RealTimeLoop()
+            self._thread.start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        if self._loop is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        self._thread.join(2 * STOP_S)
+
+    def _work(self) -> None:
+        assert self._loop
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in others:
+                    task.cancel()
+                await asyncio.wait(others, timeout=STOP_S)
+            await loop.shutdown_asyncgens()
+        finally:
+            loop.stop()
 
 
 class ProgramFailed(Exception):

@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tailrace.data.encoding import Tokenizer
-from tailrace.environments.agent_prompts import RequestEncoder
-from tailrace.environments.agent_thread import AgentThread
 from tailrace.environments.base import Environment, Outcome, Policy
+from tailrace.environments.history import RequestEncoder
 from tailrace.environments.settings import (
     AgentSettings,
     EnvironmentSettings,
@@ -76,11 +75,12 @@ def check_environment(settings: EnvironmentSettings) -> None:
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
     if isinstance(settings, AgentSettings):
-        if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-            problem, remedy = "the package `fastapi` or `uvicorn` is missing", "pip install 'tailrace[serve]'"
-            raise ConfigError("environment.kind", "agent", problem, remedy)
+        for package in ("fastapi", "prometheus_client", "uvicorn"):
+            if importlib.util.find_spec(package) is None:
+                problem, remedy = f"the package `{package}` is missing", "pip install 'tailrace[serve]'"
+                raise ConfigError("environment.kind", "agent", problem, remedy)
         # Not at the top: it needs these packages.
-        from tailrace.environments.agents import make_agent
+        from tailrace.environments.agents import AgentThread, make_agent
 
         make_agent(settings, AgentThread())
 
@@ -108,9 +108,8 @@ def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
 async def _open_agents(
     settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
 ) -> AsyncIterator[Environment]:
-    from tailrace.environments.agent import AgentEnvironment
-    from tailrace.environments.agents import make_agent
-    from tailrace.environments.session_server import SessionServer
+    from tailrace.environments.agents import AgentEnvironment, AgentThread, make_agent
+    from tailrace.environments.session import SessionServer
 
     server, thread = SessionServer(tokenizer), AgentThread()
     try:

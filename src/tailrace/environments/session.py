@@ -1,39 +1,157 @@
-"""A session: the conversation of one agent, whose requests are the turns of one episode.
+"""Sessions: the conversations of agents, whose requests to an OpenAI server are the turns of an episode.
 
 A request continues the conversation, repeats the last request, or rewrites the history. One that repeats gets
 the same reply: clients send a request again when a connection breaks. One that rewrites begins a branch
 (turns.py); if the episode may have no other, it is refused, and the session goes on from the history that it
-has.
+has. The server is that of engine/serve, on loopback, in the controller's process.
 """
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from tailrace.environments.base import Completion, EpisodeOver, Policy
-from tailrace.environments.chat_replies import Reply, assistant_message
-from tailrace.environments.chat_requests import Plain, SessionRequest, continues, plain
-from tailrace.environments.contexts import Contexts, TooManyBranches
-from tailrace.environments.tool_calls import Parse
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field, field_validator
+
+from tailrace.data.encoding import Tokenizer
+from tailrace.engine.serve.app import Bearer, Refused, check_token, model_list, openai_app
+from tailrace.engine.serve.formats import ChatFormat, Json, Piece, TokenStrings, respond
+from tailrace.engine.serve.listening import Server, bind
+from tailrace.engine.serve.protocol import ChatCompletionRequest
+from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
+from tailrace.environments.history import Contexts, TooManyBranches
+from tailrace.environments.settings import MODEL
+from tailrace.environments.tools import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
 
+ROUTED = "routed"
+"""In the place of a session's name: the name is in the header X-Session-ID, where routers look for it."""
+MAX_BODY_BYTES = 32 * 2**20
+IDLE_TIMEOUT_S = 600.0
+"""Agents think and act between two requests of a connection."""
 
-class Refused(Exception):
-    """A request gets an error for a reply.
 
-    Args:
-        code: OpenAI's name of the error, or ours.
+class SessionRequest(ChatCompletionRequest):
+    """Of /v1/chat/completions of a session.
+
+    Tokens are sampled as the run's settings say: the request's `temperature`, `top_p`, `top_k` and `seed`
+    have no effect.
     """
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    carried_out: ClassVar[frozenset[str]] = frozenset({"tools"})
+
+    n: int = Field(default=1, ge=1, le=1)
+    stop: None = None
+    tools: list[Json] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _take_no_stop_strings(cls, value: object) -> object:
+        return value or None
+
+    @field_validator("messages")
+    @classmethod
+    def _make_plain(cls, messages: list[Json]) -> list[Json]:
+        return [plain(message) for message in messages]
 
 
-@dataclass(eq=False)
-class _Ask:
-    body: SessionRequest
-    turn: asyncio.Future[Reply]
+def plain(message: Mapping[str, Any]) -> Json:
+    """Return the message as chat templates expect it: the arguments of tool calls are objects, not their JSON
+    text.
+
+    Raises:
+        ValueError: a tool call has no name and arguments.
+    """
+    result = {key: value for key, value in message.items() if value is not None}
+    result["content"] = message.get("content") or ""
+    if calls := result.pop("tool_calls", None):
+        result["tool_calls"] = [_call(call) for call in calls]
+    return result
+
+
+def continues(history: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Return whether plain messages begin with those of the history.
+
+    What agents change when they send a message back does not count: whitespace around the content, ids of
+    tool calls in the assistant's messages, and fields that no template reads.
+    """
+    if len(messages) < len(history):
+        return False
+    return all(_essence(a) == _essence(b) for a, b in zip(history, messages, strict=False))
+
+
+def _essence(message: Message) -> tuple[object, ...]:
+    calls: Any = message.get("tool_calls") or ()
+    functions = [call["function"] for call in calls]
+    called = [(function["name"], function["arguments"]) for function in functions]
+    return message.get("role"), str(message["content"]).strip(), called, message.get("tool_call_id")
+
+
+def _call(call: Any) -> Json:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments or "{}")
+        return {**call, "function": {"name": function["name"], "arguments": arguments}}
+    except (TypeError, KeyError, msgspec.DecodeError) as why:
+        raise ValueError("a tool call needs a function with a name and arguments in JSON") from why
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A turn of the policy as an agent sees it.
+
+    Args:
+        id: of the reply.
+        message: the assistant's message.
+    """
+
+    id: str
+    completion: Completion
+    message: Json
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+        """Yield the turn in one piece."""
+        completion, calls = self.completion, self.message.get("tool_calls", ())
+        finish = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        ids, logprobs = list(completion.token_ids), list(completion.logprobs)
+        yield 0, Piece(ids, logprobs, self.message["content"], finish, tool_calls=calls)
+
+
+def assistant_message(completion: Completion, parse: Parse | None, first_call: int) -> Json:
+    """Return the assistant's message of a turn.
+
+    A turn with a malformed tool call is text: the agent says what follows from it.
+
+    Args:
+        parse: finds the tool calls; None: the agent offers no tools.
+        first_call: number of the turn's first tool call in its session. Ids are made of these numbers, so
+            that an agent that begins again sees the same ids.
+    """
+    calls = parse(completion.text) if parse else []
+    if not calls or any(call.problem for call in calls):
+        return {"role": "assistant", "content": completion.text}
+    called = [
+        {
+            "id": f"call{number:05}",  # nine letters and digits, which Mistral's templates demand
+            "type": "function",
+            "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
+        }
+        for number, call in enumerate(calls, first_call)
+    ]
+    text, has_marks, _ = completion.text.partition("<tool_call>")  # without marks the whole text is calls
+    return {"role": "assistant", "content": (has_marks and text.strip()) or None, "tool_calls": called}
+
+
+Ask = tuple[SessionRequest, asyncio.Future[Reply]]
+"""A request, and its reply to come."""
 
 
 class Session:
@@ -53,10 +171,10 @@ class Session:
         self.is_over = False
         """A request found no room for another turn."""
         self._contexts, self._parse = contexts, parse
-        self._asks: asyncio.Queue[_Ask] = asyncio.Queue()
-        self._open: set[_Ask] = set()
-        self._asked: list[Plain] = []
-        self._tools: list[Plain] | None = None
+        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
+        self._open: set[asyncio.Future[Reply]] = set()
+        self._asked: list[Json] = []
+        self._tools: list[Json] | None = None
         self._num_calls = 0
         self._last: Reply | None = None
         self._is_closed = False
@@ -67,41 +185,42 @@ class Session:
         Raises:
             Refused: there is none.
         """
-        ask = _Ask(body, asyncio.get_running_loop().create_future())
         if self._is_closed:
             raise _closed()
-        self._open.add(ask)
-        self._asks.put_nowait(ask)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._open.add(reply)
+        self._asks.put_nowait((body, reply))
         try:
-            return await ask.turn
+            return await reply
         finally:
-            self._open.discard(ask)
+            self._open.discard(reply)
 
-    async def waiting(self) -> _Ask:
+    async def waiting(self) -> Ask:
         """Wait for the next request."""
         return await self._asks.get()
 
-    async def answer(self, ask: _Ask, policy: Policy) -> None:
+    async def answer(self, ask: Ask, policy: Policy) -> None:
         """Let the policy answer a request.
 
         Raises:
             EnvironmentFailed: the episode cannot go on.
         """
+        body, reply = ask
         try:
-            turn = await self._turn(ask.body, policy)
+            turn = await self._turn(body, policy)
         except Refused as why:
-            if not ask.turn.done():
-                ask.turn.set_exception(why)
+            if not reply.done():
+                reply.set_exception(why)
         else:
-            if not ask.turn.done():
-                ask.turn.set_result(turn)
+            if not reply.done():
+                reply.set_result(turn)
 
     def close(self) -> None:
         """Refuse the open requests and all later ones."""
         self._is_closed = True
-        for ask in self._open:
-            if not ask.turn.done():
-                ask.turn.set_exception(_closed())
+        for reply in self._open:
+            if not reply.done():
+                reply.set_exception(_closed())
 
     async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
         messages = body.messages
@@ -122,7 +241,7 @@ class Session:
 
     def _continue(
         self, last: Reply, body: SessionRequest, policy: Policy
-    ) -> tuple[list[Plain], Sequence[int] | None]:
+    ) -> tuple[list[Json], Sequence[int] | None]:
         """The messages since the last turn, and the context if the turn begins a branch."""
         history = [*self._asked, plain(last.message)]
         is_longer = body.tools == self._tools and continues(history, body.messages)
@@ -170,3 +289,90 @@ class Session:
 
 def _closed() -> Refused:
     return Refused("session_closed", "the episode of this session is over or was interrupted")
+
+
+def new_key() -> str:
+    """Return a secret for the requests of a session."""
+    return secrets.token_urlsafe(24)
+
+
+class SessionServer:
+    """Serves /sessions/<name>/v1/chat/completions and /sessions/<name>/v1/models.
+
+    Args:
+        tokenizer: for log-probs in replies.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._names = map(str, itertools.count(1))
+        self._strings = TokenStrings(tokenizer.backend_tokenizer)
+        self._bound = bind("127.0.0.1", 0, "environment.kind")
+        app = openai_app([self._router()], max_body_bytes=MAX_BODY_BYTES)
+        self._server = Server(app, self._bound, idle_timeout_s=IDLE_TIMEOUT_S)
+        self._serving: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def session(self, contexts: Contexts, parse: Parse, key: str = "") -> Iterator[Session]:
+        """Open a session and close it with the block.
+
+        Args:
+            key: that requests must bear; without it a new one.
+        """
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._server.serve())
+        session = Session(next(self._names), key or new_key(), contexts, parse)
+        self._sessions[session.name] = session
+        try:
+            yield session
+        finally:
+            for name in [name for name, each in self._sessions.items() if each is session]:
+                del self._sessions[name]
+            session.close()
+
+    def route(self, name: str, session: Session) -> None:
+        """Let requests to `routed_url` reach a session by another name."""
+        self._sessions[name] = session
+
+    @property
+    def routed_url(self) -> str:
+        """The base URL of clients that name the session in a header."""
+        return f"{self._server.url}/sessions/{ROUTED}/v1"
+
+    def url(self, session: Session) -> str:
+        """What an OpenAI client takes as its base URL."""
+        return f"{self._server.url}/sessions/{session.name}/v1"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._server.stop()
+        if self._serving:
+            with suppress(asyncio.CancelledError):
+                await self._serving
+        self._bound.close()
+
+    def _router(self) -> APIRouter:
+        async def find(name: str, request: Request, given: Bearer) -> Session:
+            """The session whose key the request bears."""
+            name = request.headers.get("x-session-id", "") if name == ROUTED else name
+            session = self._sessions.get(name)
+            check_token(given, session.key if session else new_key())
+            assert session is not None
+            return session
+
+        router = APIRouter(prefix="/sessions/{name}/v1")
+
+        @router.post("/chat/completions")
+        async def chat(
+            session: Annotated[Session, Depends(find)], body: SessionRequest, request: Request
+        ) -> Response:
+            reply = await session.ask(body)
+            num_context = reply.completion.num_context_tokens
+            format = ChatFormat(body, f"chatcmpl-{reply.id}", MODEL, self._strings, (), num_context)
+            return await respond(format, reply.pieces(), request)
+
+        @router.get("/models", dependencies=[Depends(find)])
+        async def models() -> Json:
+            return model_list(MODEL)
+
+        return router

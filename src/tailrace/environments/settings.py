@@ -5,9 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from tailrace.environments.tool_calls import ParserName
 from tailrace.settings import Resumable, RunFunction, Settings, default_tag
 
+ParserName = Literal["hermes", "llama3_json"]
+"""The formats of tool calls have the names that vLLM gives its parsers."""
 MODEL = "policy"
 """The name that agents give the model."""
 

@@ -11,7 +11,7 @@ from tailrace.workers.messages import Abort, Done, EngineJob, Load, Pause, Repor
 
 
 class ServedEngine(EngineProcess):
-    """A `ComputingEngine` (engine/serve/base.py).
+    """A `ComputingEngine` (engine/serve/generation.py).
 
     Once the process has ended, every method raises WorkerDied.
     """

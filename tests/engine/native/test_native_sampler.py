@@ -115,27 +115,23 @@ def test_every_row_is_sampled_by_its_own_parameters():
     uniforms = torch.full((4,), 0.999, dtype=torch.float64)
     params = [
         SamplingParams(1),
-        SamplingParams(1, top_k=2, num_top_logprobs=3),
+        SamplingParams(1, top_k=2),
         SamplingParams(1, top_p=0.5),
-        SamplingParams(1, temperature=0.1, num_top_logprobs=1),
+        SamplingParams(1, temperature=0.1),
     ]
     found = draw(logits, uniforms, params)
     assert found.ids == [3, 1, 0, 0]
     plain, cold = logits[0].log_softmax(-1).tolist(), (logits[0] / 0.1).log_softmax(-1).tolist()
     assert found.logprobs == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)
-    assert {row: [id for id, _ in top] for row, top in found.top.items()} == {1: [0, 1, 2], 3: [0]}
-    assert [logprob for _, logprob in found.top[1]] == pytest.approx(plain[:3], abs=1e-6)
 
 
 def test_parameters_of_a_request_replace_the_settings_of_the_engine(make_engine):
     engine = make_engine(max_completion_tokens=60)
-    own = SamplingParams(5, temperature=0.8, num_top_logprobs=2)
+    own = SamplingParams(5, temperature=0.8)
     for id, params in (("own", own), ("settings", None)):
         engine.submit(GenerationRequest(id, PROMPTS["17"], (), 7, sampling=params))
     ended = finish(engine)
     assert ended["own"].ids == ended["settings"].ids[:5]
-    assert [len(top) for top in ended["own"].top_logprobs] == [2] * 5
-    assert ended["settings"].top_logprobs == []
 
 
 def test_a_request_may_have_a_temperature_of_its_own(make_engine):

@@ -2,7 +2,9 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -48,19 +50,42 @@ class Stream:
         return self
 
 
+def num_submitted(http):
+    """Prompt tokens that the engine was given since the start."""
+    lines = http.get("/metrics").text.splitlines()
+    return float(*(line.split()[-1] for line in lines if line.startswith("vllm:prompt_tokens_total{")))
+
+
+@contextmanager
+def under_way(http, *streams, clear_cache="false"):
+    """A block in which the server is paused and each stream has some of its tokens.
+
+    The engine runs between two requests only, so no stream ends meanwhile, however slow their readers are.
+    Afterwards the server goes on, and the streams end.
+    """
+    pause = {"mode": "keep", "clear_cache": clear_cache}
+    assert http.post("/pause", params=pause).status_code == 200
+    expected = num_submitted(http) + len(PROMPT) * len(streams)
+    with ThreadPoolExecutor(len(streams)) as pool:
+        reading = [pool.submit(stream.read) for stream in streams]
+        while num_submitted(http) < expected:
+            time.sleep(0.01)
+        while not all(stream.begun.wait(0.5) for stream in streams):
+            assert http.post("/resume").status_code == 200
+            assert http.post("/pause", params=pause).status_code == 200
+        yield
+        assert http.post("/resume").status_code == 200
+        for each in reading:
+            each.result(60)
+
+
 def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server, http):
     streams = [Stream(server.url, 300, seed) for seed in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        reading = [pool.submit(stream.read) for stream in streams]
-        for stream in streams:
-            stream.begun.wait(60)
-        assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).status_code == 200
+    with under_way(http, *streams):
         assert http.get("/is_paused").json() == {"is_paused": True}
         update(http, {"location": "new/model.safetensors"}, "7")
-        assert http.post("/resume").status_code == 200
-        ended = [each.result(60) for each in reading]
     assert http.get("/weight_info").json() == {"weight_version": "7"}
-    for stream in ended:
+    for stream in streams:
         assert (stream.finish, len(stream.ids), len(stream.logprobs)) == ("length", 300, 300)
         old, new = stream.spans
         assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "7", 300)
@@ -70,13 +95,8 @@ def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server,
 @pytest.mark.parametrize(("clear", "kv"), [("false", "keep"), ("true", "recompute")])
 def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder, native, clear, kv):
     stream = Stream(server.url, 300)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(stream.read)
-        stream.begun.wait(60)
-        http.post("/pause", params={"mode": "keep", "clear_cache": clear})
+    with under_way(http, stream, clear_cache=clear):
         update(http, {"location": "new"}, "7")
-        http.post("/resume")
-        reading.result(60)
     native.submit(GenerationRequest("x", PROMPT, (), 0, sampling=SamplingParams(300)))
     for _ in range(stream.spans[0]["end"]):
         native.step()
@@ -91,14 +111,12 @@ def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder,
 
 
 def test_pipelinerls_update_needs_no_pause(server, http, native):
-    stream = Stream(server.url, 300)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(stream.read)
-        stream.begun.wait(60)
+    stream = Stream(server.url, 500)
+    with under_way(http, stream):
         assert http.post("/init_process_group", json={}).json() == {"status": "ok"}
+        assert http.post("/resume").status_code == 200
         reply = http.post("/request_weight_update", json={"version": 9, "location": "new"})
         assert reply.json() == {"status": "ok"}
-        reading.result(60)
     assert [span["version"] for span in stream.spans] == ["default", "9"]
 
 
@@ -126,11 +144,8 @@ def test_weights_arrive_over_a_process_group(http, folder, native):
 
 def test_a_pause_that_aborts_ends_requests_with_their_tokens(server, http):
     stream = Stream(server.url, 500)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(stream.read)
-        stream.begun.wait(60)
+    with under_way(http, stream):
         assert http.post("/pause", params={"mode": "abort"}).json() == {"status": "paused"}
-        reading.result(60)
     assert stream.finish == "abort"
     assert 0 < len(stream.ids) < 500
 

@@ -8,15 +8,16 @@ from contextlib import suppress
 
 import httpx
 import pytest
-import uvicorn
 from serve_cases import TOKEN
 
 from tailrace.cli import main
 from tailrace.commands.serve import bearer_token
-from tailrace.engine.serve import listening
-from tailrace.engine.serve.guard import Guard
-from tailrace.engine.serve.offered_weights import OfferedWeights
-from tailrace.engine.serve.settings import ServeSettings
+from tailrace.data.encoding import load_tokenizer
+from tailrace.engine.base import Usage
+from tailrace.engine.serve.app import make_app
+from tailrace.engine.serve.control import OfferedWeights
+from tailrace.engine.serve.listening import Server
+from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.errors import WeightsRefused
 from tailrace.weights.base import expected_tensors
 
@@ -43,51 +44,59 @@ def test_no_route_that_changes_something_answers_without_the_token(http, anonymo
 
 
 @pytest.mark.parametrize("path", ["/pause/", "//pause", "/nothing", "/v1/%2e%2e/pause", "/docs", "/static/x"])
-def test_unknown_paths_need_the_token_too(anonymous, path):
-    assert anonymous.post(path).status_code == 401
+def test_other_spellings_of_a_path_reach_no_route(anonymous, http, path):
+    assert anonymous.post(path).status_code in (401, 404)
+    assert http.get("/is_paused").json() == {"is_paused": False}
 
 
-def guarded(path, *, all_guarded, **headers):
-    """The status that a request gets from a Guard before a route that answers 200."""
-    sent = []
+class Unstarted:
+    """An engine that is asked nothing."""
 
-    async def route(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    async def send(message):
-        sent.append(message)
-
-    guard = Guard(route, token=TOKEN, max_body_bytes=10, all_guarded=all_guarded)
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(guard({"type": "http", "path": path, "headers": encoded}, receive, send))
-    return sent[0]["status"]
+    def usage(self):
+        return Usage()
 
 
-def test_beyond_loopback_only_health_is_open():
-    for path in ("/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/pause"):
-        assert guarded(path, all_guarded=True) == 401
-        assert guarded(path, all_guarded=True, authorization=f"Bearer {TOKEN}") == 200
-    assert guarded("/health", all_guarded=True) == 200
-    assert guarded("/v1/completions", all_guarded=False, host="127.0.0.1:8000") == 200
+@pytest.fixture
+def status(folder):
+    """The status of a GET to an application that listens on a host."""
+
+    def get(path, host="127.0.0.1:8000", *, listening="127.0.0.1", **headers):
+        model = ServedModel(
+            path=folder / "model", dtype="float32", max_model_len=9, vocab_size=61, kv_cache_tokens=9
+        )
+        settings = ServeSettings(host=listening, served_model_name="tiny")
+        app = make_app(Unstarted(), load_tokenizer(folder / "model"), model, settings, TOKEN)
+
+        async def ask():
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.get(path, headers={"host": host, **headers})
+
+        return asyncio.run(ask()).status_code
+
+    return get
+
+
+def test_beyond_loopback_only_health_is_open(status):
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/is_paused"):
+        assert status(path, listening="0.0.0.0") == 401
+        assert status(path, listening="0.0.0.0", authorization=f"Bearer {TOKEN}") == 200
+    assert status("/health", listening="0.0.0.0") == 200
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.8.8.8:1", "[::1]:8000"])
-def test_a_request_that_names_this_machine_needs_no_token_to_generate(host):
-    assert guarded("/v1/completions", all_guarded=False, host=host) == 200
+def test_a_request_that_names_this_machine_needs_no_token_to_read(status, host):
+    assert status("/v1/models", host) == 200
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "rebound.example:8000", "127.0.0.1.example", "[::1", ""])
-def test_a_request_under_the_name_of_another_machine_needs_the_token(host):
-    assert guarded("/v1/models", all_guarded=False, host=host) == 401
-    assert guarded("/v1/models", all_guarded=False, host=host, authorization=f"Bearer {TOKEN}") == 200
-    assert guarded("/health", all_guarded=False, host=host) == 200
+def test_a_request_under_the_name_of_another_machine_needs_the_token(status, host):
+    assert status("/v1/models", host) == 401
+    assert status("/v1/models", host, authorization=f"Bearer {TOKEN}") == 200
+    assert status("/health", host) == 200
 
 
-def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(monkeypatch):
-    monkeypatch.setattr(listening, "HEADERS_TIMEOUT_S", 0.3)
+def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not():
     whole = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     async def app(scope, receive, send):
@@ -114,9 +123,8 @@ def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(
         return b"".join(said)
 
     async def run():
-        config = uvicorn.Config(app, http=listening.TimedProtocol, lifespan="off", timeout_keep_alive=60)
-        server = listening.Server(config)
-        serving = asyncio.ensure_future(server.serve([bound]))
+        server = Server(app, bound, idle_timeout_s=0.3)
+        serving = asyncio.ensure_future(server.serve())
         address = bound.getsockname()
         drip = [bytes([byte]) for byte in whole[:-1]]
         nothing, dripped, first, second = await asyncio.gather(
@@ -125,7 +133,7 @@ def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(
         assert (nothing, dripped) == (b"", b"")
         assert [reply.count(b"200 OK") for reply in (first, second)] == [1, 1]
         assert first.endswith(b"ok") and second.endswith(b"ok")
-        server.should_exit = True
+        server.stop()
         await serving
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -137,15 +145,25 @@ def test_the_server_listens_on_loopback_unless_told_otherwise(server):
     assert ServeSettings(served_model_name="x").host == "127.0.0.1"
 
 
-def test_a_body_that_is_too_large_is_refused(http):
-    small = http.get("/version").status_code
-    assert small == 200
-    body = b'{"prompt": "' + b"a" * 2**25 + b'"}'
-    assert http.post("/v1/completions", content=body).status_code == 413
+LIMIT = ServeSettings(served_model_name="x").max_body_bytes
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("route", "chunked", "status"),
+    [
+        ("/v1/completions", False, 413),
+        ("/v1/completions", True, 413),
+        ("/update_weights", True, 413),
+        ("/sleep", True, 401),
+    ],
+)
+def test_a_body_that_is_too_large_is_refused_and_the_client_reads_why(anonymous, route, chunked, status):
+    """A connection that is closed while the client sends breaks before the client has read the reply."""
+    body = b'{"prompt": "' + b"a" * LIMIT + b'"}'
     chunks = (body[start : start + 2**20] for start in range(0, len(body), 2**20))
-    json = {"content-type": "application/json"}
-    assert http.post("/v1/completions", content=chunks, headers=json).status_code == 413
-    assert guarded("/health", all_guarded=False, **{"content-length": "-1"}) == 413
+    reply = anonymous.post(route, content=chunks if chunked else body, headers=JSON)
+    assert reply.status_code == status
 
 
 @pytest.mark.parametrize(

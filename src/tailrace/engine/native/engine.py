@@ -258,9 +258,8 @@ class NativeEngine:
     def _output(self, sequence: Sequence, reason: FinishReason | None) -> GenerationOutput:
         """Take the sequence's tokens since its last output."""
         logprobs, sequence.logprobs = sequence.logprobs, []
-        top, sequence.top_logprobs = sequence.top_logprobs, []
         ids = sequence.tokens[len(sequence.tokens) - len(logprobs) :]
-        return GenerationOutput(sequence.id, ids, logprobs, self._version, reason, top)
+        return GenerationOutput(sequence.id, ids, logprobs, self._version, reason)
 
     def _fill(self, admissions: list[Admission]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
@@ -302,8 +301,6 @@ class NativeEngine:
         for row, sequence in enumerate(sequences):
             sequence.tokens.append(drawn.ids[row])
             sequence.logprobs.append(drawn.logprobs[row])
-            if row in drawn.top:
-                sequence.top_logprobs.append(drawn.top[row])
             reason = self._stops.reason(sequence)
             if reason is not None:
                 self._scheduler.finish(sequence)

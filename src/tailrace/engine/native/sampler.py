@@ -49,12 +49,10 @@ class Drawn(NamedTuple):
 
     Args:
         logprobs: [T], over the whole vocabulary whatever top_k and top_p keep.
-        top: by row, the likeliest tokens with their log-probs, where they are asked for.
     """
 
     ids: list[int]
     logprobs: list[float]
-    top: dict[int, list[tuple[int, float]]]
 
 
 def draw(
@@ -80,7 +78,7 @@ def draw(
     if greedy:
         ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
     chosen = logprobs.gather(1, ids)
-    return Drawn(ids[:, 0].tolist(), chosen[:, 0].tolist(), _likeliest(logprobs, sampling))
+    return Drawn(ids[:, 0].tolist(), chosen[:, 0].tolist())
 
 
 def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
@@ -89,19 +87,6 @@ def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, f
         if each.top_k > 0 or each.top_p < 1.0:
             found.setdefault((each.top_k, each.top_p), []).append(row)
     return found
-
-
-def _likeliest(logprobs: Tensor, sampling: Sequence[SamplingParams]) -> dict[int, list[tuple[int, float]]]:
-    """The `top` of Drawn."""
-    rows = [row for row, each in enumerate(sampling) if each.num_top_logprobs]
-    if not rows:
-        return {}
-    num = min(max(sampling[row].num_top_logprobs for row in rows), logprobs.shape[-1])
-    values, ids = (top.tolist() for top in logprobs[rows].topk(num))
-    return {
-        row: list(zip(ids[i], values[i], strict=True))[: sampling[row].num_top_logprobs]
-        for i, row in enumerate(rows)
-    }
 
 
 def _truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:

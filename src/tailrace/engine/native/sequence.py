@@ -18,8 +18,7 @@ class Sequence:
     Args:
         tokens: prompt and completion.
         noise_stream: of the request's seed (sampler.py).
-        logprobs: of the last tokens: those that are not yet in an output. So are top_logprobs, where the
-            request asked for them.
+        logprobs: of the last tokens: those that are not yet in an output.
         prompt_version: the weights that computed the cached prompt; None if they are not known.
     """
 
@@ -30,7 +29,6 @@ class Sequence:
     sampling: SamplingParams
     greedy: bool = False
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_version: int | None = None
 
     @property

@@ -1,60 +1,213 @@
-"""The HTTP application: all routes, guarded, over one engine process."""
+"""The applications of OpenAI's routes: what all of them have, and that of `tailrace serve`."""
 
-from fastapi import FastAPI
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
 
 from tailrace import __version__
 from tailrace.data.encoding import Tokenizer
-from tailrace.engine.serve.base import ComputingEngine
-from tailrace.engine.serve.control import Control
-from tailrace.engine.serve.control_routes import control_routes
-from tailrace.engine.serve.errors import add_error_handlers, answer
-from tailrace.engine.serve.formats import Context
-from tailrace.engine.serve.generation import generation_routes
-from tailrace.engine.serve.guard import Guard, is_loopback
-from tailrace.engine.serve.info_routes import info_routes
-from tailrace.engine.serve.offered_weights import OfferedWeights
-from tailrace.engine.serve.requests import Requests
+from tailrace.engine.serve.control import Control, OfferedWeights
+from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
-from tailrace.engine.serve.text import TokenStrings
-from tailrace.engine.serve.versions import Versions
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import expected_tensors
 
+Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+def check_token(given: HTTPAuthorizationCredentials | None, token: str) -> None:
+    """Raises HTTPException if a request does not bear the token."""
+    if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
+        needed = "this route needs the server's token: Authorization: Bearer TOKEN"
+        raise HTTPException(401, needed, {"WWW-Authenticate": "Bearer"})
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def names_this_machine(request: Request) -> bool:
+    """Return whether the Host header does. A page of another site that makes its own name mean this machine
+    sends that name."""
+    try:
+        return is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or "")
+    except ValueError:
+        return False
+
+
+class Refused(HTTPException):
+    """A request is refused with OpenAI's name of the error, or ours."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(400, message)
+        self.code = code
+
+
+def openai_app(routers: Iterable[APIRouter], *, max_body_bytes: int) -> FastAPI:
+    """Return an application of routers, which replies in OpenAI's form to what it refuses."""
+    app = FastAPI(
+        title="tailrace",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        max_body_size=max_body_bytes,
+    )
+    errors: Mapping[type[Exception], Callable[[Any], str]] = {
+        HTTPException: lambda why: str(why.detail),
+        RequestValidationError: _words,
+        UnicodeEncodeError: lambda why: "the text is not valid Unicode",
+        WeightsRefused: str,
+        TransferFailed: str,
+    }
+    for kind, message in errors.items():
+        app.add_exception_handler(kind, _handler(message))
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+def _handler(message: Callable[[Any], str]) -> Callable[[Request, Exception], Response]:
+    def handle(request: Request, why: Exception) -> Response:
+        status, headers = getattr(why, "status_code", 400), getattr(why, "headers", None)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message(why), "type": kind, "param": None, "code": getattr(why, "code", status)}
+        # In ASCII: messages may quote the client's.
+        return Response(json.dumps({"error": error}), status, headers, media_type="application/json")
+
+    return handle
+
+
+def _words(why: RequestValidationError) -> str:
+    """The first defect of a body; the value is not repeated."""
+    defect = why.errors()[0]
+    return f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}"
+
+
+def model_list(name: str, **more: object) -> dict[str, Any]:
+    """Return the reply of /v1/models."""
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "tailrace", **more}
+    return {"object": "list", "data": [card]}
+
 
 def make_app(
-    requests: Requests,
     engine: ComputingEngine,
     tokenizer: Tokenizer,
     model: ServedModel,
     settings: ServeSettings,
     token: str,
 ) -> FastAPI:
-    """Make the application.
+    """Return the application of `tailrace serve`.
 
-    Args:
-        requests: of the engine.
-        token: what requests must bear to change weights or state.
+    Routes that change weights or state need the token. The others need it from requests that do not name this
+    machine as their host; on an address that is not loopback all do but /health.
     """
-    versions = Versions()
-    context = Context(
-        settings.served_model_name,
-        tokenizer.backend_tokenizer,
-        TokenStrings(tokenizer.backend_tokenizer),
-        versions,
-    )
+    is_local = is_loopback(settings.host)
+
+    async def owner(given: Bearer) -> None:
+        check_token(given, token)
+
+    async def user(request: Request, given: Bearer) -> None:
+        if not (is_local and names_this_machine(request)):
+            check_token(given, token)
+
+    health, users = APIRouter(), APIRouter(dependencies=[Depends(user)])
+    owners = APIRouter(dependencies=[Depends(owner)])
+
+    @health.get("/health")
+    async def alive() -> Response:
+        return Response()
+
+    requests = Requests(engine)
     offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
-    control = Control(engine, requests, versions, offered)
-    app = FastAPI(title="tailrace serve", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(generation_routes(requests, context, tokenizer, model))
-    app.include_router(control_routes(control, requests, versions))
-    app.include_router(info_routes(requests, engine, model, settings))
-    app.add_middleware(
-        Guard,
-        token=token,
-        max_body_bytes=settings.max_body_bytes,
-        all_guarded=not is_loopback(settings.host),
+    control = Control(engine, requests, offered)
+    owners.include_router(control.router())
+    users.include_router(
+        Generation(requests, control.labels, tokenizer, model, settings.served_model_name).router()
     )
-    add_error_handlers(app)
-    for kind in (WeightsRefused, TransferFailed):
-        app.add_exception_handler(kind, answer(lambda why: (400, str(why))))
+    told: Mapping[str, Callable[[], object]] = {
+        "/version": lambda: {"version": f"tailrace {__version__}"},
+        "/v1/models": lambda: model_list(
+            settings.served_model_name, root=str(model.path), max_model_len=model.max_model_len
+        ),
+        "/server_info": lambda: _server_info(model),
+        "/get_world_size": lambda: {"world_size": 1},
+        "/is_paused": lambda: {"is_paused": control.paused},
+        "/is_sleeping": lambda: {"is_sleeping": control.asleep},
+        "/weight_info": lambda: {"weight_version": control.labels[-1]},
+        "/openapi.json": lambda: app.openapi(),
+    }
+    for path, tell in told.items():
+        users.add_api_route(path, _endpoint(tell), name=path)
+    registry = CollectorRegistry()
+    registry.register(_EngineMetrics(requests, engine, model, settings.served_model_name))
+
+    @users.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    app = openai_app([health, users, owners], max_body_bytes=settings.max_body_bytes)
     return app
+
+
+def _endpoint(tell: Callable[[], object]) -> Callable[[], Any]:
+    async def endpoint() -> Any:
+        return tell()
+
+    return endpoint
+
+
+def _server_info(model: ServedModel) -> dict[str, Any]:
+    """The part of vLLM's reply that clients compare with their own model."""
+    config = {
+        "model": str(model.path),
+        "dtype": f"torch.{model.dtype}",
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": True,
+    }
+    return {"vllm_config": {"model_config": config, "weight_transfer_config": {"backend": "tailrace"}}}
+
+
+class _EngineMetrics(Collector):
+    """The load and the counters of the engine, under vLLM's names."""
+
+    def __init__(self, requests: Requests, engine: ComputingEngine, model: ServedModel, name: str) -> None:
+        self._requests, self._engine, self._model, self._name = requests, engine, model, name
+
+    def collect(self) -> Iterable[Metric]:
+        usage = self._engine.usage()
+        for kind, name, value, doc in (
+            (GaugeMetricFamily, "num_requests_running", usage.num_running, "Requests that are decoded."),
+            (GaugeMetricFamily, "num_requests_waiting", usage.num_waiting, "Requests that wait."),
+            (
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
+                usage.kv_tokens / self._model.kv_cache_tokens,
+                "Share of the KV cache in use; 1 means 100 percent.",
+            ),
+            (CounterMetricFamily, "prompt_tokens", self._requests.num_prompt_tokens, "Tokens of prompts."),
+            (CounterMetricFamily, "generation_tokens", usage.num_generated, "Generated tokens."),
+            (CounterMetricFamily, "num_preemptions", usage.num_preempted, "Preempted requests."),
+        ):
+            family = kind(f"vllm:{name}", doc, labels=["model_name"])
+            family.add_metric([self._name], value)
+            yield family

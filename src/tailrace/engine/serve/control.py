@@ -1,19 +1,118 @@
-"""What changes the server's state: pauses, sleep, aborts and new weights. One change at a time."""
+"""The routes that change the server's state, as in vLLM, and PipelineRL's two: pauses, sleep, aborts and new
+weights. One change at a time.
+
+New weights are safetensors files below one folder, or come over a process group (weights/process_group.py).
+They are checked before the engine is asked to load them. Nothing else is read: no pickle, and no file from
+elsewhere.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from tailrace.engine.serve.base import ComputingEngine
-from tailrace.engine.serve.offered_weights import OfferedWeights, UpdateInfo
-from tailrace.engine.serve.requests import Requests
-from tailrace.engine.serve.versions import Versions
-from tailrace.errors import TransferFailed, WeightsRefused
+from fastapi import APIRouter, Body, HTTPException, Query
+from pydantic import BaseModel, ValidationError, model_validator
+from safetensors import SafetensorError
+
+from tailrace.engine.serve.generation import FIRST, ComputingEngine, Requests
+from tailrace.engine.serve.protocol import Name
+from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
+from tailrace.model_folder import tensor_headers, weight_files
 from tailrace.types import KV
+from tailrace.weights.base import Link, TensorInfo, Weights, check_tensors
 
-PauseMode = Literal["abort", "wait", "keep"]
-SleepMode = Literal["abort", "wait"]
+Info = dict[str, Any]
+Embedded = Annotated[Info, Body(embed=True)]
+Ids = Annotated[list[str] | None, Body(embed=True)]
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+
+
+class UpdateInfo(BaseModel):
+    """What a client sends. The client of engine/vllm.py puts all but the link into `weights`.
+
+    Args:
+        location: a safetensors file, or a folder of such files; or the location of a streamed publication.
+        tensors: name, shape and type of each tensor of a streamed publication, in the order of sending.
+        link: engine, number and num_ranks of the Link of a streamed publication.
+    """
+
+    location: str
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
+    link: tuple[str, int, int] = ("engine", 0, 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, body: Info) -> Info:
+        weights = body.get("weights")
+        return body | weights if isinstance(weights, dict) else body
+
+
+class OfferedWeights:
+    """Turns what clients send into what the engine loads.
+
+    Args:
+        root: all files lie below it, also those that symbolic links lead to. None: no files are read.
+        expected: the tensors of the served model.
+    """
+
+    def __init__(self, root: Path | None, expected: Iterable[TensorInfo]) -> None:
+        self._root, self._expected = root and root.resolve(), tuple(expected)
+
+    def check(self, body: Info, number: int) -> tuple[Weights, Link]:
+        """Check a publication, which gets `number` as its version.
+
+        Raises:
+            WeightsRefused: it cannot be read, or its tensors are not those of the model.
+        """
+        try:
+            info = UpdateInfo.model_validate(body)
+        except ValidationError as why:
+            defect = why.errors()[0]
+            raise WeightsRefused(f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}") from None
+        weights, link = Weights(number, info.location, _infos(info.tensors)), Link(*info.link)
+        if not weights.is_streamed:
+            path = self._path(info.location)
+            weights = Weights(number, str(path), tuple(_headers(self._files(path))))
+        check_tensors(weights.tensors, self._expected)
+        return weights, link
+
+    def _path(self, location: str) -> Path:
+        if self._root is None:
+            raise WeightsRefused("this server reads no files; start it with --weights-folder")
+        try:
+            path = (self._root / location).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            path = None
+        if path is None or not path.is_relative_to(self._root):
+            raise WeightsRefused(f"there is no {location!r} below the server's --weights-folder")
+        return path
+
+    def _files(self, path: Path) -> list[Path]:
+        try:
+            files = weight_files(path) if path.is_dir() else [path]
+        except ConfigError as why:
+            raise WeightsRefused(why.problem) from None
+        for file in files:
+            if file.suffix != ".safetensors" or not file.is_file():
+                raise WeightsRefused(f"{file.name!r} is not a .safetensors file; no other format is read")
+            self._path(str(file))
+        return files
+
+
+def _infos(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(name, shape, dtype) for name, shape, dtype in tensors)  # type: ignore[arg-type]
+
+
+def _headers(files: Iterable[Path]) -> Iterable[TensorInfo]:
+    """What the files contain, without reading a tensor."""
+    for file in files:
+        try:
+            headers = [(name, shape, _DTYPES.get(kind, kind)) for name, shape, kind in tensor_headers(file)]
+        except (SafetensorError, OSError) as why:
+            raise WeightsRefused(f"{file.name!r} cannot be read: {why}") from None
+        yield from _infos(headers)
 
 
 class Control:
@@ -23,21 +122,43 @@ class Control:
         offered: checks new weights.
     """
 
-    def __init__(
-        self, engine: ComputingEngine, requests: Requests, versions: Versions, offered: OfferedWeights
-    ) -> None:
-        self._engine, self._requests, self._versions = engine, requests, versions
-        self._offered = offered
-        self._transfer: dict[str, Any] = {}
+    def __init__(self, engine: ComputingEngine, requests: Requests, offered: OfferedWeights) -> None:
+        self._engine, self._requests, self._offered = engine, requests, offered
+        self.labels = [FIRST]
+        """Of the weights, by the engine's number of each load. An unnamed one has that before it."""
+        self._transfer: Info = {}
         """Fields that every update has."""
         self._lock = asyncio.Lock()
         self.paused = self.asleep = False
-        self.updating = False
+        self._is_updating = False
         """Between start and finish of an update."""
         self._kv: KV = "keep"
         """What the next load does with the KV cache; set by the pause before it."""
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    def router(self) -> APIRouter:
+        """Make the router."""
+        router = APIRouter()
+        endpoints: Mapping[str, Callable[..., Awaitable[Info | None]]] = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
+            "/abort_requests": self.abort_requests,
+            "/inference/v1/abort_requests": self.abort_generations,
+            "/init_weight_transfer_engine": self.init_transfer,
+            "/start_weight_update": self.start_update,
+            "/update_weights": self.update,
+            "/finish_weight_update": self.finish_update,
+            "/update_weight_version": self.name_version,
+            "/init_process_group": self.init_process_group,
+            "/request_weight_update": self.update_at_once,
+        }
+        for path, endpoint in endpoints.items():
+            # Clients look up the schema of a body under the name of vLLM's function, which is the path's.
+            router.add_api_route(path, endpoint, methods=["POST"], name=path.rpartition("/")[2])
+        return router
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Info:
         """Stop between two decode steps.
 
         Args:
@@ -54,120 +175,128 @@ class Control:
                 self._requests.abort(None)
             await self._engine.pause()
             self.paused, self._kv = True, "recompute" if clear_cache else "keep"
+        return {"status": "paused"}
 
-    async def resume(self) -> None:
+    async def resume(self) -> Info:
         """Go on, awake."""
         async with self._lock:
             if self.asleep:
                 await self._engine.wake()
-                self._versions.restart()
+                self.labels.append(self.labels[0])
             await self._engine.resume()
             self._requests.admit(True)
             self.paused = self.asleep = False
             self._kv = "keep"
+        return {"status": "resumed"}
 
-    async def sleep(self, mode: SleepMode) -> None:
+    async def wake_up(self) -> Info:
+        """As `resume`."""
+        await self.resume()
+        return {"status": "awake"}
+
+    async def sleep(
+        self, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["abort", "wait"] = "abort"
+    ) -> Info:
         """Free the engine's memory until `resume`. The engine then has the weights of the start.
 
         Args:
             mode: as of `pause`; no request can be kept.
         """
         async with self._lock:
-            if self.asleep:
-                return
-            self._requests.admit(False)
-            if mode == "abort":
-                self._requests.abort(None)
-            else:
-                await self._engine.resume()
-            await self._requests.drained()
-            await self._engine.pause()
-            await self._engine.sleep()
-            self.paused = self.asleep = True
+            if not self.asleep:
+                self._requests.admit(False)
+                if mode == "abort":
+                    self._requests.abort(None)
+                else:
+                    await self._engine.resume()
+                await self._requests.drained()
+                await self._engine.pause()
+                await self._engine.sleep()
+                self.paused = self.asleep = True
+        return {"status": "sleeping", "level": level}
 
-    def init_transfer(self, info: dict[str, Any]) -> None:
-        """Remember fields of UpdateInfo for all updates that lack them.
+    async def abort_requests(self, request_ids: Ids = None) -> Info:
+        """End requests now; without ids all."""
+        return {"status": "aborted", "aborted": self._requests.abort(request_ids or None)}
 
-        Raises:
-            WeightsRefused: there are other fields: the client speaks of another transport.
-        """
-        if unknown := sorted(info.keys() - UpdateInfo.model_fields.keys()):
+    async def abort_generations(self, request_ids: Annotated[list[str], Body(embed=True)]) -> None:
+        """End these requests now."""
+        self._requests.abort(request_ids)
+
+    async def init_transfer(self, init_info: Embedded) -> Info:
+        """Remember fields of UpdateInfo for all updates that lack them. Others are refused: the client speaks
+        of another transport."""
+        if unknown := sorted(init_info.keys() - UpdateInfo.model_fields.keys()):
             raise WeightsRefused(
                 f"the transport of this server has no {', '.join(unknown)}; see docs/serve.md"
             )
-        self._transfer = info
+        self._transfer = init_info
+        return {"message": "Weight transfer initialized"}
 
-    async def start_update(self) -> None:
-        """Begin an update of the weights.
+    async def init_process_group(self, init_info: Annotated[Info, Body()]) -> Info:
+        """As `init_transfer`, for PipelineRL."""
+        await self.init_transfer(init_info)
+        return {"status": "ok"}
 
-        Raises:
-            WeightsRefused: one is under way.
-        """
+    async def start_update(self) -> Info:
+        """Begin an update of the weights."""
         async with self._lock:
-            if self.updating:
-                raise WeightsRefused("an update is under way; finish it first")
-            self.updating = True
+            self._refuse_second_update()
+            self._is_updating = True
+        return {"message": "Weight update started"}
 
-    async def update(self, info: dict[str, Any]) -> None:
-        """Load weights between two decode steps. A failed update is over; the old weights stay.
-
-        Args:
-            info: of UpdateInfo.
-
-        Raises:
-            WeightsRefused: no update was started, or the weights are not those of the model.
-            TransferFailed: the engine did not receive them.
-        """
-        async with self._lock, self._ended_by_failure():
-            if not self.updating:
-                raise WeightsRefused("no update was started: POST /start_weight_update comes first")
-            await self._load(info)
-
-    async def finish_update(self, label: str | None) -> None:
-        """End an update.
-
-        Args:
-            label: of the loaded weights, for `weight_versions`; None: that of the weights before.
-
-        Raises:
-            WeightsRefused: no update was started.
-        """
+    async def update(self, update_info: Embedded) -> Info:
+        """Load weights between two decode steps. A failed update is over; the old weights stay."""
         async with self._lock:
-            if not self.updating:
-                raise WeightsRefused("no update was started: POST /start_weight_update comes first")
-            self.updating = False
-            if label is not None:
-                self._versions.name(label)
+            self._require_update()
+            try:
+                await self._load(update_info)
+            except (WeightsRefused, TransferFailed):
+                self._is_updating = False
+                raise
+        return {"message": "Weights updated"}
 
-    async def update_at_once(self, info: dict[str, Any], label: str) -> None:
-        """Load and label weights in flight: requests go on with the KV cache they have (PipelineRL 4).
-
-        Raises:
-            WeightsRefused: an update is under way, or the weights are not those of the model.
-            TransferFailed: the engine did not receive them.
-        """
+    async def finish_update(self, weight_version: Annotated[Name | None, Body(embed=True)] = None) -> Info:
+        """End an update, and name the loaded weights for `weight_versions`."""
         async with self._lock:
-            if self.updating:
-                raise WeightsRefused("an update is under way; finish it first")
-            await self._load(info)
-            self._versions.name(label)
+            self._require_update()
+            self._is_updating = False
+            if weight_version is not None:
+                self.labels[-1] = weight_version
+        return {"message": "Weight update finished"}
 
-    async def _load(self, info: dict[str, Any]) -> None:
+    async def name_version(self, new_version: Annotated[Name, Body(embed=True)]) -> Info:
+        """Name the newest weights."""
+        self.labels[-1] = new_version
+        return {"success": True, "new_version": new_version}
+
+    async def update_at_once(self, update_info: Annotated[Info, Body()]) -> Info:
+        """Load and name weights in flight: requests go on with the KV cache they have (PipelineRL 4)."""
+        version = update_info.get("version")
+        if not isinstance(version, int):
+            raise HTTPException(400, "version must be a whole number")
+        async with self._lock:
+            self._refuse_second_update()
+            await self._load(update_info)
+            self.labels[-1] = str(version)
+        return {"status": "ok"}
+
+    def _refuse_second_update(self) -> None:
+        if self._is_updating:
+            raise WeightsRefused("an update is under way; finish it first")
+
+    def _require_update(self) -> None:
+        if not self._is_updating:
+            raise WeightsRefused("no update was started: POST /start_weight_update comes first")
+
+    async def _load(self, info: Info) -> None:
         if self.asleep:
             raise WeightsRefused("the server is asleep: POST /wake_up first")
-        number = self._versions.number + 1
+        number = len(self.labels)
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
-        self._versions.add()
+        self.labels.append(self.labels[-1])
         try:
             await self._engine.load(weights, link, kv=self._kv)
         except BaseException:
-            self._versions.withdraw()
-            raise
-
-    @asynccontextmanager
-    async def _ended_by_failure(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except (WeightsRefused, TransferFailed):
-            self.updating = False
+            self.labels.pop()
             raise

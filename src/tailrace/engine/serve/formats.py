@@ -1,278 +1,359 @@
-"""The replies of the three routes of generation, whole or as the events of a stream.
+"""The replies of the routes of generation, whole or as the events of a stream.
 
-One class a route turns new tokens of a sample into a `choice`, and choices into an event or a reply. They are
-plain dictionaries: a stream makes thousands of them a second.
+A `Format` a route turns new tokens of a sample into a `choice`, and choices into an event or a reply. They
+are plain dictionaries: a stream makes thousands of them a second.
 """
 
+import asyncio
 import itertools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from tailrace.engine.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
-    SamplingFields,
+    ServingFields,
 )
-from tailrace.engine.serve.requests import Job, Tokens
-from tailrace.engine.serve.text import Text, TokenStrings
-from tailrace.engine.serve.versions import Versions
 
-Choice = dict[str, Any]
-Reply = dict[str, Any]
-Top = Sequence[tuple[int, float]]
+Json = dict[str, Any]
+Finish = Literal["stop", "length", "abort", "tool_calls"]
+B = TypeVar("B", bound=ServingFields)
+T = TypeVar("T")
 
 ABSENT_LOGPROB = -9999.0
 """JSON has no infinities; this is what vLLM sends in their place."""
+CLIENT_CLOSED = 499
+"""The status of a reply whose client has gone."""
+
+_encode = msgspec.json.Encoder().encode
 
 
-class Format(Protocol):
-    """The form of one route's replies, with the state of one request."""
+@dataclass(slots=True)
+class Piece:
+    """What is new of a sample.
 
-    def choice(self, number: int, new: Tokens, *, whole: bool) -> Choice:
-        """New tokens of a sample.
+    Args:
+        text: that has become certain with the tokens.
+        finish: None while the sample is unfinished.
+        stop_reason: the stop token or string that has ended it.
+        versions: spans of all of its tokens in vLLM's form, once it has ended.
+        tool_calls: of an assistant's message.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str | None = ""
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
+    versions: list[Json] | None = None
+    tool_calls: Sequence[Json] = ()
+
+    def join(self, later: "Piece") -> None:
+        """Append what follows."""
+        self.ids += later.ids
+        self.logprobs += later.logprobs
+        self.text = (self.text or "") + (later.text or "")
+        self.finish, self.stop_reason, self.versions = later.finish, later.stop_reason, later.versions
+
+
+Pieces = AsyncGenerator[tuple[int, Piece]]
+"""Pieces of samples, with the samples' numbers."""
+
+
+class TokenStrings:
+    """The text of single tokens, as in log-probs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = lru_cache(maxsize=1 << 18)(
+            lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
+        )
+
+    def __call__(self, id: int, *, as_ids: bool | None) -> str:
+        """Return the text of a token, or "token_id:N", from which a client can read the id."""
+        return f"token_id:{id}" if as_ids else self._decode(id)
+
+
+class Format(Generic[B]):
+    """The form of one route's replies, with the state of one request.
+
+    Args:
+        id: of the reply.
+        prompt_ids: for clients that ask for token ids.
+        num_prompt_tokens: for the usage.
+    """
+
+    def __init__(
+        self,
+        body: B,
+        id: str,
+        model: str,
+        strings: TokenStrings,
+        prompt_ids: Sequence[int],
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        self.body, self.id, self.model, self._strings = body, id, model, strings
+        self.prompt_ids = prompt_ids
+        self._num_prompt_tokens = len(prompt_ids) if num_prompt_tokens is None else num_prompt_tokens
+        self._created = int(time.time())
+        self._begun: set[object] = set()
+
+    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+        """Return new tokens of a sample.
 
         Args:
             whole: these are all of its tokens, for a reply; otherwise for an event.
         """
+        raise NotImplementedError
 
-    def envelope(self, choices: Sequence[Choice], usage: Reply | None, *, whole: bool) -> Reply:
-        """A reply, or an event of a stream, around its choices."""
+    def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
+        """Return a reply, or an event of a stream, around its choices."""
+        raise NotImplementedError
 
+    def usage(self, num_tokens: int) -> Json:
+        """Return the numbers of tokens."""
+        num_prompt = self._num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        }
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What all formats need.
-
-    Args:
-        tokenizer: of the library `tokenizers`.
-    """
-
-    model: str
-    tokenizer: Any
-    strings: TokenStrings
-    versions: Versions
-
-
-class _Sample:
-    """What the server remembers of a sample between two events."""
-
-    def __init__(self, context: Context, sampling: SamplingFields) -> None:
-        self._stop_ids = sampling.stop_token_ids or ()
-        self.text = Text(
-            context.tokenizer,
-            sampling.stops,
-            include_stop=sampling.include_stop_str_in_output,
-            skip_special=sampling.skip_special_tokens,
-        )
-        self.spans: list[tuple[int, int]] = []
-        """(version, number of tokens)"""
-        self.num_characters = 0
-        """Length of the tokens' strings, for offsets in log-probs."""
-
-    def stop_reason(self, new: Tokens) -> int | str | None:
-        """The stop token or string that has ended the sample; None: something else, or it goes on."""
-        if new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids:
-            return new.ids[-1]
-        return self.text.stop
-
-
-class _Formats:
-    """What the formats have in common."""
-
-    def __init__(self, context: Context, job: Job, sampling: SamplingFields) -> None:
-        self.context, self.job = context, job
-        self.created = int(time.time())
-        self._samples = [_Sample(context, sampling) for _ in range(job.size)]
-        self._begun: set[int] = set()
-
-    def begins(self, number: int) -> bool:
-        """Whether this is the first choice of a sample."""
-        begins = number not in self._begun
-        self._begun.add(number)
+    def _begins(self, what: object) -> bool:
+        """Whether this is the first time."""
+        begins = what not in self._begun
+        self._begun.add(what)
         return begins
 
-    def versions(self, number: int, new: Tokens) -> list[Reply] | None:
-        """The spans of versions of all tokens of a sample, once it has ended."""
-        spans = self._samples[number].spans
-        spans += new.spans
-        return self.context.versions.spans(spans) if new.finish else None
-
-    def prompt(self, number: int) -> Sequence[int]:
-        """The prompt of a sample."""
-        return self.job.prompts[number // self.job.num_samples]
+    def _openai(self, kind: str, choices: Sequence[Json], usage: Json | None) -> Json:
+        ids = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+        return {**ids, "choices": choices, "usage": usage}
 
 
-class CompletionFormat(_Formats):
+class CompletionFormat(Format[CompletionRequest]):
     """/v1/completions."""
 
-    def __init__(self, context: Context, job: Job, body: CompletionRequest) -> None:
-        super().__init__(context, job, body)
-        self._body = body
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._ends: dict[int, int] = {}
+        """Length of the strings of each sample's tokens, for offsets in log-probs."""
 
-    def choice(self, number: int, new: Tokens, *, whole: bool) -> Choice:
-        """As Format.choice."""
-        body, sample, begins = self._body, self._samples[number], self.begins(number)
-        text = sample.text.extend(new.ids, ended=new.finish is not None)
-        choice: Choice = {
+    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+        body, begins = self.body, self._begins(number)
+        choice: Json = {
             "index": number,
-            "text": text,
-            "logprobs": None if body.logprobs is None else self._logprobs(sample, new, body.logprobs),
+            "text": new.text,
+            "logprobs": None if body.logprobs is None else self._logprobs(number, new),
             "finish_reason": new.finish,
-            "stop_reason": sample.stop_reason(new),
+            "stop_reason": new.stop_reason,
         }
         if body.return_token_ids:
-            choice["token_ids"] = new.ids
-            choice["prompt_token_ids"] = self.prompt(number) if begins else None
-        versions = self.versions(number, new)
-        if body.return_weight_versions:
-            choice["weight_versions"] = versions
-        return choice
+            choice |= {"token_ids": new.ids, "prompt_token_ids": self.prompt_ids if begins else None}
+        return choice | ({"weight_versions": new.versions} if body.return_weight_versions else {})
 
-    def envelope(self, choices: Sequence[Choice], usage: Reply | None, *, whole: bool) -> Reply:
-        """As Format.envelope."""
-        return {
-            "id": f"{self.job.prefix}{self.job.id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.context.model,
-            "choices": choices,
-            "usage": usage,
-        }
+    def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
+        return self._openai("text_completion", choices, usage)
 
-    def _logprobs(self, sample: _Sample, new: Tokens, num_top: int) -> Reply:
-        strings, as_ids = self.context.strings, bool(self._body.return_tokens_as_token_ids)
-        tokens = [strings(id, as_ids=as_ids) for id in new.ids]
-        ends = list(itertools.accumulate(map(len, tokens), initial=sample.num_characters))
-        sample.num_characters = ends[-1]
+    def _logprobs(self, number: int, new: Piece) -> Json:
+        tokens = [self._strings(id, as_ids=self.body.return_tokens_as_token_ids) for id in new.ids]
+        *starts, self._ends[number] = itertools.accumulate(
+            map(len, tokens), initial=self._ends.get(number, 0)
+        )
         logprobs = [_finite(logprob) for logprob in new.logprobs]
-        tops = [
-            {strings(id, as_ids=as_ids): _finite(value) for id, value in top} | {token: logprob}
-            for token, logprob, top in zip(tokens, logprobs, _tops(new, num_top), strict=True)
-        ]
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": ends[:-1],
-        }
+        tops = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": starts}
 
 
-class ChatFormat(_Formats):
+class ChatFormat(Format[ChatCompletionRequest]):
     """/v1/chat/completions."""
 
-    def __init__(self, context: Context, job: Job, body: ChatCompletionRequest) -> None:
-        super().__init__(context, job, body)
-        self._body = body
-        self._prompt_shown = False
-
-    def choice(self, number: int, new: Tokens, *, whole: bool) -> Choice:
-        """As Format.choice."""
-        body, sample, begins = self._body, self._samples[number], self.begins(number)
-        text = sample.text.extend(new.ids, ended=new.finish is not None)
-        message: Reply = {"role": "assistant"} if begins else {}
-        choice: Choice = {
+    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+        body = self.body
+        message: Json = {"role": "assistant"} if self._begins(number) else {}
+        message["content"] = new.text
+        if new.tool_calls:
+            numbered = [{} if whole else {"index": number} for number in range(len(new.tool_calls))]
+            message["tool_calls"] = [a | call for a, call in zip(numbered, new.tool_calls, strict=True)]
+        choice: Json = {
             "index": number,
-            "message" if whole else "delta": message | {"content": text},
-            "logprobs": {"content": self._logprobs(new)} if body.logprobs else None,
+            "message" if whole else "delta": message,
+            "logprobs": {"content": list(map(self._entry, new.ids, new.logprobs))} if body.logprobs else None,
             "finish_reason": new.finish,
-            "stop_reason": sample.stop_reason(new),
+            "stop_reason": new.stop_reason,
         }
-        if body.return_token_ids:
-            choice["token_ids"] = new.ids
-        versions = self.versions(number, new)
-        if body.return_weight_versions:
-            choice["weight_versions"] = versions
-        return choice
+        choice |= {"token_ids": new.ids} if body.return_token_ids else {}
+        return choice | ({"weight_versions": new.versions} if body.return_weight_versions else {})
 
-    def envelope(self, choices: Sequence[Choice], usage: Reply | None, *, whole: bool) -> Reply:
-        """As Format.envelope."""
-        reply: Reply = {
-            "id": f"{self.job.prefix}{self.job.id}",
-            "object": "chat.completion" if whole else "chat.completion.chunk",
-            "created": self.created,
-            "model": self.context.model,
-            "choices": choices,
-            "usage": usage,
-        }
-        if self._body.return_token_ids and not self._prompt_shown:
-            self._prompt_shown = True
-            reply["prompt_token_ids"] = self.job.prompts[0]
+    def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
+        reply = self._openai("chat.completion" if whole else "chat.completion.chunk", choices, usage)
+        if self.body.return_token_ids and self._begins("reply"):
+            reply["prompt_token_ids"] = self.prompt_ids
         return reply
 
-    def _logprobs(self, new: Tokens) -> list[Reply]:
-        tops = _tops(new, self._body.top_logprobs or 0)
-        return [
-            self._entry(id, logprob) | {"top_logprobs": [self._entry(*each) for each in top]}
-            for id, logprob, top in zip(new.ids, new.logprobs, tops, strict=True)
-        ]
-
-    def _entry(self, id: int, logprob: float) -> Reply:
-        token = self.context.strings(id, as_ids=bool(self._body.return_tokens_as_token_ids))
-        return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
+    def _entry(self, id: int, logprob: float) -> Json:
+        token = self._strings(id, as_ids=self.body.return_tokens_as_token_ids)
+        entry = {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
+        return entry | {"top_logprobs": []}
 
 
-class GenerateFormat(_Formats):
+class GenerateFormat(Format[GenerateRequest]):
     """/inference/v1/generate. The entries of log-probs have the token's id under both keys that versions of
     vLLM have used, so that clients of either parse them."""
 
-    def __init__(self, context: Context, job: Job, body: GenerateRequest) -> None:
-        super().__init__(context, job, body.sampling_params)
-        self._body = body
-        self._prompt_shown = not body.return_token_ids
-
-    def choice(self, number: int, new: Tokens, *, whole: bool) -> Choice:
-        """As Format.choice."""
-        sampling, sample = self._body.sampling_params, self._samples[number]
-        if sampling.stops:
-            sample.text.extend(new.ids, ended=new.finish is not None)
+    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+        has_logprobs = self.body.sampling_params.logprobs is not None
         return {
             "index": number,
             "token_ids": new.ids,
-            "logprobs": None if sampling.logprobs is None else self._logprobs(new, sampling.logprobs),
+            "logprobs": {"content": list(map(_entry, new.ids, new.logprobs))} if has_logprobs else None,
             "finish_reason": new.finish,
-            "stop_reason": sample.stop_reason(new),
-            "weight_versions": self.versions(number, new),
+            "stop_reason": new.stop_reason,
+            "weight_versions": new.versions,
             "routed_experts": None,
             "sampling_mask": None,
         }
 
-    def envelope(self, choices: Sequence[Choice], usage: Reply | None, *, whole: bool) -> Reply:
-        """As Format.envelope."""
-        reply: Reply = {
-            "request_id": self.job.id,
-            "output_mode": "tokens",
-            "choices": choices,
-            "usage": usage,
-        }
+    def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
+        reply: Json = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "usage": usage}
         if whole:
-            reply |= {"model": self.context.model, "created": self.created}
-        if not self._prompt_shown:
-            self._prompt_shown = True
-            reply["prompt_token_ids"] = self.job.prompts[0]
+            reply |= {"model": self.model, "created": self._created}
+        if self.body.return_token_ids and self._begins("reply"):
+            reply["prompt_token_ids"] = self.prompt_ids
         return reply
 
-    def _logprobs(self, new: Tokens, num_top: int) -> Reply:
-        """The sampled token stands first among the likeliest ones, as in vLLM."""
-        content = []
-        for id, logprob, top in zip(new.ids, new.logprobs, _tops(new, num_top), strict=True):
-            entry = _generate_entry(id, logprob)
-            others = [_generate_entry(*each) for each in top if each[0] != id]
-            content.append(entry | {"rank": None, "top_logprobs": [entry, *others][: max(num_top, 1)]})
-        return {"content": content}
 
-
-def _generate_entry(id: int, logprob: float) -> Reply:
-    return {"token": f"token_id:{id}", "token_id": id, "logprob": _finite(logprob)}
-
-
-def _tops(new: Tokens, num: int) -> Sequence[Top]:
-    """The likeliest tokens at each position, `num` or none of them."""
-    return new.top_logprobs if num and new.top_logprobs else [()] * len(new.ids)
+def _entry(id: int, logprob: float) -> Json:
+    entry = {"token": f"token_id:{id}", "token_id": id, "logprob": _finite(logprob)}
+    return entry | {"rank": None, "top_logprobs": [entry]}
 
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else ABSENT_LOGPROB
+
+
+async def respond(format: Format[Any], pieces: Pieces, request: Request) -> Response:
+    """Reply with the whole or with a stream, as the request asks. The generator of pieces is closed when the
+    client has gone."""
+    if format.body.stream:
+        return StreamingResponse(_events(format, pieces), media_type="text/event-stream")
+    samples = await _unless_disconnected(request, _whole(pieces))
+    if samples is None:
+        return Response(status_code=CLIENT_CLOSED)
+    choices = [format.choice(number, samples[number], whole=True) for number in sorted(samples)]
+    usage = format.usage(sum(len(sample.ids) for sample in samples.values()))
+    return Response(_encode(format.envelope(choices, usage, whole=True)), media_type="application/json")
+
+
+async def _whole(pieces: Pieces) -> dict[int, Piece]:
+    samples: dict[int, Piece] = {}
+    async with aclosing(pieces) as arriving:
+        async for number, new in arriving:
+            if number in samples:
+                samples[number].join(new)
+            else:
+                samples[number] = new
+    return samples
+
+
+async def _events(format: Format[Any], pieces: Pieces) -> AsyncIterator[bytes]:
+    num_tokens = 0
+    async with aclosing(pieces) as arriving:
+        async for number, new in arriving:
+            num_tokens += len(new.ids)
+            yield _event(format.envelope([format.choice(number, new, whole=False)], None, whole=False))
+    options = format.body.stream_options
+    if options is not None and options.include_usage:
+        yield _event(format.envelope([], format.usage(num_tokens), whole=False))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of the work; None if the client has gone, and the work was cancelled."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class Text:
+    """The text of one sample, piece by piece.
+
+    Args:
+        stops: the text ends before the first of these strings that appears in it.
+        include_stop: the text ends after it instead.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, include_stop: bool, skip_special: bool
+    ) -> None:
+        self._tokenizer, self._stops, self._include_stop = tokenizer, stops, include_stop
+        self._skip_special = skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._undecoded: list[int] = []
+        """The last tokens, as long as their bytes are no complete characters."""
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+        self.stop: str | None = None
+        """The stop string that has ended the text."""
+
+    def extend(self, ids: Sequence[int], *, ended: bool) -> str:
+        """Append tokens and return the text that has become certain.
+
+        Args:
+            ended: no more tokens follow.
+        """
+        for id in ids:
+            piece = self._stream.step(self._tokenizer, id)
+            if piece is None:
+                self._undecoded.append(id)
+            else:
+                self._undecoded.clear()
+                self._held += piece
+        if ended:
+            self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
+        if self.stop is not None:
+            return ""
+        length = self._first_stop() if self._stops else None
+        if length is None:
+            length = len(self._held) if ended else len(self._held) - self._num_uncertain()
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _first_stop(self) -> int | None:
+        """Where the text ends if it contains a stop string."""
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if not found:
+            return None
+        at, self.stop = min(found)
+        return at + len(self.stop) * self._include_stop
+
+    def _num_uncertain(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in lengths if any(s.startswith(self._held[-n:]) for s in self._stops)), 0)

@@ -1,102 +1,273 @@
-"""The routes that generate: /v1/completions, /v1/chat/completions and /inference/v1/generate."""
+"""The routes that generate: /v1/completions, /v1/chat/completions and /inference/v1/generate, and the samples
+of their requests on the way through the engine."""
 
 import asyncio
 import inspect
+import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.responses import StreamingResponse
 
-from tailrace.data.encoding import Tokenizer
-from tailrace.engine.base import SamplingParams
-from tailrace.engine.serve.formats import ChatFormat, CompletionFormat, Context, Format, GenerateFormat
+from tailrace.data.encoding import Tokenizer, render
+from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
+from tailrace.engine.serve.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    GenerateFormat,
+    Json,
+    Piece,
+    Text,
+    TokenStrings,
+    respond,
+)
 from tailrace.engine.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
     SamplingFields,
+    ServingFields,
 )
-from tailrace.engine.serve.requests import Job, Requests, Tokens
 from tailrace.engine.serve.settings import ServedModel
+from tailrace.errors import WorkerDied
+from tailrace.types import KV, Span
+from tailrace.weights.base import Link, Weights
 
-MAX_SAMPLES_IN_ALL = 4096
-"""Of one request with several prompts."""
-CLIENT_CLOSED = 499
-"""The status of a reply whose client has gone."""
-T = TypeVar("T")
-
-_encode = msgspec.json.Encoder().encode
+FIRST = "default"
+"""The label of the weights that the server started with, as in vLLM."""
 
 
-def generation_routes(
-    requests: Requests, context: Context, tokenizer: Tokenizer, model: ServedModel
-) -> APIRouter:
-    """Make the router."""
-    router = APIRouter()
-    generation = _Generation(requests, context, tokenizer, model)
+def labelled(spans: Iterable[tuple[int, int]], labels: Sequence[str]) -> list[Json]:
+    """Turn (version, tokens) into vLLM's form: label, start and end of consecutive tokens.
 
-    @router.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        prompts = [
-            await generation.encode(prompt, special=body.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompts
-        ]
-        job = generation.job(body, "cmpl-", body.request_id, prompts, body.max_tokens, body.logprobs or 0)
-        return await generation.respond(job, CompletionFormat(context, job, body), body, request)
+    Args:
+        labels: by version.
 
-    @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request) -> Response:
-        if body.top_logprobs and not body.logprobs:
-            raise HTTPException(400, "top_logprobs needs logprobs: true")
-        text = await generation.template(body)
-        prompt = await generation.encode(text, special=False)
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        job = generation.job(body, "chatcmpl-", body.request_id, [prompt], max_tokens, body.top_logprobs or 0)
-        return await generation.respond(job, ChatFormat(context, job, body), body, request)
+    Example:
+        >>> labelled([(0, 2), (0, 3)], ["default"])
+        [{'version': 'default', 'start': 0, 'end': 5}]
+    """
+    found: list[Json] = []
+    start = 0
+    for version, num_tokens in spans:
+        label, end = labels[version], start + num_tokens
+        if found and found[-1]["version"] == label:
+            found[-1]["end"] = end
+        elif num_tokens:
+            found.append({"version": label, "start": start, "end": end})
+        start = end
+    return found
 
-    @router.post("/inference/v1/generate")
-    async def generate(body: GenerateRequest, request: Request) -> Response:
-        sampling = body.sampling_params
-        num_top = sampling.logprobs or 0
-        # The sampled token is the first of the likeliest ones.
-        job = generation.job(
-            sampling,
-            "generate-tokens-",
-            body.request_id,
-            [body.token_ids],
-            sampling.max_tokens,
-            num_top if num_top > 1 else 0,
+
+class ComputingEngine(Protocol):
+    """An engine in another process, so that it computes while the server writes. Its methods raise WorkerDied
+    once it has ended."""
+
+    on_output: Callable[[GenerationOutput], None]
+    """Called with new tokens, in order, several times a second for each request. The server sets it."""
+    on_aborted: Callable[[str], None]
+    """Called with the id of an aborted request after its last output. The server sets it."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. It must be one that the model can serve."""
+
+    def abort(self, id: str) -> None:
+        """End a request now."""
+
+    async def pause(self) -> None:
+        """Stop between two decode steps. All tokens have been handed to `on_output` when this returns."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
+        """Take new weights between two decode steps. If they are refused (WeightsRefused) or do not arrive
+        (TransferFailed), the old ones stay."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache. No request is under way."""
+
+    async def wake(self) -> None:
+        """Serve again, with the weights of the start and their version."""
+
+    def usage(self) -> Usage:
+        """Return the load and the counters of the last output."""
+
+
+Output = GenerationOutput | None
+"""New tokens of a sample; None: it was aborted."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """The samples of one HTTP request.
+
+    Args:
+        names: by which clients of vLLM may abort it.
+        open: numbers of the unfinished samples, by the engine's request id.
+        arrived: outputs with their samples' numbers.
+    """
+
+    names: frozenset[str]
+    open: dict[str, int] = field(default_factory=dict)
+    arrived: "asyncio.Queue[tuple[int, Output]]" = field(default_factory=asyncio.Queue)
+
+
+class Requests:
+    """All requests that the engine works on.
+
+    Args:
+        engine: this object sets its callbacks.
+    """
+
+    def __init__(self, engine: ComputingEngine) -> None:
+        self._engine = engine
+        engine.on_output = lambda output: self._add(output.id, output)
+        engine.on_aborted = lambda id: self._add(id, None)
+        self._jobs: dict[str, _Job] = {}
+        """By the engine's request id."""
+        self._numbers = itertools.count()
+        self._admitting, self._drained = asyncio.Event(), asyncio.Event()
+        self._admitting.set()
+        self._drained.set()
+        self.num_prompt_tokens = 0
+        """Of all samples since the start."""
+
+    async def generate(
+        self, names: frozenset[str], samples: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Output]]:
+        """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
+        the others.
+
+        Args:
+            samples: get ids of their own.
+        """
+        while not self._admitting.is_set():  # it may be cleared again before this task runs
+            await self._admitting.wait()
+        job = _Job(names)
+        try:
+            for number, sample in enumerate(samples):
+                id = str(next(self._numbers))
+                self._engine.submit(msgspec.structs.replace(sample, id=id))
+                job.open[id], self._jobs[id] = number, job
+                self._drained.clear()
+                self.num_prompt_tokens += len(sample.prompt_ids)
+            while job.open or not job.arrived.empty():
+                yield await job.arrived.get()
+        finally:
+            for id in list(job.open):
+                self._end(id)
+                with suppress(WorkerDied):
+                    self._engine.abort(id)
+
+    def abort(self, names: Sequence[str] | None) -> int:
+        """End requests by their names; None: all. Their iterators end with None. Returns their number."""
+        found = {
+            id: job for id, job in self._jobs.items() if names is None or not job.names.isdisjoint(names)
+        }
+        for id in found:
+            self._engine.abort(id)
+        return len(set(found.values()))
+
+    def admit(self, admitting: bool) -> None:
+        """Let new requests begin, or wait."""
+        if admitting:
+            self._admitting.set()
+        else:
+            self._admitting.clear()
+
+    async def drained(self) -> None:
+        """Wait until no request is under way."""
+        await self._drained.wait()
+
+    def _add(self, id: str, output: Output) -> None:
+        job = self._jobs.get(id)
+        if job is None:  # its client has gone
+            return
+        job.arrived.put_nowait((job.open[id], output))
+        if output is None or output.finish_reason is not None:
+            self._end(id)
+
+    def _end(self, id: str) -> None:
+        del self._jobs.pop(id).open[id]
+        if not self._jobs:
+            self._drained.set()
+
+
+class _Sample:
+    """Makes pieces of a sample's outputs."""
+
+    def __init__(self, sampling: SamplingFields, tokenizer: Any, labels: Sequence[str]) -> None:
+        self._stop_ids, self._labels = sampling.stop_token_ids or (), labels
+        self._spans: list[Span] = []
+        self._text = Text(
+            tokenizer,
+            sampling.stops,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
         )
-        return await generation.respond(job, GenerateFormat(context, job, body), body, request)
 
-    return router
+    def piece(self, output: Output) -> Piece:
+        new = Piece(finish="abort")
+        if output is not None:
+            new = Piece(output.ids, output.behavior_logprobs, finish=output.finish_reason)
+            self._spans.append(Span(output.version, len(output.ids)))
+        new.text = self._text.extend(new.ids, ended=new.finish is not None)
+        is_stop_token = new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids
+        new.stop_reason = new.ids[-1] if is_stop_token else self._text.stop
+        new.versions = labelled(self._spans, self._labels) if new.finish else None
+        return new
 
 
-class _Generation:
-    """What the routes share."""
+class Generation:
+    """The routes over one engine."""
 
     def __init__(
-        self, requests: Requests, context: Context, tokenizer: Tokenizer, model: ServedModel
+        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: ServedModel, name: str
     ) -> None:
-        self._requests, self._context, self._tokenizer, self._model = requests, context, tokenizer, model
+        """
+        Args:
+            labels: of the weights, by version.
+            name: of the model in requests and replies.
+        """
+        self._requests, self._labels, self._tokenizer = requests, labels, tokenizer
+        self._model, self._name = model, name
+        self._strings = TokenStrings(tokenizer.backend_tokenizer)
         self._random = random.Random()
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text, computed in a thread.
+    def router(self) -> APIRouter:
+        """Make the router."""
+        router = APIRouter()
+        router.post("/v1/completions")(self.complete)
+        router.post("/v1/chat/completions")(self.chat)
+        router.post("/inference/v1/generate")(self.generate)
+        return router
 
-        Raises:
-            UnicodeEncodeError: it is not valid Unicode; a chat template does not check that.
-        """
-        text.encode()
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = await self._encode(prompt, special=body.add_special_tokens)
+        return await self._respond(CompletionFormat, "cmpl-", body, body, prompt, request)
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        prompt = await self._encode(await self._template(body), special=False)
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        return await self._respond(ChatFormat, "chatcmpl-", body, body, prompt, request)
+
+    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+        prefix, sampling = "generate-tokens-", body.sampling_params
+        return await self._respond(GenerateFormat, prefix, body, sampling, body.token_ids, request)
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        text.encode()  # a chat template does not check that it is valid Unicode
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
 
-    async def template(self, body: ChatCompletionRequest) -> str:
+    async def _template(self, body: ChatCompletionRequest) -> str:
         """The text of a chat.
 
         Raises:
@@ -109,132 +280,51 @@ class _Generation:
         if refused := [name for name in arguments if name in own]:
             raise HTTPException(400, f"chat_template_kwargs must not have {refused[0]!r}")
         try:
-            return await asyncio.to_thread(
-                self._tokenizer.apply_chat_template,
-                [_plain(message) for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt,
-                tokenize=False,
-                **arguments,
-            )
-        except HTTPException:
-            raise
+            written = {"add_generation_prompt": body.add_generation_prompt, **arguments}
+            return await asyncio.to_thread(render, self._tokenizer, body.messages, written)
         except Exception as why:  # templates are programs: they raise errors of their own
             raise HTTPException(400, f"the chat template refuses the messages: {why}") from why
 
-    def job(
+    async def _respond(
         self,
-        sampling: SamplingFields,
+        kind: type[Format[Any]],
         prefix: str,
-        request_id: str | None,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int | None,
-        num_top_logprobs: int,
-    ) -> Job:
-        """Check what is asked for.
-
-        Raises:
-            HTTPException: the model cannot do it.
-        """
-        limit, vocabulary = self._model.max_model_len, self._model.vocab_size
-        for prompt in prompts:
-            if not prompt:
-                raise HTTPException(400, "the prompt has no tokens")
-            if len(prompt) >= limit:
-                length = f"This model's maximum context length is {limit} tokens"
-                raise HTTPException(400, f"{length}, but the prompt has {len(prompt)}")
-            if max(prompt) >= vocabulary:
-                raise HTTPException(400, f"token id {max(prompt)} is not below {vocabulary}")
-        if len(prompts) * sampling.n > MAX_SAMPLES_IN_ALL:
-            raise HTTPException(400, f"a request may have {MAX_SAMPLES_IN_ALL} samples, at most")
-        params: SamplingParams = sampling.params(min(max_tokens or limit, limit), num_top_logprobs)
-        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
-        id = request_id or f"{self._random.getrandbits(128):032x}"
-        return Job(id, prefix, prompts, sampling.n, seed, sampling.greedy, params)
-
-    async def respond(
-        self,
-        job: Job,
-        format: Format,
-        body: CompletionRequest | ChatCompletionRequest | GenerateRequest,
+        body: ServingFields,
+        sampling: SamplingFields,
+        prompt: Sequence[int],
         request: Request,
     ) -> Response:
-        """Generate, and reply with the whole or with a stream.
-
-        Raises:
-            HTTPException: the request names another model.
-        """
-        if body.model not in (None, "", self._context.model):
+        """Check what is asked for, generate, and reply."""
+        self._check(prompt)
+        if body.model not in (None, "", self._name):
             raise HTTPException(404, f"The model {body.model!r} does not exist; see /v1/models")
-        if body.stream:
-            events = self._events(job, format, include_usage=body.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        samples = await _unless_disconnected(request, self._whole(job))
-        if samples is None:
-            return Response(status_code=CLIENT_CLOSED)
-        choices = [format.choice(number, tokens, whole=True) for number, tokens in enumerate(samples)]
-        usage = _usage(job, sum(len(tokens.ids) for tokens in samples))
-        return Response(_encode(format.envelope(choices, usage, whole=True)), media_type="application/json")
+        limit = self._model.max_model_len
+        params = sampling.params(min(sampling.max_tokens or limit, limit))
+        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
+        given = body.request_id or f"{self._random.getrandbits(128):032x}"
+        names = frozenset((given, f"{prefix}{given}", f"{prefix}{given}-0"))
+        asked = [
+            GenerationRequest("", prompt, (), seed + number, sampling.greedy, params)
+            for number in range(sampling.n)
+        ]
+        samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._labels) for _ in asked]
 
-    async def _whole(self, job: Job) -> list[Tokens]:
-        samples = [Tokens() for _ in range(job.size)]
-        async with aclosing(self._requests.generate(job)) as arriving:
-            async for number, new in arriving:
-                samples[number].join(new)
-        return samples
+        async def pieces() -> AsyncGenerator[tuple[int, Piece]]:
+            async with aclosing(self._requests.generate(names, asked)) as arriving:
+                async for number, output in arriving:
+                    yield number, samples[number].piece(output)
 
-    async def _events(self, job: Job, format: Format, *, include_usage: bool) -> AsyncIterator[bytes]:
-        num_tokens = 0
-        async with aclosing(self._requests.generate(job)) as arriving:
-            async for number, new in arriving:
-                num_tokens += len(new.ids)
-                choice = format.choice(number, new, whole=False)
-                yield _event(format.envelope([choice], None, whole=False))
-        if include_usage:
-            yield _event(format.envelope([], _usage(job, num_tokens), whole=False))
-        yield b"data: [DONE]\n\n"
+        id = given if kind is GenerateFormat else prefix + given
+        format = kind(body, id, self._name, self._strings, prompt)
+        return await respond(format, pieces(), request)
 
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string, which is what templates of text models expect.
-
-    Raises:
-        HTTPException: the content has parts that are not text.
-    """
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise HTTPException(400, "the parts of a message's content must be text")
-    return message | {"content": "".join(map(str, texts))}
-
-
-def _usage(job: Job, num_tokens: int) -> dict[str, int]:
-    num_prompt = sum(map(len, job.prompts))
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt + num_tokens,
-    }
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of the work; None if the client has gone, and the work was cancelled."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+    def _check(self, prompt: Sequence[int]) -> None:
+        """Raises HTTPException if the model cannot continue the prompt."""
+        limit, vocabulary = self._model.max_model_len, self._model.vocab_size
+        if not prompt:
+            raise HTTPException(400, "the prompt has no tokens")
+        if len(prompt) >= limit:
+            length = f"This model's maximum context length is {limit} tokens"
+            raise HTTPException(400, f"{length}, but the prompt has {len(prompt)}")
+        if max(prompt) >= vocabulary:
+            raise HTTPException(400, f"token id {max(prompt)} is not below {vocabulary}")

@@ -1,27 +1,45 @@
-"""The HTTP server of a process that handles signals itself."""
+"""The one set-up of HTTP servers: `tailrace serve`, the sessions of agents, and `tailrace view`."""
 
 import asyncio
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-HEADERS_TIMEOUT_S = 30.0
-"""Seconds in which the headers of a request must come, after the connection or the reply before it."""
+from tailrace.errors import ConfigError
 
 
-class Server(uvicorn.Server):
-    """Leaves signals to the process."""
+def bind(host: str, port: int, option: str) -> socket.socket:
+    """Return a socket with the address, so that one in use is known before anything is loaded.
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Change no handler."""
-        yield
+    Args:
+        port: 0: a free one.
+        option: of the command line, for the error.
+
+    Raises:
+        ConfigError: the address is not of this machine, or it is in use.
+    """
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except OSError as why:
+        problem = f"the server cannot listen there: {why}"
+        raise ConfigError(option, f"{host}:{port}", problem, "choose another") from why
 
 
 class TimedProtocol(H11Protocol):
-    """Closes connections that bring no request in time. uvicorn's own limit ends with the first byte."""
+    """Closes connections whose next request has no whole headers within `timeout_keep_alive`. uvicorn's own
+    limit ends with the first byte."""
 
     _limit: asyncio.TimerHandle | None = None
 
@@ -38,8 +56,50 @@ class TimedProtocol(H11Protocol):
     def _expect_request(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
-        self._limit = self.loop.call_later(HEADERS_TIMEOUT_S, self._close_after, self.cycle)
+        self._limit = self.loop.call_later(self.timeout_keep_alive, self._close_after, self.cycle)
 
     def _close_after(self, last: RequestResponseCycle | None) -> None:
         if self.cycle is last:  # no request has begun since
             self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server of an application. It leaves signals to the process.
+
+    Args:
+        bound: where it listens; closed by its owner.
+        idle_timeout_s: in which the headers of a request must come, after the connection or the reply before.
+        grace_s: seconds that replies under way have to end after `stop`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, grace_s: int = 1
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=TimedProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            timeout_keep_alive=idle_timeout_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=grace_s,
+        )
+        super().__init__(config)
+        self._bound = bound
+        self.signal: int | None = None
+        """That has stopped it."""
+        host, port = bound.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop`."""
+        await super().serve(sockets or [self._bound])
+
+    def stop(self, signal: int | None = None) -> None:
+        """End soon: the server looks at this several times a second."""
+        self.signal, self.should_exit = self.signal or signal, True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Change no handler."""
+        yield

@@ -1,4 +1,4 @@
-"""The bodies of requests for generation.
+"""The bodies of requests for generation, as pydantic models.
 
 Fields that change nothing here, such as `user`, are ignored. Fields that ask for what this engine cannot do
 are refused: a reply that silently lacks it would be wrong.
@@ -6,13 +6,12 @@ are refused: a reply that silently lacks it would be wrong.
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.engine.base import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it mean greedy decoding; the log-probs are then those of temperature 1."""
-MAX_SAMPLES, MAX_PROMPTS, MAX_TOP_LOGPROBS = 256, 1024, 20
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -20,6 +19,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -64,19 +64,16 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, neutral in _NEUTRAL.items():
-                if name in cls.carried_out or (value := data.get(name)) is None:
-                    continue
-                if value not in neutral:
-                    raise ValueError(f"{name} is not supported by this engine; leave it out")
+        for name, neutral in _NEUTRAL.items() if isinstance(data, dict) else ():
+            if name not in cls.carried_out and (value := data.get(name)) is not None and value not in neutral:
+                raise ValueError(f"{name} is not supported by this engine; leave it out")
         return data
 
 
 class SamplingFields(Body):
     """How to sample."""
 
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    n: int = Field(default=1, ge=1, le=256)
     temperature: float | None = Field(default=None, ge=0, le=1000)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -86,6 +83,7 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    max_tokens: int | None = Field(default=None, ge=1)
 
     @property
     def greedy(self) -> bool:
@@ -97,7 +95,7 @@ class SamplingFields(Body):
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def params(self, max_tokens: int, num_top_logprobs: int) -> SamplingParams:
+    def params(self, max_tokens: int) -> SamplingParams:
         """The engine's form of it."""
         return SamplingParams(
             max_tokens,
@@ -106,7 +104,6 @@ class SamplingFields(Body):
             top_k=max(self.top_k or 0, 0),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop=self.stops,
-            num_top_logprobs=num_top_logprobs,
             ignore_end_of_text=self.ignore_eos,
         )
 
@@ -117,7 +114,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ServingFields(BaseModel):
+class ServingFields(Body):
     """How to reply. `cache_salt` and `priority` have no effect: the engine reuses no keys and values of other
     weights, and serves in the order of arrival."""
 
@@ -128,11 +125,6 @@ class ServingFields(BaseModel):
     return_token_ids: bool | None = False
     cache_salt: Name | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class OpenAIFields(ServingFields, SamplingFields):
@@ -145,49 +137,56 @@ class OpenAIFields(ServingFields, SamplingFields):
 class CompletionRequest(OpenAIFields):
     """Of /v1/completions."""
 
-    prompt: (
-        String
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[String], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
-    )
+    prompt: String | Annotated[list[TokenId], Field(min_length=1)]
     max_tokens: int | None = Field(default=16, ge=1)
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
     add_special_tokens: bool = True
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Text or token ids of each prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _take_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise ValueError("several prompts are not supported; send a request for each")
+            return prompt[0]
+        return prompt
 
 
 class ChatCompletionRequest(OpenAIFields):
     """Of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _join_texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_plain(message) for message in messages]
 
 
 class GenerateSampling(SamplingFields):
     """`sampling_params` of /inference/v1/generate."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
 
 
-class GenerateRequest(Body, ServingFields):
+class GenerateRequest(ServingFields):
     """Of /inference/v1/generate."""
 
     token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: GenerateSampling
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one string, which is what templates of text models expect."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the parts of a message's content must be text")
+    return message | {"content": "".join(texts)}

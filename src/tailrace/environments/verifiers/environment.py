@@ -18,10 +18,10 @@ from verifiers.v1.clients import resolve_client
 from tailrace.clock import RealTimeLoop
 from tailrace.data.base import TasksetSettings
 from tailrace.data.taskset import Opening, Taskset, is_local
-from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Outcome, Policy
+from tailrace.environments.history import RequestEncoder
 from tailrace.environments.settings import VerifiersSettings
-from tailrace.environments.tool_calls import PARSERS
+from tailrace.environments.tools import PARSERS
 from tailrace.environments.verifiers.harness import ID, RUNS, LocalTools, Run
 from tailrace.environments.verifiers.play import POLICY, Play, PolicyClient, RecordedClient
 from tailrace.types import Prompt

@@ -15,8 +15,8 @@ from verifiers.v1.types import ToolCall as WireCall
 
 from tailrace.data.taskset import Opening
 from tailrace.environments.base import Completion, EpisodeOver, Message, Outcome, Policy
-from tailrace.environments.contexts import Contexts, TooManyBranches
-from tailrace.environments.tool_calls import Parse
+from tailrace.environments.history import Contexts, TooManyBranches
+from tailrace.environments.tools import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tailrace.engine.serve.text import Text, TokenStrings
-from tailrace.engine.serve.versions import Versions
+from tailrace.engine.serve.formats import Text, TokenStrings
+from tailrace.engine.serve.generation import labelled
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -68,15 +68,11 @@ def test_strings_of_tokens_are_their_text_or_their_ids():
     assert strings(END, as_ids=True) == f"token_id:{END}"
 
 
-def test_a_load_has_the_label_before_until_it_is_named():
-    versions = Versions()
-    versions.add()
-    assert (versions.number, versions.label) == (1, "default")
+def test_consecutive_tokens_of_one_label_are_one_span():
     spans = [(0, 3), (1, 4)]
-    assert versions.spans(spans) == [{"version": "default", "start": 0, "end": 7}]
-    versions.name("7")
-    assert versions.spans(spans) == [
+    assert labelled(spans, ["default"] * 2) == [{"version": "default", "start": 0, "end": 7}]
+    assert labelled(spans, ["default", "7"]) == [
         {"version": "default", "start": 0, "end": 3},
         {"version": "7", "start": 3, "end": 7},
     ]
-    assert versions.spans([(0, 0), (1, 2)]) == [{"version": "7", "start": 0, "end": 2}]
+    assert labelled([(0, 0), (1, 2)], ["default", "7"]) == [{"version": "7", "start": 0, "end": 2}]

@@ -256,7 +256,8 @@ def test_a_request_without_the_secret_of_its_session_is_refused(
         else:
             url = url.replace("/sessions/1/", "/")
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as other:
-            with pytest.raises(openai.AuthenticationError):
+            error = openai.NotFoundError if wrong == "path" else openai.AuthenticationError
+            with pytest.raises(error):
                 await ask(other, USER)
         await ask(client, USER)
         assert [model.id async for model in client.models.list()] == ["policy"]
@@ -392,9 +393,7 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
 
 CONTROLLER = """
 import asyncio, sys
-from tailrace.environments.agent import Task
-from tailrace.environments.agents import make_agent
-from tailrace.environments.agent_thread import AgentThread
+from tailrace.environments.agents import AgentThread, Task, make_agent
 from tailrace.environments.settings import AgentSettings
 settings = AgentSettings(kind="agent", command=("sh", "-c", sys.argv[1]))
 asyncio.run(make_agent(settings, AgentThread())(Task({}, [], "", "")))
