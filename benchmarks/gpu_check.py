@@ -207,8 +207,8 @@ def decode_kernels(folder: Path, device: str) -> str | None:
 def kv_budget(folder: Path, device: str) -> str | None:
     """Sequences that outgrow a small cache."""
     import torch
-    from tailrace.engine.memory import engine_memory
 
+    from tailrace.assembly.memory import engine_memory
     from tailrace.engine.settings import NativeEngineSettings
     from tailrace.memory import ModelShape
 

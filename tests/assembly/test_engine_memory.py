@@ -1,7 +1,6 @@
 """The estimate of an engine's memory."""
 
-from tailrace.engine.memory import engine_memory, kv_bytes_per_token
-
+from tailrace.assembly.memory import engine_memory, kv_bytes_per_token
 from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.memory import ModelShape
 

@@ -216,6 +216,36 @@ def test_engines_and_trainer_on_one_gpu_share_its_memory(config: RunConfig) -> N
     assert both < alone
 
 
+@pytest.mark.parametrize(
+    ("placement", "engine", "same_as"),
+    [
+        ({}, {"device": "cuda:0"}, "shared"),
+        ({"engines": [[0]], "trainer": [[1]]}, {}, "apart"),
+        ({"trainer": [[1]]}, {}, "apart"),
+        ({"trainer": [[0]]}, {}, "shared"),
+        ({"engines": [[0]], "trainer": [[0]], "kind": "colocated"}, {}, "apart"),
+    ],
+)
+def test_what_a_gpu_has_room_for_follows_from_who_computes_on_it(
+    config: RunConfig, placement: dict[str, Any], engine: dict[str, Any], same_as: str
+) -> None:
+    gpu = changed(config, trainer={"device": "cuda"}, engine={"device": "cuda"})
+    same = gpu if same_as == "shared" else changed(gpu, engine={"device": "cuda:1"})
+    given = changed(gpu, placement={"devices": "gpus"} | placement, engine={"device": "cuda"} | engine)
+    machine = Machine(2, 24 * GIB, "", 5 * GIB)
+    tokens = [fitted(each, machine).trainer.max_tokens_per_microbatch for each in (given, same)]
+    assert tokens[0] == tokens[1]
+
+
+def test_each_rank_with_a_gpu_of_its_own_has_all_of_it(config: RunConfig) -> None:
+    ranks = {"device": "cuda", "ranks": 2, "activation_checkpointing": True}
+    several = changed(config, trainer=ranks, engine={"device": "cuda"})
+    machine = Machine(2, 24 * GIB, "", 4 * GIB)
+    fitted(changed(several, placement={"devices": "gpus", "trainer": [[1, 2]]}), machine)
+    with pytest.raises(ConfigError, match=r"of the memory of cuda, and this machine has 4\.0 GiB"):
+        fitted(several, machine)
+
+
 def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
     config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

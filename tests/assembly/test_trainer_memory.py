@@ -5,12 +5,15 @@ from typing import Literal
 
 import pytest
 import torch
-from tailrace.trainer.memory import TrainerWork, block_activation_bytes, trainer_memory
 from torch import Tensor
 
 from helpers.tiny_models import save_tiny_model
-from tailrace.memory import ITEM_BYTES, ModelShape, gib, largest_phase
-from tailrace.trainer import checkpoint, memory
+from tailrace.assembly import memory
+from tailrace.assembly.memory import block_activation_bytes, trainer_memory
+from tailrace.config import RunConfig
+from tailrace.controller.base import RunSettings
+from tailrace.memory import ITEM_BYTES, ModelShape, ProcessMemory, gib, largest_phase
+from tailrace.trainer import checkpoint
 from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.distributed import DTYPES
@@ -35,6 +38,20 @@ QWEN3 = ModelShape(
 GB = 10**9
 
 
+def estimate(
+    settings: TrainerSettings,
+    *,
+    checkpoint_every: int = 0,
+    adapter: int = 0,
+    longest: int = 0,
+    is_first: bool = True,
+) -> ProcessMemory:
+    """Of one process of a trainer with these settings, for Qwen3-0.6B."""
+    run = RunSettings(rounds=1, group_size=2, checkpoint_every=checkpoint_every)
+    config = RunConfig(run=run, schedule={"name": "serial"}, trainer=settings)
+    return trainer_memory(config, QWEN3, adapter=adapter, longest=longest, is_first=is_first)
+
+
 def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:
     shape = ModelShape.read(model_path)
     block = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
@@ -48,7 +65,7 @@ def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_weights_gradients_and_moments_are_divided_among_the_ranks(ranks: int) -> None:
     settings = TrainerSettings(ranks=ranks, activation_checkpointing=True, max_tokens_per_microbatch=16_384)
-    parts = trainer_memory(QWEN3, settings, TrainerWork(), is_first=False).on_device
+    parts = estimate(settings, is_first=False).on_device
     assert parts["weights"] == parts["gradient"] == 4 * QWEN3.num_parameters // ranks
     assert parts["optimizer"] == 8 * QWEN3.num_parameters // ranks
 
@@ -58,10 +75,7 @@ def test_activation_checkpointing_keeps_the_inputs_of_the_blocks_only() -> None:
         device="cuda", activation_checkpointing=True, max_tokens_per_microbatch=4096, dtype="bfloat16"
     )
     all = few.model_copy(update={"activation_checkpointing": False})
-    kept, whole = (
-        trainer_memory(QWEN3, settings, TrainerWork(), is_first=True).on_device["activations"]
-        for settings in (few, all)
-    )
+    kept, whole = (estimate(settings).on_device["activations"] for settings in (few, all))
     inputs = 4096 * 1024 * 4 * 28
     assert inputs <= kept < 2 * inputs
     assert whole == 4096 * 28 * block_activation_bytes(QWEN3, 2)
@@ -109,14 +123,14 @@ def test_a_sample_longer_than_a_micro_batch_counts() -> None:
     settings = TrainerSettings(device="cuda", activation_checkpointing=True, max_tokens_per_microbatch=4096)
     wider = settings.model_copy(update={"max_tokens_per_microbatch": 9000})
     for longest, same in ((9000, wider), (4000, settings)):
-        found = trainer_memory(QWEN3, settings, TrainerWork(), is_first=True, longest=longest)
-        assert found == trainer_memory(QWEN3, same, TrainerWork(), is_first=True)
+        found = estimate(settings, is_first=True, longest=longest)
+        assert found == estimate(same)
 
 
 def test_lora_needs_no_gradient_and_moments_for_the_weights() -> None:
     settings = TrainerSettings(lora=LoraSettings(), activation_checkpointing=True)
-    lora = trainer_memory(QWEN3, settings, TrainerWork(adapter_parameters=10_000_000), is_first=True)
-    full = trainer_memory(QWEN3, settings, TrainerWork(), is_first=True)
+    lora = estimate(settings, adapter=10_000_000)
+    full = estimate(settings.model_copy(update={"lora": None}))
     assert lora.on_device["gradient"] == 40_000_000
     assert lora.host_bytes < 0.6 * full.host_bytes
 
@@ -125,33 +139,33 @@ def test_on_a_gpu_the_host_reads_and_saves_and_the_device_computes() -> None:
     settings = TrainerSettings(
         device="cuda", ranks=2, dtype="bfloat16", activation_checkpointing=True, async_checkpoints=False
     )
-    need = trainer_memory(QWEN3, settings, TrainerWork(published_bytes=10), is_first=True)
+    need = estimate(settings)
     assert need.device == "cuda"
     assert {"weights", "gradient", "optimizer", "activations", "CUDA"} <= need.on_device.keys()
     assert "whole model" in need.in_host and "weights" in need.in_host
     assert need.host_bytes == sum(need.in_host.values())
     offloaded = settings.model_copy(update={"cpu_offload": True})
-    moved = trainer_memory(QWEN3, offloaded, TrainerWork(published_bytes=10), is_first=True)
+    moved = estimate(offloaded)
     assert "optimizer" not in moved.on_device and "optimizer" in moved.in_host
 
 
 def test_a_checkpoint_beside_training_needs_a_copy_in_host_memory() -> None:
-    settings, beside = TrainerSettings(device="cuda", ranks=2), TrainerWork(saves_beside=True)
+    settings = TrainerSettings(device="cuda", ranks=2)
     first, other = (
-        trainer_memory(QWEN3, settings, beside, is_first=is_first).in_host["checkpoint copy"]
+        estimate(settings, checkpoint_every=1, is_first=is_first).in_host["checkpoint copy"]
         for is_first in (True, False)
     )
     moments, files = 4 * QWEN3.num_parameters, 2 * memory.FILE_BYTES
     assert (first, other) == (moments + files + 4 * QWEN3.num_parameters, moments + files)
-    at_the_end = trainer_memory(QWEN3, TrainerSettings(), TrainerWork(), is_first=True)
+    at_the_end = estimate(TrainerSettings())
     assert "checkpoint copy" not in at_the_end.on_device
 
 
 def test_the_processes_of_a_trainer_are_counted_once() -> None:
     settings = TrainerSettings(ranks=4, replicas=2)
-    first, others = (trainer_memory(QWEN3, settings, TrainerWork(), is_first=is_first) for is_first in (1, 0))
+    first, others = (estimate(settings, is_first=is_first) for is_first in (1, 0))
     assert (first.num, others.num) == (2, 6)
-    alone = trainer_memory(QWEN3, TrainerSettings(), TrainerWork(), is_first=False)
+    alone = estimate(TrainerSettings(), is_first=False)
     assert alone.num == 0
 
 

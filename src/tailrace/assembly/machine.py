@@ -3,6 +3,7 @@ cache; and the refusal of a run that cannot fit."""
 
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,18 +181,44 @@ def _powers(most: int, least: int) -> list[int]:
 def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0) -> str:
     """What the run needs more of than a share of the machine's memory; empty: it fits."""
     processes = list(run_memory(config, prompt_tokens))
-    in_turn = config.placement.kind == "colocated"
-    if (needed := host_bytes(processes, in_turn=in_turn)) > share * machine.memory:
+    if (needed := host_bytes(config, processes)) > share * machine.memory:
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         return _need("host memory", needed, machine.memory, largest)
-    on_gpu = [each for each in processes if each.device != "cpu"] if machine.gpu_memory else []
-    is_shared = isinstance(config.engine, NativeEngineSettings) and not (config.placement.engines or in_turn)
-    for each in on_gpu:
-        beside = [other for other in on_gpu if other.device == each.device] if is_shared else [each]
-        needed = sum((other.num if is_shared else 1) * other.device_bytes for other in beside)
-        if needed > share * machine.gpu_memory:
-            return _need(f"the memory of {each.device}", needed, machine.gpu_memory, each)
+    for beside in _on_each_gpu(config, processes) if machine.gpu_memory else ():
+        if (needed := sum(each.device_bytes for each in beside)) > share * machine.gpu_memory:
+            largest = max(beside, key=lambda each: each.device_bytes)
+            return _need(f"the memory of {largest.device}", needed, machine.gpu_memory, largest)
     return ""
+
+
+def _on_each_gpu(config: RunConfig, processes: Sequence[ProcessMemory]) -> Iterator[list[ProcessMemory]]:
+    """The processes that hold the memory of one GPU at the same time; one that is there twice counts twice.
+
+    A process with a list of GPUs computes on the first. Servers choose their devices. Engines and trainer
+    that share devices take turns.
+    """
+    placement = config.placement
+    ranks, listed = config.trainer.ranks, placement.devices == "gpus"
+    numbers = {
+        "engine": [gpus[0] for gpus in placement.engines if listed],
+        "trainer": [gpus[0] for gpus in placement.trainer if listed],
+        "trainer rank": [
+            gpus[rank * len(gpus) // ranks]
+            for gpus in placement.trainer
+            for rank in range(1, ranks)
+            if listed
+        ],
+    }
+    found: defaultdict[tuple[str, int], list[ProcessMemory]] = defaultdict(list)
+    for each in (each for each in processes if each.device != "cpu"):
+        if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
+            yield [each]
+            continue
+        takes_turns = "" if placement.kind == "disaggregated" else each.name.split()[0]
+        unlisted = [int(each.device.partition(":")[2] or 0)] * each.num
+        for gpu in numbers.get(each.name) or unlisted:
+            found[takes_turns, gpu].append(each)
+    yield from found.values()
 
 
 def _need(where: str, needed: int, limit: int, largest: ProcessMemory) -> str:
@@ -294,8 +321,7 @@ def _table(
         rows.append(row(f"{each.name}{number}", each.device, *cells, gib(each.device_bytes)))
         if each.in_host:
             rows.append(row("  its host memory", "cpu", "", "", "", gib(sum(each.in_host.values()))))
-    in_turn = config.placement.kind == "colocated"
-    needed = host_bytes(processes, in_turn=in_turn)
+    needed = host_bytes(config, processes)
     rows.append(f"host memory, estimated: {gib(needed)} of {gib(machine.memory)}")
     for key, reason in reasons.items():
         value = _value(config, key)
