@@ -16,7 +16,7 @@ from tailrace.environments.tools import (
     CALLER,
     Caller,
     ToolCall,
-    Tools,
+    ToolsEnvironment,
     import_tools,
     parse_hermes,
     parse_llama3_json,
@@ -38,7 +38,7 @@ def play(
     policy: ScriptedPolicy, *functions: Callable[..., Any], **given: Any
 ) -> tuple[list[object], dict[str, float]]:
     """What the policy was answered, and the metrics that are not zero."""
-    environment = Tools(settings(**given), {function.__name__: function for function in functions})
+    environment = ToolsEnvironment(settings(**given), {function.__name__: function for function in functions})
     outcome: Outcome = asyncio.run(environment.run(Prompt(0, [1]), policy))
     assert outcome.reward is None
     return (

@@ -65,11 +65,11 @@ class Tab:
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     """The address of the page, served by a thread."""
-    from tailrace.engine.serve.listening import Server
+    from tailrace.engine.serve.listening import HttpServer
     from tailrace.page.app import make_app
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = Server(make_app(open_runs(folders)), bound)
+        server = HttpServer(make_app(open_runs(folders)), bound)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         try:

@@ -18,7 +18,7 @@ from tailrace.data.encoding import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.http import TOKEN_VARIABLE
 from tailrace.engine.native.support import check_model
-from tailrace.engine.serve.settings import ServedModel, ServeSettings
+from tailrace.engine.serve.settings import HostedModel, ServeSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.model_folder import context_length, read_config
@@ -77,7 +77,7 @@ def serve(
     folder = settings.weights_folder
     if folder is not None and not folder.is_dir():
         raise ConfigError("--weights-folder", str(folder), "there is no such folder", "make it")
-    served = ServedModel(
+    served = HostedModel(
         path=model,
         dtype=engine.dtype,
         max_model_len=min(context_length(model), engine.kv_cache_tokens),
@@ -89,7 +89,7 @@ def serve(
 
 
 async def _serve(
-    model: ServedModel,
+    model: HostedModel,
     engine: NativeEngineSettings,
     settings: ServeSettings,
     tokenizer: Tokenizer,
@@ -97,7 +97,7 @@ async def _serve(
 ) -> None:
     """Serve one engine process until a signal comes or the process ends."""
     from tailrace.engine.serve.app import make_app
-    from tailrace.engine.serve.listening import Server, bind
+    from tailrace.engine.serve.listening import HttpServer, bind
 
     job = EngineJob(
         threads=engine.threads,
@@ -113,7 +113,7 @@ async def _serve(
         process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
         try:
             await process.ready()
-            server = Server(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
+            server = HttpServer(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
             died = asyncio.ensure_future(process.died())
             died.add_done_callback(lambda _: server.stop())
             with signals_received(server.stop):

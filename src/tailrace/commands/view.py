@@ -66,13 +66,13 @@ def _writing(option: str, path: Path) -> Iterator[None]:
 
 
 def _serve(runs: Sequence[RunView], port: int) -> None:
-    from tailrace.engine.serve.listening import Server, bind
+    from tailrace.engine.serve.listening import HttpServer, bind
     from tailrace.page.app import make_app
 
     if not 0 <= port < 2**16:
         raise ConfigError("--port", port, "there is no such port", "choose from 0 to 65535")
     with bind(HOST, port, "--port") as bound:
-        server = Server(make_app(runs), bound)
+        server = HttpServer(make_app(runs), bound)
         with signals_received(server.stop):
             print(f"serving   {server.url}   (Ctrl+C ends it)", flush=True)
             clock.run(server.serve(), virtual=False)

@@ -21,9 +21,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.clock import RealTimeLoop
-from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
+from tailrace.environments.base import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.history import RequestEncoder, opening_messages
 from tailrace.environments.session import Session, SessionServer
 from tailrace.environments.settings import MODEL, AgentSettings
@@ -42,7 +43,7 @@ MAX_OUTPUT = 4000
 """Characters of a program's output that an error quotes; the end tells most."""
 
 
-class Task(NamedTuple):
+class AgentTask(NamedTuple):
     """What an agent is given for an episode.
 
     Args:
@@ -56,12 +57,12 @@ class Task(NamedTuple):
     api_key: str
 
 
-Agent = Callable[[Task], Awaitable[float | None]]
+Agent = Callable[[AgentTask], Awaitable[float | None]]
 """Plays an episode, and returns its reward or None. Raises any exception. It may be cancelled."""
 
 
-class AgentEnvironment:
-    """`Environment` (base.py).
+class AgentEnvironment(Environment):
+    """Plays the episodes of an agent.
 
     Args:
         server: open.
@@ -72,12 +73,12 @@ class AgentEnvironment:
     ) -> None:
         self._settings, self._agent, self._encoder, self._server = settings, agent, encoder, server
 
+    @override
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """As Environment.run."""
         settings = self._settings
         contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
         with self._server.session(contexts, PARSERS[settings.parser]) as session:
-            task = Task(prompt.row, opening_messages(prompt), self._server.url(session), session.key)
+            task = AgentTask(prompt.row, opening_messages(prompt), self._server.url(session), session.key)
             agent = asyncio.ensure_future(self._agent(task))
             try:
                 await answer_requests(session, agent, policy, idle_timeout_s=settings.idle_timeout_s)
@@ -210,7 +211,7 @@ def _from_function(spec: str, thread: AgentThread) -> Agent:
     if "base_url" not in names:
         raise ConfigError(key, spec, "it does not take base_url, where the policy is", "add the parameter")
 
-    async def play(task: Task) -> float | None:
+    async def play(task: AgentTask) -> float | None:
         given = {**task._asdict(), "model": MODEL}
         arguments = {name: given[name] for name in names}
         is_async = inspect.iscoroutinefunction(function)
@@ -228,7 +229,7 @@ def _from_command(command: Sequence[str]) -> Agent:
     return partial(_run_command, command)
 
 
-async def _run_command(command: Sequence[str], task: Task) -> float | None:
+async def _run_command(command: Sequence[str], task: AgentTask) -> float | None:
     """Run a program for an episode. All that it started ends with the call, and with this process."""
     parent = os.getpid()
     starting = asyncio.ensure_future(

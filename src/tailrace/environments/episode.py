@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 
 import msgspec
+from typing_extensions import override
 
-from tailrace.environments.base import Completion, EpisodeOver, Message
+from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
 from tailrace.errors import EnvironmentFailed
 from tailrace.turns import Branch, Turn, branches_of
 from tailrace.types import Sample
@@ -33,8 +34,8 @@ async def not_written() -> None:
     """`Written` of a run that is not stored."""
 
 
-class Episode:
-    """A `Policy` (base.py).
+class Episode(Policy):
+    """The policy in one episode.
 
     Args:
         max_completion_tokens: of all turns together.
@@ -71,13 +72,13 @@ class Episode:
         """1: the first recorded turn is no turn of the policy, but what `open` has put after the prompt."""
 
     @property
+    @override
     def context_ids(self) -> list[int]:
-        """As Policy.context_ids."""
         branch = self._branch(self._sample.turns[self._num_turns - 1].num_tokens)
         return [*branch.context_ids, *branch.response_ids(self._sample.completion_ids)]
 
+    @override
     def open(self, prompt_ids: Sequence[int]) -> None:
-        """As Policy.open."""
         turns, prompt = self._sample.turns, list(self._sample.prompt.ids)
         ids = list(prompt_ids[len(prompt) :])
         if list(prompt_ids[: len(prompt)]) != prompt:
@@ -90,6 +91,7 @@ class Episode:
             turns.append(Turn(0, "stop", observation_ids=ids))
         self._num_turns = self._num_openings = 1 if ids else 0
 
+    @override
     async def complete(
         self,
         messages: Sequence[Message] = (),
@@ -97,7 +99,6 @@ class Episode:
         max_tokens: int | None = None,
         context_ids: Sequence[int] | None = None,
     ) -> Completion:
-        """As Policy.complete."""
         if self._is_generating:
             raise RuntimeError("an environment called Policy.complete while another turn was generated")
         turns = self._sample.turns
@@ -123,8 +124,8 @@ class Episode:
         num_context = self._branch(start).num_tokens
         return Completion(turn.text, turn.finish_reason, turn.num_tokens - start, ids, logprobs, num_context)
 
+    @override
     async def call(self, action: Callable[[], Awaitable[str]]) -> str:
-        """As Policy.call."""
         if not self._num_turns:
             raise RuntimeError("an environment called Policy.call before the first Policy.complete")
         results = self._sample.turns[self._num_turns - 1].results

@@ -1,7 +1,7 @@
 """What a turn of an episode reads: the tokens that the chat template writes between two turns, the contexts
 of turns that begin a branch (turns.py), and the prompts of agents, which write their own first request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -16,12 +16,8 @@ from tailrace.types import Prompt
 QUESTION, ANSWER, PROBE = "tailrace question", "tailrace answer", "tailrace probe"
 """The fixed conversation before the messages, of which the template's text is not used, and a message that
 tells whether the template writes messages of a role at all."""
-Encode = Callable[[Sequence[Message], Sequence[Message] | None], Sequence[int]]
-"""The tokens of messages and tools, with the generation prompt. Raises BadRow."""
-History = Literal["keep", "template"]
+HistoryMode = Literal["keep", "template"]
 """As EpisodeSettings.history (settings.py)."""
-Extends = Callable[[Sequence[int], Sequence[int]], bool]
-"""Whether the text of a context (second) begins with that of another one (first)."""
 
 
 class Chat:
@@ -95,28 +91,25 @@ class TooManyBranches(Exception):
     """The history was rewritten more often than the settings allow."""
 
 
-def extends(tokenizer: Tokenizer) -> Extends:
-    """Return what compares contexts by their text: a policy may write tokens that the tokenizer would not."""
-
-    def is_extended(context_ids: Sequence[int], ids: Sequence[int]) -> bool:
-        return tokenizer.decode(ids).startswith(tokenizer.decode(context_ids))
-
-    return is_extended
-
-
 class Contexts:
     """The contexts of one episode.
 
     Args:
-        first: tokens of the first request.
-        later: tokens of a later one, of any length.
-        extends: None: the history is "keep".
+        first: encodes the first request.
+        later: encodes later ones, of any length.
+        tokenizer: of the history "template"; None: the history is "keep".
         max_branches: sequences that the episode may consist of.
     """
 
-    def __init__(self, first: Encode, later: Encode, extends: Extends | None, max_branches: int) -> None:
-        self.first, self._later, self._extends = first, later, extends
+    def __init__(
+        self, first: PromptEncoder, later: PromptEncoder, tokenizer: Tokenizer | None, max_branches: int
+    ) -> None:
+        self._first, self._later, self._tokenizer = first, later, tokenizer
         self._num_free = max_branches - 1
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
+        """Return the tokens of the first request, with the generation prompt. Raises BadRow."""
+        return self._first.encode(list(messages), tools)[1]
 
     def rewritten(
         self,
@@ -137,11 +130,14 @@ class Contexts:
             BadRow: the chat template refuses the messages.
             TooManyBranches: the episode has as many branches as it may have.
         """
-        if continues and self._extends is None:
+        if continues and self._tokenizer is None:
             return None
-        ids = self._later(messages, tools)
-        if continues and self._extends and self._extends(context_ids, ids):
-            return None
+        ids = self._later.encode(list(messages), tools)[1]
+        if continues and self._tokenizer:
+            # By their text: a policy may write tokens that the tokenizer would not.
+            decode = self._tokenizer.decode
+            if decode(ids).startswith(decode(context_ids)):
+                return None
         if not self._num_free:
             raise TooManyBranches
         self._num_free -= 1
@@ -196,7 +192,7 @@ class RequestEncoder:
         Args:
             tools: of every prompt, as JSON schemas.
         """
-        self._extends = extends(tokenizer)
+        self._tokenizer = tokenizer
         self._encoders, self._later = dict[str, PromptEncoder](), dict[str, PromptEncoder]()
         for source in sources_of(data):
             name = source.name if isinstance(source, MixedSettings) else ""
@@ -205,11 +201,11 @@ class RequestEncoder:
             of_any_length = source.model_copy(update={"max_prompt_tokens": None})
             self._later[name] = PromptEncoder(of_any_length, tokenizer, tools=tools)
 
-    def contexts(self, prompt: Prompt, history: History, max_branches: int) -> Contexts:
+    def contexts(self, prompt: Prompt, history: HistoryMode, max_branches: int) -> Contexts:
         """Return the contexts of an agent whose task is the prompt."""
         name = prompt.source if prompt.source in self._encoders else next(iter(self._encoders))
-        first, later = _encode(self._encoders[name]), _encode(self._later[name])
-        return Contexts(first, later, self._extends if history == "template" else None, max_branches)
+        tokenizer = self._tokenizer if history == "template" else None
+        return Contexts(self._encoders[name], self._later[name], tokenizer, max_branches)
 
     def history(self, prompt: Prompt, max_branches: int) -> TemplateHistory:
         """Return the history "template" of an episode over the prompt."""
@@ -250,10 +246,6 @@ def opening_messages(prompt: Prompt) -> list[Message]:
     if isinstance(prompt.given, list):
         return prompt.given
     return [_message("user", prompt.text if prompt.given is None else str(prompt.given))]
-
-
-def _encode(encoder: PromptEncoder) -> Encode:
-    return lambda messages, tools: encoder.encode(list(messages), tools)[1]
 
 
 def _message(role: str, content: str) -> Message:

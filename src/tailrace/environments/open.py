@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from typing_extensions import override
+
 from tailrace.data.encoding import Tokenizer
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.history import RequestEncoder
@@ -18,20 +20,20 @@ from tailrace.environments.settings import (
     ToolsSettings,
     VerifiersSettings,
 )
-from tailrace.environments.tools import Tools, import_tools, schemas_of
+from tailrace.environments.tools import ToolsEnvironment, import_tools, schemas_of
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
 from tailrace.types import Prompt
 
 
-class FromFunction:
-    """`Environment` (base.py) from an async function."""
+class FromFunction(Environment):
+    """An environment from an async function."""
 
     def __init__(self, function: Callable[[Prompt, Policy], Awaitable[Outcome]]) -> None:
         self._function = function
 
+    @override
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """As Environment.run."""
         return await self._function(prompt, policy)
 
 
@@ -51,7 +53,7 @@ async def open_environment(
         case SingleTurnSettings():
             yield None
         case ToolsSettings():
-            yield Tools(settings, import_tools(settings))
+            yield ToolsEnvironment(settings, import_tools(settings))
         case PythonSettings():
             yield _import_environment(settings)
         case AgentSettings():

@@ -19,9 +19,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field, field_validator
 
 from tailrace.data.encoding import Tokenizer
-from tailrace.engine.serve.app import Bearer, Refused, check_token, model_list, openai_app
+from tailrace.engine.serve.app import Bearer, RequestRefused, check_token, model_list, openai_app
 from tailrace.engine.serve.formats import ChatFormat, Json, Piece, TokenStrings, respond
-from tailrace.engine.serve.listening import Server, bind
+from tailrace.engine.serve.listening import HttpServer, bind
 from tailrace.engine.serve.protocol import ChatCompletionRequest
 from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
 from tailrace.environments.history import Contexts, TooManyBranches
@@ -183,7 +183,7 @@ class Session:
         """Wait for the reply to a request.
 
         Raises:
-            Refused: there is none.
+            RequestRefused: there is none.
         """
         if self._is_closed:
             raise _closed()
@@ -208,7 +208,7 @@ class Session:
         body, reply = ask
         try:
             turn = await self._turn(body, policy)
-        except Refused as why:
+        except RequestRefused as why:
             if not reply.done():
                 reply.set_exception(why)
         else:
@@ -236,7 +236,7 @@ class Session:
                 completion = await policy.complete(new, max_tokens=max_tokens, context_ids=ids)
         except EpisodeOver as why:
             self.is_over = True
-            raise Refused("context_length_exceeded", "no room is left for another turn") from why
+            raise RequestRefused("context_length_exceeded", "no room is left for another turn") from why
         return self._add(body, completion)
 
     def _continue(
@@ -248,7 +248,7 @@ class Session:
         try:
             ids = self._contexts.rewritten(policy.context_ids, body.messages, body.tools, continues=is_longer)
         except BadRow as why:
-            raise Refused("invalid_prompt", str(why)) from why
+            raise RequestRefused("invalid_prompt", str(why)) from why
         except TooManyBranches as why:
             self.num_rewritten += 1
             self.num_refused += 1
@@ -256,7 +256,7 @@ class Session:
                 "the history is rewritten more often than environment.max_branches allows: continue with the "
                 "messages of the last request, its reply, and the same tools"
             )
-            raise Refused("rewritten_history", problem) from why
+            raise RequestRefused("rewritten_history", problem) from why
         self.num_rewritten += ids is not None
         return body.messages[len(history) if is_longer else 0 :], ids
 
@@ -264,7 +264,7 @@ class Session:
         try:
             ids = self._contexts.first(body.messages, body.tools)
         except BadRow as why:
-            raise Refused("invalid_prompt", str(why)) from why
+            raise RequestRefused("invalid_prompt", str(why)) from why
         try:
             policy.open(ids)
         except ValueError as why:
@@ -287,8 +287,8 @@ class Session:
         return self._last
 
 
-def _closed() -> Refused:
-    return Refused("session_closed", "the episode of this session is over or was interrupted")
+def _closed() -> RequestRefused:
+    return RequestRefused("session_closed", "the episode of this session is over or was interrupted")
 
 
 def new_key() -> str:
@@ -309,7 +309,7 @@ class SessionServer:
         self._strings = TokenStrings(tokenizer.backend_tokenizer)
         self._bound = bind("127.0.0.1", 0, "environment.kind")
         app = openai_app([self._router()], max_body_bytes=MAX_BODY_BYTES)
-        self._server = Server(app, self._bound, idle_timeout_s=IDLE_TIMEOUT_S)
+        self._server = HttpServer(app, self._bound, idle_timeout_s=IDLE_TIMEOUT_S)
         self._serving: asyncio.Task[None] | None = None
 
     @contextmanager

@@ -10,7 +10,9 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
-from tailrace.environments.base import EpisodeOver, Message, Outcome, Policy
+from typing_extensions import override
+
+from tailrace.environments.base import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.settings import ParserName, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
@@ -105,15 +107,15 @@ class Answer(NamedTuple):
     text: str
 
 
-class Tools:
-    """`Environment` (base.py): each turn may call tools; a turn without calls ends the episode."""
+class ToolsEnvironment(Environment):
+    """Each turn may call tools; a turn without calls ends the episode."""
 
     def __init__(self, settings: ToolsSettings, functions: Mapping[str, Function]) -> None:
         self._settings, self._functions = settings, functions
         self._parse = PARSERS[settings.parser]
 
+    @override
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """As Environment.run."""
         counts = dict.fromkeys(("turns", "calls", *PROBLEMS), 0)
         with suppress(EpisodeOver):
             await self._play(policy, counts)

@@ -16,8 +16,8 @@ from tailrace.data.encoding import load_tokenizer
 from tailrace.engine.base import Usage
 from tailrace.engine.serve.app import make_app
 from tailrace.engine.serve.control import OfferedWeights
-from tailrace.engine.serve.listening import Server
-from tailrace.engine.serve.settings import ServedModel, ServeSettings
+from tailrace.engine.serve.listening import HttpServer
+from tailrace.engine.serve.settings import HostedModel, ServeSettings
 from tailrace.errors import WeightsRefused
 from tailrace.weights.base import expected_tensors
 
@@ -61,7 +61,7 @@ def status(folder):
     """The status of a GET to an application that listens on a host."""
 
     def get(path, host="127.0.0.1:8000", *, listening="127.0.0.1", **headers):
-        model = ServedModel(
+        model = HostedModel(
             path=folder / "model", dtype="float32", max_model_len=9, vocab_size=61, kv_cache_tokens=9
         )
         settings = ServeSettings(host=listening, served_model_name="tiny")
@@ -123,7 +123,7 @@ def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(
         return b"".join(said)
 
     async def run():
-        server = Server(app, bound, idle_timeout_s=0.3)
+        server = HttpServer(app, bound, idle_timeout_s=0.3)
         serving = asyncio.ensure_future(server.serve())
         address = bound.getsockname()
         drip = [bytes([byte]) for byte in whole[:-1]]

@@ -20,7 +20,7 @@ from tailrace import __version__
 from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.control import Control, OfferedWeights
 from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests
-from tailrace.engine.serve.settings import ServedModel, ServeSettings
+from tailrace.engine.serve.settings import HostedModel, ServeSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import expected_tensors
 
@@ -51,7 +51,7 @@ def names_this_machine(request: Request) -> bool:
         return False
 
 
-class Refused(HTTPException):
+class RequestRefused(HTTPException):
     """A request is refused with OpenAI's name of the error, or ours."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -110,7 +110,7 @@ def model_list(name: str, **more: object) -> dict[str, Any]:
 def make_app(
     engine: ComputingEngine,
     tokenizer: Tokenizer,
-    model: ServedModel,
+    model: HostedModel,
     settings: ServeSettings,
     token: str,
 ) -> FastAPI:
@@ -174,7 +174,7 @@ def _endpoint(tell: Callable[[], object]) -> Callable[[], Any]:
     return endpoint
 
 
-def _server_info(model: ServedModel) -> dict[str, Any]:
+def _server_info(model: HostedModel) -> dict[str, Any]:
     """The part of vLLM's reply that clients compare with their own model."""
     config = {
         "model": str(model.path),
@@ -190,7 +190,7 @@ def _server_info(model: ServedModel) -> dict[str, Any]:
 class _EngineMetrics(Collector):
     """The load and the counters of the engine, under vLLM's names."""
 
-    def __init__(self, requests: Requests, engine: ComputingEngine, model: ServedModel, name: str) -> None:
+    def __init__(self, requests: Requests, engine: ComputingEngine, model: HostedModel, name: str) -> None:
         self._requests, self._engine, self._model, self._name = requests, engine, model, name
 
     def collect(self) -> Iterable[Metric]:

@@ -29,7 +29,7 @@ Ids = Annotated[list[str] | None, Body(embed=True)]
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
 
-class UpdateInfo(BaseModel):
+class OfferedUpdate(BaseModel):
     """What a client sends. The client of engine/vllm.py puts all but the link into `weights`.
 
     Args:
@@ -67,7 +67,7 @@ class OfferedWeights:
             WeightsRefused: it cannot be read, or its tensors are not those of the model.
         """
         try:
-            info = UpdateInfo.model_validate(body)
+            info = OfferedUpdate.model_validate(body)
         except ValidationError as why:
             defect = why.errors()[0]
             raise WeightsRefused(f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}") from None
@@ -224,9 +224,9 @@ class Control:
         self._requests.abort(request_ids)
 
     async def init_transfer(self, init_info: Embedded) -> Info:
-        """Remember fields of UpdateInfo for all updates that lack them. Others are refused: the client speaks
-        of another transport."""
-        if unknown := sorted(init_info.keys() - UpdateInfo.model_fields.keys()):
+        """Remember fields of OfferedUpdate for all updates that lack them. Others are refused: the client
+        speaks of another transport."""
+        if unknown := sorted(init_info.keys() - OfferedUpdate.model_fields.keys()):
             raise WeightsRefused(
                 f"the transport of this server has no {', '.join(unknown)}; see docs/serve.md"
             )

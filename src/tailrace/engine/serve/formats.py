@@ -28,7 +28,7 @@ from tailrace.engine.serve.protocol import (
 )
 
 Json = dict[str, Any]
-Finish = Literal["stop", "length", "abort", "tool_calls"]
+ReplyFinish = Literal["stop", "length", "abort", "tool_calls"]
 B = TypeVar("B", bound=ServingFields)
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str | None = ""
-    finish: Finish | None = None
+    finish: ReplyFinish | None = None
     stop_reason: int | str | None = None
     versions: list[Json] | None = None
     tool_calls: Sequence[Json] = ()

@@ -33,7 +33,7 @@ from tailrace.engine.serve.protocol import (
     SamplingFields,
     ServingFields,
 )
-from tailrace.engine.serve.settings import ServedModel
+from tailrace.engine.serve.settings import HostedModel
 from tailrace.errors import WorkerDied
 from tailrace.types import KV, Span
 from tailrace.weights.base import Link, Weights
@@ -228,7 +228,7 @@ class Generation:
     """The routes over one engine."""
 
     def __init__(
-        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: ServedModel, name: str
+        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: HostedModel, name: str
     ) -> None:
         """
         Args:

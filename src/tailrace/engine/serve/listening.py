@@ -63,7 +63,7 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server of an application. It leaves signals to the process.
 
     Args:

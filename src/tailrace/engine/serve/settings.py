@@ -23,7 +23,7 @@ class ServeSettings(Settings):
     """The largest request body, in bytes; 1,024 to 2^40."""
 
 
-class ServedModel(Settings):
+class HostedModel(Settings):
     """What the server must know of its model."""
 
     path: Path
