@@ -24,8 +24,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from tailrace.record.figures import rounds_of
 from tailrace.record.metrics import read_rows
-from tailrace.record.rows import RoundRow
 from victims import Victim, regenerated_tokens
 
 GROUPS, WARM_UP_ROUNDS = 64, 2
@@ -53,11 +53,12 @@ def one_run(kind: str, rounds: int, seed: int, folder: Path) -> dict[str, float]
     options = OPTIONS | PLACEMENTS[kind] | {"run.seed": str(seed)}
     run = Victim("rollpacker", {"groups_per_round": GROUPS}, folder, options)
     run.live(rounds)
-    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if isinstance(row, RoundRow)]
+    rows = rounds_of(read_rows(run.folder / "metrics.jsonl"))
     counted, requests, found = rows[WARM_UP_ROUNDS:], run.requests(), run.audit()
     return {
-        "round_s": median(row.duration_s for row in counted),
-        "samples_per_s": sum(row.num_samples for row in counted) / sum(row.duration_s for row in counted),
+        "round_s": median(row["round/time_s"] for row in counted),
+        "samples_per_s": sum(row["round/num_samples"] for row in counted)
+        / sum(row["round/time_s"] for row in counted),
         "migrated": sum(each.get("outcome") == "evicted" for each in requests),
         "regenerated": regenerated_tokens(requests),
         "tokens_unaccounted": abs(found.tokens_unaccounted),

@@ -24,7 +24,7 @@ from typing import Any
 
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import Schedule, simulate
-from tailrace.record.laps import Lap
+from tailrace.record.figures import Row
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.cluster import rates
@@ -116,7 +116,7 @@ class Racer:
     sim: SimSettings
     kind: Kind = APART
 
-    def lap(self, rounds: int) -> Lap:
+    def lap(self, rounds: int) -> Row:
         """Run the schedule to its end in virtual time."""
         simulated = simulate(
             self.schedule,
@@ -153,18 +153,18 @@ def mean_length(lengths: SimLengthSettings) -> float:
     )
 
 
-def line(name: str, lap: Lap, first: Lap, expected: float) -> str:
+def line(name: str, lap: Row, first: Row, expected: float) -> str:
     return (
-        f"{name:46}{lap.samples_per_s:11.2f}{lap.samples_per_s / first.samples_per_s:11.2f}"
-        f"{lap.lag_mean:11.2f}{lap.lag_max:11.0f}{lap.waste_share:11.1%}"
-        f"{lap.length_mean / expected - 1:+11.1%}{lap.deferrals_max:11.0f}"
+        f"{name:46}{lap['samples_per_s']:11.2f}{lap['samples_per_s'] / first['samples_per_s']:11.2f}"
+        f"{lap['lag_mean']:11.2f}{lap['lag_max']:11.0f}{lap['waste_share']:11.1%}"
+        f"{lap['length_mean'] / expected - 1:+11.1%}{lap['deferrals_max']:11.0f}"
     )
 
 
-def table(racers: Mapping[str, Racer], rounds: int) -> dict[str, Lap]:
+def table(racers: Mapping[str, Racer], rounds: int) -> dict[str, Row]:
     """Run and print all; return their laps."""
     print(f"{'':46}" + "".join(f"{word:>11}" for word in HEAD))
-    laps: dict[str, Lap] = {}
+    laps: dict[str, Row] = {}
     expected = mean_length(next(iter(racers.values())).sim.lengths)
     for name, racer in racers.items():
         laps[name] = racer.lap(rounds)
@@ -199,7 +199,9 @@ def equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> None
     laps = table(racers, rounds)
 
     def best(start: str) -> float:
-        return max((lap.samples_per_s for name, lap in laps.items() if name.startswith(start)), default=nan)
+        return max(
+            (lap["samples_per_s"] for name, lap in laps.items() if name.startswith(start)), default=nan
+        )
 
     for april, ours in zip(APRIL, TAILRACE, strict=True):
         print(f"{ours} over {april}: {best(ours) / best(april):.2f}x")

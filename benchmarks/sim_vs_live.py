@@ -23,17 +23,17 @@ from pathlib import Path
 from statistics import median
 
 from tailrace import clock
+from tailrace.commands.compare import Arena, Racer, in_turn
 from tailrace.commands.fit import fitted_run
 from tailrace.commands.live import advantages_of
-from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
-from tailrace.record.laps import LapMeter
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
+from tailrace.record.summary import LapMeter
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
@@ -81,7 +81,7 @@ async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[s
                 advantages = advantages_of(racer.config)
                 await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
-                    times[name].append(meter.lap().main_time_s)
+                    times[name].append(meter.lap()["main_time_s"])
     return times
 
 
@@ -102,7 +102,7 @@ def predicted(racer: Racer, sim: SimSettings) -> float:
     settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
     config = racer.config.model_copy(update={"sim": sim, "run": settings})
     run_virtual(config, racer.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
-    return meter.lap().main_time_s
+    return meter.lap()["main_time_s"]
 
 
 def ranking_errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:

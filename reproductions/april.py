@@ -209,7 +209,9 @@ def compare(setting: Setting) -> tuple[Simulated, Simulated, CarriedTokens]:
 def throughput(simulated: Simulated) -> float:
     """Tokens a second in the rollouts after the warm-up."""
     rounds = simulated.rounds[WARM_UP_ROUNDS:]
-    return sum(each.num_generated for each in rounds) / sum(each.rollout_time_s or 0.0 for each in rounds)
+    return sum(each["round/num_generated"] for each in rounds) / sum(
+        each.get("round/rollout_time_s", 0.0) for each in rounds
+    )
 
 
 def gain(setting: Setting) -> float:

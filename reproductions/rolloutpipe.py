@@ -122,7 +122,7 @@ def main_times() -> Table:
     """Fig. 4: rollout-to-train-end time, and the shares of CGP and FGD in its reduction."""
     figures: list[Figure] = []
     for task, size, row, kind in _settings():
-        slime_s, cgp_s, both_s = (run(task, size, system).lap.main_time_s for system in SYSTEMS)
+        slime_s, cgp_s, both_s = (run(task, size, system).lap["main_time_s"] for system in SYSTEMS)
         for system, seconds in zip(SYSTEMS, (slime_s, cgp_s, both_s), strict=True):
             printed = MAIN_TIME.get(system) if (task, size) == (FITTED_TASK, 96) else None
             figures.append(Figure(row, f"main time, {system}", "s", printed, seconds, "predicted"))
@@ -166,7 +166,7 @@ def first_dispatch() -> Table:
     for task in MEDIANS:
         kind: Kind = "fitted" if task == FITTED_TASK else "predicted"
         for system, printed in FIRST_DISPATCH.items():
-            ours = run(task, 96, system).lap.first_dispatch_s
+            ours = run(task, 96, system).lap["first_dispatch_s"]
             row, bar = f"{task}, R = 96", 0.25 * printed[0]
             figures.append(Figure(row, f"first dispatch, {system}", "s", printed, ours, kind, bar))
     return Table("Section 5.2", "the first dispatch", tuple(figures))
@@ -179,15 +179,15 @@ def waiting() -> Table:
         ratios = {}
         for system in SYSTEMS:
             lap = run(task, size, system).lap
-            whole_s = lap.main_time_s + OVERHEAD_S
-            ratios[system] = 100 * (whole_s - lap.trainer_compute_s) / whole_s
+            whole_s = lap["main_time_s"] + OVERHEAD_S
+            ratios[system] = 100 * (whole_s - lap["trainer_compute_s"]) / whole_s
             printed, kind = _printed_waiting(task, size, system)
             figures += [
                 Figure(row, f"waiting ratio, {system}", "%", printed, ratios[system], kind),
                 Figure(row, f"eq. 4, {system}", "%", None, _equation_4(task, size, system), "predicted"),
             ]
         less = 100 * (1 - ratios["CGP+FGD"] / ratios["Slime"])
-        length = run(task, size, "Slime").lap.length_mean
+        length = run(task, size, "Slime").lap["length_mean"]
         figures += [
             Figure(row, "waiting ratio, reduction", "%", LESS_WAITING, less, "predicted"),
             Figure(row, "mean response length", "", LENGTH, length, "fitted" if size == 32 else "predicted"),
@@ -211,7 +211,7 @@ def _printed_waiting(task: str, size: int, system: System) -> tuple[float | Rang
 
 def _equation_4(task: str, size: int, system: System) -> float:
     rounds = run(task, size, system).rounds
-    return 100 * sum(row.start_ratio for row in rounds) / len(rounds)
+    return 100 * sum(row["round/start_ratio"] for row in rounds) / len(rounds)
 
 
 def trainer_compute() -> Table:
@@ -220,7 +220,7 @@ def trainer_compute() -> Table:
     for task, size, row, _ in _settings():
         for system, printed in zip(SYSTEMS, COMPUTE[task][size], strict=True):
             kind: Kind = "fitted" if (system, size) == ("Slime", 32) else "predicted"
-            ours = run(task, size, system).lap.trainer_compute_s
+            ours = run(task, size, system).lap["trainer_compute_s"]
             figures.append(Figure(row, f"trainer compute, {system}", "s", printed, ours, kind))
     return Table("Table 1", "trainer compute time", tuple(figures))
 

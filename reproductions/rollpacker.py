@@ -37,7 +37,7 @@ from reproductions.rollpacker_runs import (
     tailbatch_of,
 )
 from tailrace.controller.simulation import Schedule
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.schedules.tailbatch import tailbatch
 
 SHARES = {"Math": (72, 5, 23), "Code": (66, 13, 21), "LLM-as-a-Judge": (71, 7, 22)}
@@ -73,8 +73,8 @@ def table_1() -> Table:
     for task in TASKS:
         kind: Kind = "predicted" if task == "Code" else "fitted"
         simulated = run(MEDIUM, VERL, (task,), FIRST)
-        training = sum(row.trainer_compute_s for row in simulated.rounds)
-        reward = sum(row.wait_s - (row.rollout_time_s or 0.0) for row in simulated.rounds)
+        training = sum(row["round/trainer_compute_s"] for row in simulated.rounds)
+        reward = sum(row["round/wait_s"] - (row.get("round/rollout_time_s", 0.0)) for row in simulated.rounds)
         ours = [100 * seconds / simulated.seconds for seconds in (reward, training)]
         for what, printed, share, what_kind in zip(
             ("rollout", "reward", "training"),
@@ -173,8 +173,8 @@ def figure_12() -> Table:
     return Table("Fig. 12a", "planner against TP 1, Qwen2.5-14B on 16 GPUs", (figure,), notes)
 
 
-def _seconds(rounds: Sequence[RoundRow]) -> float:
-    return fmean(row.duration_s for row in rounds)
+def _seconds(rounds: Sequence[Row]) -> float:
+    return fmean(row["round/time_s"] for row in rounds)
 
 
 PAPER = Paper(

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -24,13 +24,14 @@ from racers import CONFIG, ENTRIES, Entry
 from safetensors import safe_open
 
 from tailrace import clock
+from tailrace.commands.compare import Arena, Racer, in_turn
 from tailrace.commands.live import advantages_of, training_prompts
-from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
-from tailrace.record.laps import Lap, LapMeter
+from tailrace.record.figures import LAPS, Row
 from tailrace.record.steps import StepMeter
+from tailrace.record.summary import LapMeter
 
 TARGET_ACCURACY = 0.8
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -70,21 +71,21 @@ COLUMNS = (
 
 async def race(
     entries: Mapping[str, Entry], racers: Mapping[str, Racer], seed: int, folder: Path
-) -> dict[str, Lap]:
+) -> dict[str, Row]:
     """One lap of each schedule.
 
     Args:
         folder: for the initial weights, the checkpoints and the logs of the workers.
     """
-    laps: dict[str, Lap] = {}
+    laps: dict[str, Row] = {}
     async with aclosing(Arena(folder)) as arena:
         for name in in_turn(racers, seed):
             laps[name] = await run_lap(racers[name], entries[name], arena, folder / name)
-            print(f"seed {seed}: {name}: {laps[name].samples_per_s:.1f} samples/s", flush=True)
+            print(f"seed {seed}: {name}: {laps[name]['samples_per_s']:.1f} samples/s", flush=True)
     return {name: laps[name] for name in entries}
 
 
-async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap:
+async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Row:
     """A lap from the initial weights, with its checkpoints probed afterwards."""
     config = racer.config
     assert config.sampling
@@ -94,11 +95,11 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Lap
     recorder, advantages = Recorder(StepMeter(meter, log, wall_clock=clock.wall_time)), advantages_of(config)
     await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)
     probes = await probe(parts, log.checkpoints, config.run)
-    return replace(
-        meter.lap(),
-        length_bias=length_bias(log.trained, probes, entry.warm_up_rounds),
-        time_to_reward_s=time_to(TARGET_ACCURACY, probes, log.ends_s),
-    )
+    found = {
+        "length_bias": length_bias(log.trained, probes, entry.warm_up_rounds),
+        "time_to_reward_s": time_to(TARGET_ACCURACY, probes, log.ends_s),
+    }
+    return meter.lap() | {key: value for key, value in found.items() if value is not None}
 
 
 def interval(values: Sequence[float]) -> str:
@@ -169,7 +170,7 @@ def main() -> None:
             racers = {name: entry.racer(seed) for name, entry in entries.items()}
             with tempfile.TemporaryDirectory() as scratch:
                 measured = clock.run(race(entries, racers, seed, Path(scratch)), virtual=False)
-            figures = {name: asdict(lap) for name, lap in measured.items()}
+            figures = {name: {key: lap.get(key) for key in LAPS} for name, lap in measured.items()}
             result.write_text(json.dumps({"set_up": set_up(), "laps": figures}, indent=2) + "\n")
         for name, lap in json.loads(result.read_text())["laps"].items():
             if name in laps:

@@ -8,7 +8,7 @@ fives. A round of conventional has as many optimizer steps as eight rounds of pi
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.commands.race import Racer
+from tailrace.commands.compare import Racer
 from tailrace.config import load_config
 from tailrace.schedules.resolve import resolve, with_published_defaults
 

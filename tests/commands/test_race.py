@@ -5,7 +5,7 @@ from pathlib import Path
 
 from small_run import write_small_run
 
-from tailrace.commands.race import Racer, in_turn
+from tailrace.commands.compare import Racer, in_turn
 from tailrace.config import load_config
 from tailrace.schedules import SCHEDULES
 

@@ -4,9 +4,8 @@ import math
 from record_story import Story, pipelined_round, play
 from rich.console import Console
 
-from tailrace.record.display import Display
+from tailrace.record.display import Display, Progress, number, sparkline
 from tailrace.record.events import Evaluated, Event, Waiting
-from tailrace.record.progress import Progress, number, sparkline
 
 
 def told() -> Story:
@@ -77,7 +76,7 @@ def test_the_wait_share_is_of_the_round() -> None:
     num_events = len(story.events)
     pipelined_round(story, round=1, start_s=110.0)
     progress = watch(story.events[: num_events + 10], 2)
-    assert (progress.round, progress.row and progress.row.step) == (1, 2)
+    assert (progress.round, progress.row and progress.row["step"]) == (1, 2)
     assert progress.wait_share == 8 / 14  # until the new round's first step
 
 

@@ -1,19 +1,16 @@
 import math
 
-from msgspec.structs import replace
 from record_story import pipelined_round, rows_of
 
 from tailrace.record.base import RecordSettings
 from tailrace.record.display import Notices
 from tailrace.record.events import EngineStateChanged, SampleScored
-from tailrace.record.rows import StepRow
+from tailrace.record.figures import Row
 from tailrace.types import SampleId
 
 
-def step_row(**changes: object) -> StepRow:
-    row = rows_of(pipelined_round().events)[0]
-    assert isinstance(row, StepRow)
-    return replace(row, **changes)
+def step_row(**changes: float) -> Row:
+    return rows_of(pipelined_round().events)[0] | changes
 
 
 def test_the_first_failure_of_each_kind_is_shown_at_once() -> None:
@@ -48,23 +45,24 @@ def test_a_mismatch_that_is_not_a_number_alarms() -> None:
 
 
 def test_a_step_on_tokens_of_older_weights_is_no_mismatch() -> None:
-    old = step_row(lag_max=1, engine_mismatch_kl=None, mismatch_kl=5.0, ess=0.01)
+    old = step_row(mismatch_kl=5.0, ess=0.01) | {"lag/max": 1}
+    del old["engine_mismatch_kl"]
     assert Notices().of(old) == []
 
 
 def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
-    mixed = step_row(lag_max=1, engine_mismatch_kl=0.5, ess=0.01)
+    mixed = step_row(engine_mismatch_kl=0.5, ess=0.01) | {"lag/max": 1}
     assert len(Notices().of(mixed)) == 1
 
 
 def test_a_first_step_without_a_call_of_a_tool_is_said_once() -> None:
-    (line,) = Notices().of(step_row(step=1, rewards={"environment/calls": 0.0}))
+    (line,) = Notices().of(step_row(step=1) | {"rewards/environment/calls": 0.0})
     assert line.startswith("No sample of step 1 calls a tool | ")
     for quiet in (
-        {"rewards": {"environment/calls": 0.1}},
-        {"step": 2, "rewards": {"environment/calls": 0.0}},
+        {"rewards/environment/calls": 0.1},
+        {"step": 2, "rewards/environment/calls": 0.0},
     ):
-        assert Notices().of(step_row(**{"step": 1} | quiet)) == []
+        assert Notices().of(step_row(step=1) | quiet) == []
 
 
 def test_a_dead_engine_is_named_at_once_with_the_cause() -> None:

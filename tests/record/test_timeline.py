@@ -90,6 +90,6 @@ def test_the_last_rounds_are_kept_wherever_the_run_ends() -> None:
     story.train(make_group(8, [4, 6], [1.0, 0.0]), 411, 412, 413)  # interrupted in the fifth round
     play(story.events, timeline := Timeline(max_rounds=2))
     assert timeline.rounds == [RoundSpan(0.0, 15.0), RoundSpan(100.0, 115.0)]
-    assert [report.round for report in timeline.reports] == [2, 3]
+    assert [report["round"] for report in timeline.reports] == [2, 3]
     assert timeline.trainer[0] == TrainerBar(5, 4.0, 5.0) and timeline.trainer[-1].end_s == 114.0
     assert timeline.requests[0] == RequestBar("engine-0", 0, 4, 0.0, 2.0) and len(timeline.requests) == 8

@@ -8,7 +8,7 @@ from record_story import WALL_TIME, pipelined_round, play
 
 from tailrace.errors import ConfigError
 from tailrace.record.metrics import MetricsWriter
-from tailrace.record.trackers import TrackedRun, TrackerSink, check_trackers, open_trackers
+from tailrace.record.sinks import TrackedRun, TrackerSink, check_trackers, open_trackers
 
 
 class Book:
@@ -41,7 +41,7 @@ def test_a_tracker_gets_the_objects_of_the_metrics_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_an_error_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.record.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tailrace.record.sinks.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"record.trackers = 'wandb': the package wandb is not installed; pip"
     ):

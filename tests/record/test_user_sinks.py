@@ -5,7 +5,7 @@ from record_story import pipelined_round, play
 
 from tailrace.config import changed_keys, load_config, may_change
 from tailrace.errors import ConfigError
-from tailrace.record.user_sinks import open_sinks
+from tailrace.record.sinks import open_sinks
 
 SINKS = """
 class Writer:
@@ -34,8 +34,8 @@ def file(tmp_path: Path) -> Path:
 def test_a_users_sink_receives_events_and_rows(file: Path, tmp_path: Path) -> None:
     play(pipelined_round().events, *open_sinks([f"{file}:good"], tmp_path, print))
     names = (tmp_path / "events.txt").read_text().split()
-    assert names[0] == "RoundStarted" and names[-2:] == ["RoundEnded", "RoundRow"]
-    assert [names[n + 1] for n, name in enumerate(names) if name == "Stepped"] == ["StepRow"] * 2
+    assert names[0] == "RoundStarted" and names[-3:] == ["RoundEnded", "RoundBound", "dict"]
+    assert [names[n + 1] for n, name in enumerate(names) if name == "Stepped"] == ["dict"] * 2
 
 
 def test_a_sink_that_raises_is_disabled_with_one_line_and_the_others_go_on(
@@ -45,7 +45,7 @@ def test_a_sink_that_raises_is_disabled_with_one_line_and_the_others_go_on(
     sinks = open_sinks([f"{file}:breaks", f"{file}:good"], tmp_path, said.append)
     play(pipelined_round().events, *sinks)
     assert said == [f"Sink {file}:breaks is disabled | on(RequestStarted) raised RuntimeError: full"]
-    assert "RoundRow" in (tmp_path / "events.txt").read_text()
+    assert "RoundBound dict" in (tmp_path / "events.txt").read_text()
 
 
 def test_a_sink_that_cannot_close_says_so(file: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ It writes config.toml, metrics.jsonl, summary.json, trace.json and timeline.png,
 (folder.py), and has the same sinks and trackers.
 """
 
-from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -17,14 +16,13 @@ from tailrace.commands.virtual import note_default_costs, run_virtual, sim_setti
 from tailrace.config import RunConfig
 from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.laps import FIGURES, Lap, LapMeter
+from tailrace.record.figures import QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import RunSummary, Summary
+from tailrace.record.summary import LapMeter, RunSummary, Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
-from tailrace.record.trackers import TrackedRun, check_trackers, open_trackers
-from tailrace.record.user_sinks import open_sinks
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
@@ -80,17 +78,16 @@ def _set_up(sim: SimSettings) -> str:
     return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
 
 
-def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Lap) -> Table:
+def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Row) -> Table:
     table = Table("figure", Column(name, justify="right"), title=set_up, title_justify="left")
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
-    for figure in fields(summary.round):
-        value = getattr(summary.round, figure.name)
-        table.add_row(f"{figure.name}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    table.add_row("samples/s", f"{lap.samples_per_s:,.2f}")
-    table.add_row("seconds per 1,000 samples", f"{1000 / lap.samples_per_s:,.1f}")
-    table.add_row("tokens/s", f"{lap.tokens_per_s:,.0f}")
-    for label, name, form in FIGURES:
-        table.add_row(label, form.format(getattr(lap, name)))
+    for key, value in summary.round.items():
+        table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
+    table.add_row("samples/s", f"{lap['samples_per_s']:,.2f}")
+    table.add_row("seconds per 1,000 samples", f"{1000 / lap['samples_per_s']:,.1f}")
+    table.add_row("tokens/s", f"{lap['tokens_per_s']:,.0f}")
+    for key, (label, form) in QUALITIES.items():
+        table.add_row(label, form.format(lap[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")

@@ -30,7 +30,7 @@ from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
-from tailrace.record.lags import Lags
+from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.placement import make_placement

@@ -12,7 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.errors import ConfigError
-from tailrace.record.rows import StepRow, from_json
+from tailrace.record.figures import Row
+from tailrace.record.metrics import read_row
 from tailrace.record.trace import RUN_PID, SCORING_PID, TRAINER, WEIGHTS
 from tailrace.record.trace_reader import Record, TraceReader
 
@@ -176,41 +177,41 @@ def _args(path: Path, record: Record, kind: type[S]) -> S:
 
 def _prompt_tokens(metrics: Path) -> float:
     """The mean length of the trained prompts."""
-    num_tokens = num_trained = num_samples = 0
+    num_tokens = num_trained = num_samples = 0.0
     for number, row in _step_rows(metrics):
-        if not row.trained_samples:
+        if not row.get("samples/trained"):
             problem = f"line {number} of {metrics.name} is of another version: it has no samples/trained"
             raise _refused(metrics.parent, problem, "name a run of this version")
-        num_tokens = row.num_tokens
-        num_trained += row.trained_tokens
-        num_samples += row.trained_samples
+        num_tokens = row["num_tokens"]
+        num_trained += row["tokens/trained"]
+        num_samples += row["samples/trained"]
     if not num_samples:
         problem = f"{metrics.name} has no optimizer step"
         raise _refused(metrics.parent, problem, "name a run that has trained")
     return max(1.0, (num_tokens - num_trained) / num_samples)
 
 
-def _step_rows(metrics: Path) -> Iterator[tuple[int, StepRow]]:
+def _step_rows(metrics: Path) -> Iterator[tuple[int, Row]]:
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError as why:
         problem = f"{metrics.name} cannot be read ({why.strerror})"
         raise _refused(metrics.parent, problem, "name the output directory of a run") from None
-    last_step = 0
+    last_step = 0.0
     for number, line in enumerate(lines, 1):
         try:
-            rows = from_json(msgspec.json.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as why:
+            row = read_row(line)
+        except (ValueError, LookupError) as why:
             problem = f"line {number} of {metrics.name} is torn or of another version ({why})"
             raise _refused(metrics.parent, problem, "remove that line, or name another run") from None
-        for row in rows:
-            if isinstance(row, StepRow):
-                if row.step < last_step:
-                    problem = f"line {number} of {metrics.name} is out of order: "
-                    problem += f"step {row.step} is after {last_step}"
-                    raise _refused(metrics.parent, problem, "remove that line, or name another run")
-                last_step = row.step
-                yield number, row
+        if "loss" not in row:
+            continue
+        if row["step"] < last_step:
+            problem = f"line {number} of {metrics.name} is out of order: "
+            problem += f"step {row['step']} is after {last_step}"
+            raise _refused(metrics.parent, problem, "remove that line, or name another run")
+        last_step = row["step"]
+        yield number, row
 
 
 def _refused(path: Path, problem: str, remedy: str) -> ConfigError:

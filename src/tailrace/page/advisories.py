@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tailrace.page.doing import Doing
 from tailrace.page.life import EVALUATION, Life, Request
 from tailrace.page.state import State
-from tailrace.record.rows import CALLS
+from tailrace.record.figures import CALLS
 
 NUM_STEPS = 5
 """The steps that are looked at."""

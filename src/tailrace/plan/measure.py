@@ -9,7 +9,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import Schedule, simulate
 from tailrace.plan.workload import response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
-from tailrace.record.laps import Lap
+from tailrace.record.figures import Row
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
 from tailrace.sim.settings import SimSettings
@@ -27,7 +27,7 @@ class Outcome:
         over_bound: time of the whole run over its clairvoyant lower bound (record/bounds.py), minus 1.
     """
 
-    lap: Lap
+    lap: Row
     length_bias: float
     step_spread: float
     over_bound: float
@@ -85,6 +85,4 @@ def measure(
     lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
     bias = fmean(chain.from_iterable(lengths.steps)) / fmean(chain.from_iterable(lengths_of_all)) - 1.0
     means = [fmean(step) for step in lengths.steps]
-    bound = simulated.rounds[-1].bound
-    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound and bound.run_bound_s else 0.0
-    return Outcome(simulated.lap, bias, pstdev(means) / fmean(means), over_bound)
+    return Outcome(simulated.lap, bias, pstdev(means) / fmean(means), simulated.over_bound)

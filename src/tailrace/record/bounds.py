@@ -30,6 +30,7 @@ from tailrace.record.events import (
     Accumulated,
     EngineStateChanged,
     Event,
+    Moment,
     RequestEnded,
     RequestStarted,
     RoundStarted,
@@ -38,11 +39,21 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.intervals import complement, total, union
-from tailrace.record.rows import RoundBound
 from tailrace.types import SampleId
 
 RESWEEP = 4
 """The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
+
+
+class RoundBound(Moment, frozen=True):
+    """Why a round takes longer than its lower bound, and the lower bound of the run so far."""
+
+    gap: str
+    """Main time, bound, and what makes the difference, in words."""
+    run_time_s: float
+    """From the start of the first round of this process to the end of the round's last optimizer step."""
+    run_bound_s: float
+    """The lower bound of run_time_s."""
 
 
 class _Request(NamedTuple):
@@ -218,7 +229,7 @@ class BoundMeter:
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
         gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
         self._forget(self._trained)
-        return bound_s, RoundBound(gap, run_time_s, run_bound_s)
+        return bound_s, RoundBound(work.start_s + main_time_s, gap, run_time_s, run_bound_s)
 
     # -- the round ---------------------------------------------------------------------------------
 

@@ -125,8 +125,8 @@ def _label(axes: Axes, label: str) -> None:
 
 
 def _draw_title(axes: Axes, name: str, timeline: Timeline) -> None:
-    wait_s = sum(report.wait_s for report in timeline.reports)
-    main_s = sum(report.main_time_s for report in timeline.reports)
+    wait_s = sum(report["round/wait_s"] for report in timeline.reports)
+    main_s = sum(report["round/main_time_s"] for report in timeline.reports)
     waiting = wait_s / main_s if main_s else 0.0
     figures = f"{_trained_s(timeline):.3g} s to the last step,  trainer waits {waiting:.0%}"
     axes.set_title(name, loc="left", fontsize=15, fontweight="bold", color=INK)
@@ -156,4 +156,4 @@ def _draw_saving(axes: Axes, timeline: Timeline, baseline: Timeline, until_s: fl
 
 
 def _num_groups(timeline: Timeline) -> int:
-    return sum(report.num_groups for report in timeline.reports)
+    return int(sum(report["round/num_groups"] for report in timeline.reports))

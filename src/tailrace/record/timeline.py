@@ -13,7 +13,7 @@ from tailrace.record.events import (
     RoundStarted,
     Stepped,
 )
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.types import SampleId
 
 PICTURED_ROUNDS = 3
@@ -77,7 +77,7 @@ class Timeline:
         self.rounds: list[RoundSpan] = []
         self.steps: dict[int, int] = {}
         """The optimizer step that first trained a prompt's group, by prompt."""
-        self.reports: list[RoundRow] = []
+        self.reports: list[Row] = []
         self._max_rounds = max_rounds
         self._round_start_s = 0.0
         self._lanes: dict[str, Lanes] = {}
@@ -99,7 +99,7 @@ class Timeline:
                 self._pending.append(event)
             case Stepped():
                 self._step(event)
-            case RoundRow():
+            case dict() if "round/time_s" in event:
                 self.reports.append(event)
             case RoundStarted():
                 self._round_start_s = event.time_s
@@ -127,7 +127,7 @@ class Timeline:
         start_s = self.rounds[0].start_s
         self.requests = [bar for bar in self.requests if bar.start_s >= start_s]
         self.trainer = [bar for bar in self.trainer if bar.start_s >= start_s]
-        self.reports = [report for report in self.reports if report.end_s > start_s]
+        self.reports = [report for report in self.reports if report["round/end_s"] > start_s]
         kept = {bar.step for bar in self.trainer}
         self.steps = {prompt: step for prompt, step in self.steps.items() if step in kept}
 
