@@ -144,16 +144,16 @@ def strict_frontier() -> Table:
     """Section 5.1: F_w = 2 as printed, with Algorithm 1's rule that no other group is served."""
     row = f"{FITTED_TASK}, R = 96"
     strict, slime = (run(FITTED_TASK, 96, system).lap for system in ("F_w = 2", "Slime"))
-    reduction = 100 * (1 - strict.main_time_s / slime.main_time_s)
+    reduction = 100 * (1 - strict["main_time_s"] / slime["main_time_s"])
     figures = (
-        Figure(row, "main time, F_w = 2", "s", MAIN_TIME["CGP+FGD"], strict.main_time_s, "predicted"),
+        Figure(row, "main time, F_w = 2", "s", MAIN_TIME["CGP+FGD"], strict["main_time_s"], "predicted"),
         Figure(row, "reduction against Slime", "%", REDUCTION[96], reduction, "predicted"),
         Figure(
             row,
             "first dispatch, F_w = 2",
             "s",
             FIRST_DISPATCH["CGP+FGD"],
-            strict.first_dispatch_s,
+            strict["first_dispatch_s"],
             "predicted",
         ),
     )
