@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
-from tailrace.plan.problem import Problem
+from tailrace.plan.plan import Problem
 from tailrace.plan.search import is_biased, search
 from tailrace.sim.settings import (
     SimClusterSettings,

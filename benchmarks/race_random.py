@@ -25,7 +25,7 @@ from statistics import fmean, median
 
 from random_setups import Racer, Setup, classes, drawn
 from tailrace.controller.base import RunSettings
-from tailrace.plan.measure import measure
+from tailrace.plan.plan import measure
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 
 BIASED = 0.02
@@ -65,12 +65,12 @@ def lap(setup: Setup, entry: Racer, num_steps: int, *, in_turn: bool) -> Result:
         warm_up_rounds=WARM_UP_STEPS // entry.steps,
     )
     return Result(
-        s_per_1000_samples=1000 / run.lap["samples_per_s"],
-        length_bias=run.length_bias,
-        step_spread=run.step_spread,
-        lag_mean=run.lap["lag_mean"],
-        lag_max=run.lap["lag_max"],
-        wasted=run.lap["waste_share"],
+        s_per_1000_samples=1000 / run["samples_per_s"],
+        length_bias=run["length_bias"],
+        step_spread=run["step_spread"],
+        lag_mean=run["lag_mean"],
+        lag_max=run["lag_max"],
+        wasted=run["waste_share"],
         in_turn=in_turn,
     )
 
