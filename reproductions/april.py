@@ -258,8 +258,8 @@ def figure_4() -> Table:
         if setting.algorithm == "GRPO":
             _, with_april, carried = compare(setting)
             steps = with_april.steps[WARM_UP_ROUNDS:]
-            versions = max(step.versions_max for step in steps)
-            trained = 100 * fmean(step.carried_tokens for step in steps)
+            versions = max(step["versions/max"] for step in steps)
+            trained = 100 * fmean(step["carried/tokens"] for step in steps)
             figures += [
                 Figure(str(setting), "carried tokens", "%", 40.0, carried.percent, "predicted"),
                 Figure(str(setting), "trained tokens of older versions", "%", None, trained, "predicted"),

@@ -174,8 +174,8 @@ def lags() -> Table:
     figures = [
         Figure(TWICE, "lag of the first tenth", "x", 2.0, profile[0] / half[0], "predicted"),
         Figure(TWICE, "the same, above the last tenth", "x", None, spread, "predicted"),
-        Figure("Conventional RL, G = 8", "lag, first step", "", 0.0, turn[0].lag_mean, "predicted"),
-        Figure("Conventional RL, G = 8", "lag, last step", "", 7.0, turn[-1].lag_mean, "predicted"),
+        Figure("Conventional RL, G = 8", "lag, first step", "", 0.0, turn[0]["lag/mean"], "predicted"),
+        Figure("Conventional RL, G = 8", "lag, last step", "", 7.0, turn[-1]["lag/mean"], "predicted"),
     ]
     figures += [
         Figure(f"PipelineRL, tenth {tenth + 1}", "mean lag", "steps", None, lag, "predicted")

@@ -122,7 +122,7 @@ def figure_9() -> Table:
         )
     before, after = run(MEDIUM, VERL, ("Code",), PERIOD), run(MEDIUM, TAIL_BATCHING, ("Code",), PERIOD)
     shorter = max(
-        one.lengths.max / other.lengths.max
+        one["round/completions/max_length"] / other["round/completions/max_length"]
         for one, other in zip(before.rounds, short_rounds(after), strict=False)
     )
     figures.append(
@@ -130,7 +130,7 @@ def figure_9() -> Table:
     )
     before, after = run(LARGE, VERL), run(LARGE, TAIL_BATCHING)
     faster = max(
-        (one.rollout_time_s or 0.0) / (other.rollout_time_s or 1.0)
+        one.get("round/rollout_time_s", 0.0) / other.get("round/rollout_time_s", 1.0)
         for one, other in zip(before.rounds, after.rounds, strict=True)
     )
     figures.append(

@@ -115,7 +115,7 @@ def figure_13() -> Table:
         for sharing in ("time slices", "mps")
     }
     gains = [
-        slices.duration_s / mps.duration_s
+        slices["round/time_s"] / mps["round/time_s"]
         for slices, mps in zip(times["time slices"], times["mps"], strict=True)
     ]
     figures = [Figure(f"13a, {SMALL}", "step time, MPS, at most", "x", 1.25, max(gains), "predicted")]
