@@ -2,7 +2,7 @@
 
 A row is a dict of figures by name: one an optimizer step, one a round, one an evaluation, and one for what
 was counted at the end. `steps.StepMeter` makes rows, and every sink receives them. metrics.jsonl,
-summary.json, the comparison of schedules, the planner and docs/configuration.md follow from the table. Names
+summary.json, the comparison of schedules, the planner and docs/metrics.md follow from the table. Names
 are those of TRL where TRL has the figure, then those of prime-rl and verl.
 
 Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
@@ -135,12 +135,12 @@ rewards/ | - | - | - | Mean of each of several reward functions by its name, and
 reward/source/ | - | - | - | Mean reward of each data source that has a name.
 reward_std | - | - | - | Standard deviation of the rewards in a group, mean over groups.
 frac_reward_zero_std | share | - | - | Groups whose rewards are all equal: they have no gradient.
-completions/mean_length | tokens | - | - | Mean of the completions of the step.
-completions/min_length | tokens | - | - | Shortest of the completions of the step.
-completions/p50_length | tokens | - | - | Median of the completions of the step.
-completions/p90_length | tokens | - | - | 90th percentile of the completions of the step.
-completions/p99_length | tokens | - | - | 99th percentile of the completions of the step.
-completions/max_length | tokens | - | - | Longest of the completions of the step.
+completions/mean_length | tokens | - | - | Mean length of the completions of the step.
+completions/min_length | tokens | - | - | The shortest completion of the step.
+completions/p50_length | tokens | - | - | Median length of the completions of the step.
+completions/p90_length | tokens | - | - | 90th percentile of their lengths.
+completions/p99_length | tokens | - | - | 99th percentile of their lengths.
+completions/max_length | tokens | - | - | The longest completion of the step.
 completions/clipped_ratio | share | over_samples | lap.truncated_share | Samples that ended at the length
     limit.
 num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
@@ -235,12 +235,12 @@ round/num_generated | tokens | - | - | Gained by requests that left an engine in
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
 round/reward | - | over_rounds | lap.reward | Mean over samples.
-round/completions/mean_length | tokens | - | - | Mean of the completions of the round.
-round/completions/min_length | tokens | - | - | Shortest of the completions of the round.
-round/completions/p50_length | tokens | - | - | Median of the completions of the round.
-round/completions/p90_length | tokens | - | - | 90th percentile of the completions of the round.
-round/completions/p99_length | tokens | - | - | 99th percentile of the completions of the round.
-round/completions/max_length | tokens | - | - | Longest of the completions of the round.
+round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
+round/completions/min_length | tokens | - | - | The shortest completion of the round.
+round/completions/p50_length | tokens | - | - | Median length of the completions of the round.
+round/completions/p90_length | tokens | - | - | 90th percentile of their lengths.
+round/completions/p99_length | tokens | - | - | 99th percentile of their lengths.
+round/completions/max_length | tokens | - | - | The longest completion of the round.
 round/first_step_length | tokens | - | - | Mean length of the first step's samples. Training in order of
     completion takes the short ones first.
 round/last_step_length | tokens | - | - | Mean length of the last step's samples.
