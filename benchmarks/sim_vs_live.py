@@ -33,7 +33,7 @@ from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import LapMeter
+from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
@@ -76,7 +76,7 @@ async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[s
                 settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
                 if repeat < 0:
                     settings = settings.model_copy(update={"rounds": 1})
-                parts, meter = await arena.parts(racer), LapMeter()
+                parts, meter = await arena.parts(racer), Summary()
                 recorder = _recorder(racer.config, meter, lap_folder)
                 advantages = advantages_of(racer.config)
                 await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
@@ -85,7 +85,7 @@ async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[s
     return times
 
 
-def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
+def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     folder.mkdir()
     (folder / "config.toml").write_text(config.toml())
     files = [
@@ -98,7 +98,7 @@ def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
 
 def predicted(racer: Racer, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
-    meter = LapMeter()
+    meter = Summary()
     settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
     config = racer.config.model_copy(update={"sim": sim, "run": settings})
     run_virtual(config, racer.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))

@@ -31,7 +31,7 @@ from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
 from tailrace.record.figures import LAPS, Row
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import LapMeter
+from tailrace.record.summary import Summary
 
 TARGET_ACCURACY = 0.8
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -90,16 +90,21 @@ async def run_lap(racer: Racer, entry: Entry, arena: Arena, folder: Path) -> Row
     config = racer.config
     assert config.sampling
     parts = replace(await arena.parts(racer), prompts=training_prompts(config, config.run.seed))
-    meter = LapMeter(warm_up_rounds=entry.warm_up_rounds)
+    summary = Summary()
     log = LapLog()
-    recorder, advantages = Recorder(StepMeter(meter, log, wall_clock=clock.wall_time)), advantages_of(config)
+    recorder, advantages = (
+        Recorder(StepMeter(summary, log, wall_clock=clock.wall_time)),
+        advantages_of(config),
+    )
     await execute(racer.schedule, parts, config.run, recorder, compute_advantages=advantages, folder=folder)
     probes = await probe(parts, log.checkpoints, config.run)
     found = {
         "length_bias": length_bias(log.trained, probes, entry.warm_up_rounds),
         "time_to_reward_s": time_to(TARGET_ACCURACY, probes, log.ends_s),
     }
-    return meter.lap() | {key: value for key, value in found.items() if value is not None}
+    return summary.lap(entry.warm_up_rounds) | {
+        key: value for key, value in found.items() if value is not None
+    }
 
 
 def interval(values: Sequence[float]) -> str:

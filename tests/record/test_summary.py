@@ -30,7 +30,6 @@ from tailrace.record.summary import (
     BoundSummary,
     FirstLast,
     GroupCounts,
-    LapMeter,
     RunSummary,
     Summary,
     TokenCounts,
@@ -153,12 +152,12 @@ MAX_TOKENS = 6000
 
 
 def measured(outcome: Outcome, warm_up_rounds: int = 0) -> Row:
-    meter = LapMeter(warm_up_rounds=warm_up_rounds)
-    steps = StepMeter(meter, wall_clock=lambda: 0.0)
+    summary = Summary()
+    steps = StepMeter(summary, wall_clock=lambda: 0.0)
     for event in outcome.events:
         steps.on(event)
     steps.close()
-    return meter.lap()
+    return summary.lap(warm_up_rounds)
 
 
 def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_time() -> None:

@@ -35,7 +35,7 @@ from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import LapMeter, Summary
+from tailrace.record.summary import Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import (
@@ -113,18 +113,8 @@ class Racer:
     @property
     def setup(self) -> str:
         """The settings that worker processes are made from."""
-        sections = {
-            "model",
-            "data",
-            "sampling",
-            "reward",
-            "engine",
-            "algorithm",
-            "trainer",
-            "host",
-            "placement",
-        }
-        return json.dumps(self.config.model_dump(mode="json", include=sections), sort_keys=True)
+        sections = "model data sampling reward engine algorithm trainer host placement"
+        return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
 
 
 def _racers(config: RunConfig) -> dict[str, Racer]:
@@ -177,16 +167,16 @@ async def race_live(
                 changes = {"eval_every": 0, "checkpoint_every": 0}
                 if repeat < 0:
                     changes["rounds"] = min(racer.config.run.rounds, WARM_UP_ROUNDS)
-                meter, timeline = LapMeter(), Timeline()
+                lap = _Lap(racer, folder / name.replace("/", "_") if pictured else None)
                 await execute(
                     racer.schedule,
                     await arena.parts(racer),
                     racer.config.run.model_copy(update=changes),
-                    _recorder(name, racer, meter, timeline, folder if pictured else None),
+                    lap.recorder,
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
-                    raced.add(name, meter, timeline)
+                    raced.add(name, lap)
     return raced
 
 
@@ -195,11 +185,11 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     raced = Comparison()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            meter, timeline = LapMeter(), Timeline()
+            lap = _Lap(racer, folder and folder / name.replace("/", "_"))
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(name, racer, meter, timeline, folder))
-            raced.add(name, meter, timeline)
+            run_virtual(config, racer.schedule, lap.recorder)
+            raced.add(name, lap)
     return raced
 
 
@@ -212,14 +202,17 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, racer: Racer, meter: LapMeter, timeline: Timeline, folder: Path | None) -> Recorder:
-    """The files of a lap are those of a run, in a folder of the racer's name."""
-    sinks: list[Sink] = [meter]
-    if folder:
-        own = RunFolder(folder / name.replace("/", "_"))
-        own.begin_anew(racer.config.toml())
-        sinks += [timeline, MetricsWriter(own.metrics), TraceWriter(own.trace(1)), Summary(own.summary)]
-    return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))
+class _Lap:
+    """What one lap of a racer records. The files are those of a run; None: none are written."""
+
+    def __init__(self, racer: Racer, folder: Path | None) -> None:
+        own = RunFolder(folder) if folder else None
+        self.summary, self.timeline = Summary(own.summary if own else None), Timeline()
+        sinks: list[Sink] = []
+        if own:
+            own.begin_anew(racer.config.toml())
+            sinks = [self.timeline, MetricsWriter(own.metrics), TraceWriter(own.trace(1))]
+        self.recorder = Recorder(StepMeter(*sinks, self.summary, wall_clock=clock.wall_time))
 
 
 # -- its figures ---------------------------------------------------------------------------------
@@ -232,9 +225,9 @@ class Comparison:
     laps: dict[str, list[Row]] = field(default_factory=dict)
     timelines: dict[str, list[Timeline]] = field(default_factory=dict)
 
-    def add(self, name: str, meter: LapMeter, timeline: Timeline) -> None:
-        self.laps.setdefault(name, []).append(meter.lap())
-        self.timelines.setdefault(name, []).append(timeline)
+    def add(self, name: str, lap: _Lap) -> None:
+        self.laps.setdefault(name, []).append(lap.summary.lap())
+        self.timelines.setdefault(name, []).append(lap.timeline)
 
     def typical(self, name: str) -> int:
         """The number of the lap whose main time is nearest to the median."""

@@ -20,7 +20,7 @@ from tailrace.record.figures import QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import LapMeter, RunSummary, Summary
+from tailrace.record.summary import RunSummary, Summary
 from tailrace.record.timeline import Timeline
 from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
@@ -43,15 +43,15 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     sim = sim_settings(config)
     check_trackers(config.record.trackers)
-    console, timeline, meter = open_console(), Timeline(), LapMeter()
+    console, timeline = open_console(), Timeline()
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [meter, timeline]
+    sinks: list[Sink] = [timeline]
     if folder:
         sinks += _files(config, RunFolder(folder), console)
     sinks += [summary, Summary(json_path)]  # after the trace: the page takes summary.json for the last file
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
-    console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
+    console.print(_table(name, _set_up(sim), seconds, totals, summary.lap()))
     note_default_costs(config.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)

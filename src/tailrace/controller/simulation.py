@@ -13,7 +13,7 @@ from tailrace.data.epochs import Epochs
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
 from tailrace.record.steps import StepMeter
-from tailrace.record.summary import LapMeter, Summary
+from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
@@ -76,14 +76,14 @@ def simulate(
             `sim`, `shared`, `replicas` and `reference` are not used then.
         compute_advantages: as `execute`.
     """
-    summary, laps = Summary(), LapMeter(warm_up_rounds=warm_up_rounds)
+    summary = Summary()
 
     def own_parts() -> Parts:
         return simulated_parts(sim, settings.seed, reference=reference, replicas=replicas, shared=shared)
 
     async def run() -> float:
         made = (parts or own_parts)()
-        meter = StepMeter(summary, laps, *sinks, wall_clock=clock.wall_time)
+        meter = StepMeter(summary, *sinks, wall_clock=clock.wall_time)
         recorder = Recorder(meter)
         await execute(schedule, made, settings, recorder, compute_advantages=compute_advantages)
         return clock.now()
@@ -91,7 +91,8 @@ def simulate(
     seconds = clock.run(run(), virtual=True)
     _, bound = summary.bounds[-1]
     over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound.run_bound_s else 0.0
-    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), laps.lap(), over_bound, seconds)
+    lap = summary.lap(warm_up_rounds)
+    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
 
 
 def simulated_parts(

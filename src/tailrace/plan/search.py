@@ -194,7 +194,7 @@ def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
 def _on_policy(
     best: Measured, floors: Mapping[Candidate, float], measured: Sequence[Measured]
 ) -> Iterator[str]:
-    """What staleness gains."""
+    """What training on older tokens gains."""
     if not best.candidate.work.lag:
         return
     if found := [each for each in measured if not each.candidate.work.lag]:

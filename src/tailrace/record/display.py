@@ -16,18 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.record import events
 from tailrace.record.base import RecordSettings
-from tailrace.record.events import (
-    EngineStateChanged,
-    Evaluated,
-    Event,
-    RequestEnded,
-    RoundEnded,
-    RoundStarted,
-    SampleScored,
-    Waiting,
-    time_of,
-)
+from tailrace.record.events import Event, time_of
 from tailrace.record.figures import CALLS, Row
 
 REFRESH_PER_S = 10
@@ -75,18 +66,18 @@ class Progress:
     def on(self, event: Event) -> None:
         self._tick(time_of(event))
         match event:
-            case RequestEnded() if event.sample.prompt >= 0:
+            case events.RequestEnded() if event.sample.prompt >= 0:
                 self._generated += event.num_gained
-            case RoundStarted():
+            case events.RoundStarted():
                 self.round, self._round_start_s, self._generated = event.round, event.time_s, 0
                 self._first_round = self._first_round or (event.round, event.time_s)
-            case RoundEnded() if self._first_round:
+            case events.RoundEnded() if self._first_round:
                 first, start_s = self._first_round
                 round_s = (event.time_s - start_s) / (event.round + 1 - first)
                 self._expected_end_s = event.time_s + round_s * max(0, self.rounds - event.round - 1)
             case dict() if "loss" in event:
                 self._step(event)
-            case Evaluated():
+            case events.Evaluated():
                 self.accuracy = event.accuracy
 
     def _tick(self, time_s: float) -> None:
@@ -166,14 +157,14 @@ class Notices:
     def of(self, event: Event) -> list[str]:
         """The lines that an event is worth."""
         match event:
-            case Evaluated():
+            case events.Evaluated():
                 accuracy = f"Accuracy {number(event.accuracy)}"
                 return [f"Evaluation | Round {event.round} | {accuracy} | {event.num_samples} samples"]
-            case EngineStateChanged():
+            case events.EngineStateChanged():
                 return [f"{event.engine} is {event.state}: {event.why}"]
-            case Waiting():
+            case events.Waiting():
                 return [f"No step for {event.quiet_s:.0f} s | {event.what}"]
-            case SampleScored(failure=str(reason)) if reason not in self._failures:
+            case events.SampleScored(failure=str(reason)) if reason not in self._failures:
                 self._failures.add(reason)
                 return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
             case dict() if "loss" in event:

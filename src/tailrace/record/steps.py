@@ -8,29 +8,9 @@ from itertools import chain
 from math import inf
 from statistics import fmean
 
+from tailrace.record import events
 from tailrace.record.bounds import BoundMeter, RoundBound
-from tailrace.record.events import (
-    Accumulated,
-    BooksClosed,
-    ControllerLag,
-    EngineStateChanged,
-    EssTaken,
-    Evaluated,
-    Event,
-    GroupEnded,
-    Preempted,
-    Published,
-    Recorder,
-    RequestEnded,
-    RequestStarted,
-    RoundEnded,
-    RoundStarted,
-    RowSkipped,
-    SampleScored,
-    Sink,
-    Stepped,
-    TokensWasted,
-)
+from tailrace.record.events import Event, Recorder, Sink
 from tailrace.record.figures import (
     Row,
     episode_figures,
@@ -46,7 +26,7 @@ from tailrace.types import Sample, SampleId
 
 @dataclass(slots=True)
 class _OpenRound:
-    start: RoundStarted
+    start: events.RoundStarted
     running: set[SampleId] = field(default_factory=set)
     """Requests that started in this round and have not ended."""
     rollout_end_s: float = 0.0
@@ -61,27 +41,27 @@ class _OpenRound:
     lengths_by_step: list[list[int]] = field(default_factory=list)
 
     def measure(self, event: Event) -> None:
-        if isinstance(event, Accumulated | Stepped):
+        if isinstance(event, events.Accumulated | events.Stepped):
             self.first_dispatch_s = min(self.first_dispatch_s, max(event.start_s, self.start.time_s))
         match event:
-            case RequestStarted():
+            case events.RequestStarted():
                 self.running.add(event.sample)
-            case RequestEnded():
+            case events.RequestEnded():
                 if event.sample.prompt >= 0:
                     self.num_generated += event.num_gained
                 if event.sample in self.running:
                     self.running.remove(event.sample)
                     self.rollout_end_s = event.time_s
-            case Stepped():
+            case events.Stepped():
                 self.train_end_s = event.end_s
                 self.compute_s += event.stats.compute_s
                 self.rewards += [sample.reward for sample in event.samples if sample.reward is not None]
                 self.lengths_by_step.append([sample.num_tokens for sample in event.samples])
-            case Published():
+            case events.Published():
                 self.publish_s += event.end_s - event.start_s
                 if event.changed_weights is not None:
                     self.changed_weights.append(event.changed_weights)
-            case GroupEnded(fate="trained"):
+            case events.GroupEnded(fate="trained"):
                 self.num_groups += 1
 
     def figures(self, end_s: float) -> Row:
@@ -135,9 +115,9 @@ class RoundMeter:
     def on(self, event: Event) -> None:
         self._bounds.on(event)
         match event:
-            case RoundStarted():
+            case events.RoundStarted():
                 self._open = _OpenRound(event)
-            case RoundEnded():
+            case events.RoundEnded():
                 if self._open and self._open.lengths_by_step:
                     row = self._open.figures(event.time_s)
                     main_time_s, compute_s = row["round/main_time_s"], row["round/trainer_compute_s"]
@@ -183,20 +163,20 @@ class StepMeter:
         self._sinks.emit(event)
         self._rounds.on(event)
         match event:
-            case RoundStarted():
+            case events.RoundStarted():
                 self._round, self._last_end_s = event.round, event.time_s
-            case Stepped():
+            case events.Stepped():
                 self._emit(self._step_figures(event))
-            case RoundEnded():
+            case events.RoundEnded():
                 self._last_end_s = event.time_s
                 if self._rounds.rows:  # none if the round did not train
                     self._sinks.emit(self._rounds.bounds.pop())
                     self._emit(self._rounds.rows.pop())
-            case Evaluated():
+            case events.Evaluated():
                 self._sinks.emit(self._evaluation_figures(event))
-            case EssTaken():
+            case events.EssTaken():
                 self._guards.append(event.ess)
-            case ControllerLag():
+            case events.ControllerLag():
                 self._controller_lags.append(event.lag_s)
             case _:
                 self._count(event)
@@ -214,7 +194,7 @@ class StepMeter:
     def _place(self, time_s: float) -> Row:
         return {"step": self._step, "round": self._round, "time": time_s, "wall_time": self._wall_clock()}
 
-    def _evaluation_figures(self, event: Evaluated) -> Row:
+    def _evaluation_figures(self, event: events.Evaluated) -> Row:
         return {
             **self._place(event.time_s),
             "round": event.round,
@@ -224,7 +204,7 @@ class StepMeter:
             **in_family("eval/", event.sets.items()),
         }
 
-    def _step_figures(self, event: Stepped) -> Row:
+    def _step_figures(self, event: events.Stepped) -> Row:
         stats, samples = event.stats, event.samples
         step_s = event.end_s - self._last_end_s
         self._step, self._last_end_s = stats.num_steps, event.end_s
@@ -268,25 +248,25 @@ class StepMeter:
     def _count(self, event: Event) -> None:
         counts = self._counts
         match event:
-            case RequestEnded() if event.sample.prompt >= 0 and event.num_gained:
+            case events.RequestEnded() if event.sample.prompt >= 0 and event.num_gained:
                 counts["tokens/generated"] += event.num_gained
-            case SampleScored(failure=str(reason)):
+            case events.SampleScored(failure=str(reason)):
                 counts["completions/failed/" + _slug(reason)] += 1
-            case TokensWasted():
+            case events.TokensWasted():
                 counts["tail/wasted_tokens/" + _slug(event.reason)] += event.num_tokens
-            case GroupEnded(fate="trained"):
+            case events.GroupEnded(fate="trained"):
                 counts["groups/trained"] += 1
-            case GroupEnded(fate="filtered"):
+            case events.GroupEnded(fate="filtered"):
                 counts["groups/filtered/" + _slug(event.reason)] += 1
-            case GroupEnded():
+            case events.GroupEnded():
                 counts["groups/dropped/" + _slug(event.reason)] += 1
-            case EngineStateChanged(state="dead"):
+            case events.EngineStateChanged(state="dead"):
                 counts["engines/died/" + event.engine] += 1
-            case Preempted():
+            case events.Preempted():
                 counts["engines/preempted/" + event.engine] += event.num_requests
-            case RowSkipped():
+            case events.RowSkipped():
                 counts["rows/skipped/" + _slug(event.reason)] += 1
-            case BooksClosed():
+            case events.BooksClosed():
                 counts["groups/parked"] = event.num_parked_groups
                 counts["tokens/parked"] = event.num_parked_tokens
 

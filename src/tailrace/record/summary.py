@@ -167,6 +167,15 @@ class Summary:
             bound=self._bound_summary(rounds),
         )
 
+    def lap(self, warm_up_rounds: int = 0) -> Row:
+        """The figures of the lap by their keys there. At least one counted round has trained.
+
+        Args:
+            warm_up_rounds: first rounds of which only the counts count.
+        """
+        rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
+        return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
+
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
         if not self.bounds:
             return None
@@ -188,26 +197,3 @@ def _median(rounds: Sequence[Row], name: str) -> float | None:
 
 def _first_last(values: Sequence[float]) -> FirstLast | None:
     return FirstLast(values[0], values[-1]) if values else None
-
-
-class LapMeter:
-    """Sink of a `StepMeter` that measures a lap.
-
-    Args:
-        warm_up_rounds: first rounds of the lap of which only the counts count.
-    """
-
-    def __init__(self, *, warm_up_rounds: int = 0) -> None:
-        self._warm_up, self._rows = warm_up_rounds, list[Row]()
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, dict):
-            self._rows.append(event)
-
-    def close(self) -> None:
-        """A round that did not end is not counted."""
-
-    def lap(self) -> Row:
-        """The figures of the lap by their keys there. At least one counted round has trained."""
-        rows = [row if row["round"] >= self._warm_up else counts_of([row]) for row in self._rows]
-        return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
