@@ -37,7 +37,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from episodes import EpisodeVictim
 from tailrace import clock
@@ -49,7 +49,9 @@ from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
-from tailrace.record.steps import RoundMeter
+from tailrace.record.figures import over_rounds
+from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 from tailrace.schedules.resolve import BoundSchedule, resolve
 from victims import EXAMPLES, Victim, regenerated_tokens
 
@@ -164,11 +166,12 @@ async def laps(
 
         async def lap(starting_point: StartingPoint, journal: Journal | NullJournal) -> tuple[float, float]:
             await rewind(parts, start, version=0)
-            meter, began_s = RoundMeter(), time.process_time()
+            summary, began_s = Summary(), time.process_time()
+            recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
             await execute(
-                schedule, parts, config.run, Recorder(meter), starting_point=starting_point, journal=journal
+                schedule, parts, config.run, recorder, starting_point=starting_point, journal=journal
             )
-            return fmean(row["round/main_time_s"] for row in meter.rows), time.process_time() - began_s
+            return over_rounds(summary.rows, "round/main_time_s"), time.process_time() - began_s
 
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):

@@ -10,7 +10,7 @@ from record_story import play
 
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
 from tailrace.record.events import Stepped
-from tailrace.record.steps import RoundMeter
+from tailrace.record.figures import rounds_of
 from tailrace.record.summary import Summary
 from tailrace.record.trace import TraceWriter
 
@@ -18,8 +18,8 @@ from tailrace.record.trace import TraceWriter
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name])
-    sink, meter, path = Summary(), RoundMeter(), tmp_path / "trace.json"
-    play(outcome.events, sink, meter, TraceWriter(path))
+    sink, path = Summary(), tmp_path / "trace.json"
+    play(outcome.events, sink, TraceWriter(path))
 
     summary, totals = sink.summary(), outcome.totals
     parked = sum(group.num_tokens for group in outcome.run.parked.groups)
@@ -32,8 +32,8 @@ def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
         lag for step in outcome.of(Stepped) for lag in step.lags.publications
     )
 
-    assert [row["round"] for row in meter.rows] == list(range(outcome.run.round))
-    for row in meter.rows:
+    assert [row["round"] for row in rounds_of(sink.rows)] == list(range(outcome.run.round))
+    for row in rounds_of(sink.rows):
         both_s = row["round/wait_s"] + row["round/trainer_compute_s"]
         assert both_s == pytest.approx(row["round/main_time_s"])
         assert 0 <= row["round/start_ratio"] <= 1

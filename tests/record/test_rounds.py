@@ -3,14 +3,19 @@ from record_story import Story, make_group, pipelined_round, play
 
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.figures import Row
-from tailrace.record.steps import RoundMeter
+from tailrace.record.figures import Row, counts_of, rounds_of
+from tailrace.record.summary import Summary
+
+
+def own_figures(row: Row) -> Row:
+    """Without what was counted since the last step."""
+    return {name: value for name, value in row.items() if name not in counts_of([row])}
 
 
 def test_a_round_is_measured_as_in_the_paper() -> None:
-    meter = RoundMeter()
-    play(pipelined_round().events, meter)
-    assert meter.rows == [
+    summary = Summary()
+    play(pipelined_round().events, summary)
+    assert [own_figures(row) for row in rounds_of(summary.rows)] == [
         {
             "round": 0,
             "round/end_s": 25.0,
@@ -41,7 +46,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             "round/last_step_length": 15.0,
         }
     ]
-    assert meter.bounds == [
+    assert [bound for _, bound in summary.bounds] == [
         RoundBound(
             time_s=24.0,
             gap="round 0: 14.0 s, bound 9.0 s (its longest response); "
@@ -63,9 +68,9 @@ def test_what_happens_between_two_rounds_is_in_neither() -> None:
     evaluated = make_group(-1, [1000], [1.0])
     story.request(evaluated.samples[0], 26, 90)
     pipelined_round(story, round=1, start_s=100.0)
-    meter = RoundMeter()
-    play(story.events, meter)
-    first, second = meter.rows
+    summary = Summary()
+    play(story.events, summary)
+    first, second = rounds_of(summary.rows)
     assert (first["round"], second["round"]) == (0, 1)
     assert (first["round/main_time_s"], second["round/main_time_s"]) == (14.0, 14.0)
     assert (first["round/num_generated"], second["round/num_generated"]) == (40, 40)
@@ -92,22 +97,22 @@ def test_a_request_of_an_earlier_round_gives_tokens_but_does_not_lengthen_the_ro
 
 
 def test_a_round_that_trained_nothing_is_not_reported() -> None:
-    meter = RoundMeter()
-    play([RoundStarted(0.0, 0, 0), RoundEnded(5.0, 0)], meter)
-    assert meter.rows == []
+    summary = Summary()
+    play([RoundStarted(0.0, 0, 0), RoundEnded(5.0, 0)], summary)
+    assert rounds_of(summary.rows) == []
 
 
 def _only_report(story: Story) -> Row:
-    meter = RoundMeter()
-    play(story.events, meter)
-    (report,) = meter.rows
+    summary = Summary()
+    play(story.events, summary)
+    (report,) = rounds_of(summary.rows)
     return report
 
 
 def test_the_share_of_changed_weights_is_a_mean_over_publications() -> None:
     *events, last = pipelined_round().events
     assert isinstance(last, RoundEnded)
-    meter = RoundMeter()
+    summary = Summary()
     published = [Published(20.0, 21.0, version, share) for version, share in enumerate((0.25, None, 0.75))]
-    play([*events, *published, last], meter)
-    assert [row["round/changed_weights"] for row in meter.rows] == [0.5]
+    play([*events, *published, last], summary)
+    assert [row["round/changed_weights"] for row in rounds_of(summary.rows)] == [0.5]

@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean
 
 from tailrace.record import events
-from tailrace.record.bounds import BoundMeter, RoundBound
+from tailrace.record.bounds import BoundMeter
 from tailrace.record.events import Event, Recorder, Sink
 from tailrace.record.figures import (
     Row,
@@ -102,36 +102,6 @@ class _OpenRound:
         return row
 
 
-class RoundMeter:
-    """Sink: `rows` grows by one row with each round that ends and has trained something, and `bounds` by what
-    is said of its lower bound."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.bounds: list[RoundBound] = []
-        self._open: _OpenRound | None = None
-        self._bounds = BoundMeter()
-
-    def on(self, event: Event) -> None:
-        self._bounds.on(event)
-        match event:
-            case events.RoundStarted():
-                self._open = _OpenRound(event)
-            case events.RoundEnded():
-                if self._open and self._open.lengths_by_step:
-                    row = self._open.figures(event.time_s)
-                    main_time_s, compute_s = row["round/main_time_s"], row["round/trainer_compute_s"]
-                    row["round/bound_s"], bound = self._bounds.end_round(main_time_s, compute_s)
-                    self.rows.append(ordered(row))
-                    self.bounds.append(bound)
-                self._open = None
-            case _ if self._open:
-                self._open.measure(event)
-
-    def close(self) -> None:
-        """A round that has not ended is not reported."""
-
-
 class StepMeter:
     """Sink: passes every event to its sinks, followed by the rows that the event completes.
 
@@ -157,21 +127,25 @@ class StepMeter:
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
         self._counts: Counter[str] = Counter()
-        self._rounds = RoundMeter()
+        self._open: _OpenRound | None = None
+        self._bounds = BoundMeter()
 
     def on(self, event: Event) -> None:
         self._sinks.emit(event)
-        self._rounds.on(event)
+        self._bounds.on(event)
+        if self._open:
+            self._open.measure(event)
         match event:
             case events.RoundStarted():
                 self._round, self._last_end_s = event.round, event.time_s
+                self._open = _OpenRound(event)
             case events.Stepped():
                 self._emit(self._step_figures(event))
             case events.RoundEnded():
                 self._last_end_s = event.time_s
-                if self._rounds.rows:  # none if the round did not train
-                    self._sinks.emit(self._rounds.bounds.pop())
-                    self._emit(self._rounds.rows.pop())
+                if self._open and self._open.lengths_by_step:
+                    self._end_round(self._open.figures(event.time_s))
+                self._open = None
             case events.Evaluated():
                 self._sinks.emit(self._evaluation_figures(event))
             case events.EssTaken():
@@ -185,6 +159,12 @@ class StepMeter:
         if self._counts:
             self._emit(self._place(self._last_end_s))
         self._sinks.close()
+
+    def _end_round(self, row: Row) -> None:
+        main_time_s, compute_s = row["round/main_time_s"], row["round/trainer_compute_s"]
+        row["round/bound_s"], bound = self._bounds.end_round(main_time_s, compute_s)
+        self._sinks.emit(bound)
+        self._emit(row)
 
     def _emit(self, row: Row) -> None:
         """Emit a row with what was counted since the last one."""
