@@ -4,8 +4,8 @@
 
 A small live run is made. Each case damages one file of a copy: it flips a bit or cuts off the end. On copies
 of that run the commands that read its kind (READERS): `train --resume` for one more round, `eval`, `eval
---model M` with the run's own model/, `inspect` and `view`. File kinds take turns. Logs, the picture and the
-lock are left alone: no command reads them.
+--model M` with the run's own model/, `inspect` and `view`. File kinds take turns. Logs and the lock
+are left alone: no command reads them.
 
     detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file
     harmless    the commands give what they give on the undamaged run
@@ -61,7 +61,7 @@ READERS = {
     "metrics.jsonl": ("resume", "view"),
     "samples": ("resume", "view"),
     "summary.json": ("resume", "view"),
-    "trace.json": ("resume", "view"),
+    "events.jsonl": ("resume", "view"),
 }
 """The commands that read a kind of file."""
 

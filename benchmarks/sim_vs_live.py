@@ -31,10 +31,10 @@ from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
-from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 
@@ -90,7 +90,7 @@ def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     (folder / "config.toml").write_text(config.toml())
     files = [
         MetricsWriter(folder / "metrics.jsonl"),
-        TraceWriter(folder / "trace.json"),
+        LogWriter(folder / "events.jsonl"),
         SamplesWriter(folder / "samples"),
     ]
     return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))

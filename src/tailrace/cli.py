@@ -176,7 +176,7 @@ def _view(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from tailrace.commands.view import view
 
     _refuse_overrides("view", overrides)
-    view(arguments.runs, port=arguments.port, output=arguments.output)
+    view(arguments.runs, port=arguments.port, output=arguments.output, perfetto=arguments.perfetto)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
@@ -205,11 +205,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     compare.add_argument("--schedules", metavar="A,B", help="instead of compare.schedules")
     compare.add_argument("--repeats", type=int, metavar="N", help="instead of compare.repeats")
     compare.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
-    compare.add_argument("--output-dir", type=Path, metavar="D", help="pictures and traces")
+    compare.add_argument(
+        "--output-dir", type=Path, metavar="D", help="the files of each schedule, and compare.json"
+    )
     compare.add_argument("--json", type=Path, metavar="F", help="the medians")
     summary = "run the schedule in virtual time, on the [sim] section's set-up"
     simulate = add("simulate", _simulate, summary)
-    simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary, trace and picture")
+    simulate.add_argument("--output-dir", type=Path, metavar="D", help="metrics, summary and events")
     simulate.add_argument(
         "--like", type=Path, metavar="RUN", help="with the costs and lengths of this run, instead of [sim]"
     )
@@ -237,6 +239,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
     where = view.add_mutually_exclusive_group()
     where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
     where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
+    perfetto = "write the events of one run for ui.perfetto.dev instead"
+    where.add_argument("--perfetto", type=Path, metavar="F.json", help=perfetto)
     summary = "do the work of one stage of a run that has a [broker], from any host"
     join = commands.add_parser("join", help=summary, description=summary)
     join.add_argument("stage", choices=("trainer", "reference"))

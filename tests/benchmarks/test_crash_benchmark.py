@@ -10,6 +10,7 @@ import victims
 from crash import LOSING, OPTIONS
 from tailrace.record.figures import counts_of, family
 from tailrace.record.metrics import read_rows
+from tailrace.record.timeline import RunTimelines
 from victims import Found, Victim, regenerated_tokens
 
 
@@ -29,8 +30,10 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     assert regenerated_tokens(victim.requests()) == 0
     counts = counts_of(read_rows(victim.folder / "metrics.jsonl"))
     assert sum(family(counts, "engines/died/").values()) == 1
-    trace = (victim.folder / "trace.json").read_text()
-    assert " is dead" in trace and "signal SIGKILL" in trace
+    timelines = RunTimelines(victim.folder / "events.jsonl")
+    timelines.update()
+    dead = [each for process in timelines.all for each in process.states if each.state == "dead"]
+    assert [each.why for each in dead] == ["signal SIGKILL"]
 
 
 def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its_sample() -> None:

@@ -95,7 +95,7 @@ def test_a_directory_without_a_run_is_named(
     assert f"RUN = '{tmp_path}': there is no run in it; {remedy}" in capsys.readouterr().err
 
 
-def test_simulate_needs_no_model_and_writes_trace_and_summary(tmp_path: Path) -> None:
+def test_simulate_needs_no_model_and_writes_events_and_summary(tmp_path: Path) -> None:
     path = tmp_path / "sim.toml"
     schedule = '[schedule]\nname = "rolloutpipe"\ngroups_per_round = 8\ngroups_per_step = 2\n'
     path.write_text(f"[run]\nrounds = 2\ngroup_size = 8\n{schedule}")
@@ -104,9 +104,9 @@ def test_simulate_needs_no_model_and_writes_trace_and_summary(tmp_path: Path) ->
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["groups"]["trained"] == 16
     assert summary["steps"] == 8
-    first = (tmp_path / "out" / "trace.json").read_bytes()
+    first = (tmp_path / "out" / "events.jsonl").read_bytes()
     assert main(words) == 0
-    assert (tmp_path / "out" / "trace.json").read_bytes() == first
+    assert (tmp_path / "out" / "events.jsonl").read_bytes() == first
 
 
 def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tm
     }  # fmt: skip
     assert serial["reward"] == pytest.approx(pipelined["reward"], abs=1e-9)
     assert numbers["bound_s"] > 0
-    assert (tmp_path / "race" / "timeline.png").exists()
+    assert (tmp_path / "race" / "rolloutpipe" / "events.jsonl").exists()
 
 
 def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(

@@ -38,7 +38,7 @@ def test_sigterm_saves_the_weights_and_says_where(
     assert understood == "tailrace: reward: digits (weight 1): tailrace's signature, given completion"
     assert said == f"tailrace: SIGTERM: {saved}; --resume continues from there"
     assert json.loads((interrupted / "summary.json").read_text())["steps"] == steps
-    assert json.loads((interrupted / "trace.json").read_text())
+    assert b'"BooksClosed"' in (interrupted / "events.jsonl").read_bytes()
 
 
 def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tailrace.cli import main
 from tailrace.commands.virtual import sim_settings
 from tailrace.config import RunConfig
-from tailrace.record.trace_reader import TraceReader
+from tailrace.record.timeline import RunTimelines
 from tailrace.schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,9 +54,10 @@ def test_the_cluster_runs_every_schedule(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
     assert steps == list(range(1, len(steps) + 1)) and steps
-    assert json.loads((tmp_path / "trace.json").read_text())
-    reader = TraceReader(tmp_path / "trace.json")
-    assert reader.read() and reader.defects == []
+    timelines = RunTimelines(tmp_path / "events.jsonl")
+    timelines.update()
+    (timeline,) = timelines.all
+    assert timeline.is_closed and len(timeline.steps) == len(steps) and timeline.requests
     assert json.loads((tmp_path / "summary.json").read_text())["groups"]["trained"] >= 32
     out = capsys.readouterr().out
     for figure in ("staleness, max (publications)", "lag, mean (optimizer steps)", "carried tokens"):

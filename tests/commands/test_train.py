@@ -26,6 +26,7 @@ from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import held_tokens_of, totals_of
 from tailrace.ledger.sqlite import SqliteStore
+from tailrace.record.timeline import RunTimelines
 from tailrace.schedules.resolve import with_published_defaults
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
@@ -233,7 +234,12 @@ def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Pat
     )
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(48)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 48
-    assert json.loads((folder / "trace-2.json").read_text())
+    timelines = RunTimelines(folder / "events.jsonl")
+    timelines.update()
+    first, second = timelines.all
+    assert (first.life, second.life) == (1, 2) and second.is_closed and not first.is_closed
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert second.start_s == first.end_s and second.steps[-1].number == steps
     with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
         books = read_books(store)
     assert set(books.groups) == set(range(48)) and len(books.lives) == 2

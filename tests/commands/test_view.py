@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,12 +13,12 @@ import httpx
 import pytest
 
 from tailrace.cli import main
+from tailrace.record.events import RequestEnded, RequestStarted
+from tailrace.record.run_log import LogWriter
+from tailrace.types import SampleId
 
 for package in ("plotly", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
-
-SPAN = {"ph": "X", "pid": 2, "tid": 1, "ts": 0, "dur": 5_000_000}
-ARGS = {"sample": "0.0/0", "tokens": 5, "had": 0, "outcome": "stop"}
 
 
 @pytest.fixture
@@ -27,10 +28,12 @@ def run(tmp_path: Path) -> Path:
     (folder / "samples").mkdir(parents=True)
     (folder / "config.toml").touch()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "wall_time": 1.0}\n')
-    name = {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "engine-0"}}
-    kind = {"name": "tailrace_trace", "ph": "M", "pid": 1, "tid": 0, "args": {"format": 1}}
-    lines = [kind, name, SPAN | {"name": "group 0", "args": ARGS}]
-    (folder / "trace.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + ',\n{"na')
+    writer, sample_id = LogWriter(folder / "events.jsonl"), SampleId(0, 0, 0)
+    writer.on(RequestStarted(0.0, sample_id, "engine-0", 0))
+    writer.on(RequestEnded(5.0, sample_id, "engine-0", 5, 5, "stop"))
+    writer.close()
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('{"event":"Samp')
     sample = {
         "id": "0.0/0",
         "step": 1,
@@ -53,7 +56,7 @@ def test_a_page_as_one_file_has_everything_in_it(run: Path, capsys: pytest.Captu
     assert "plotly.js v" in text and re.findall(r'(?:src|href)="(?!data:)[^"]*"', text[-200_000:]) == []
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
     (found,) = json.loads(data)["runs"]
-    assert found["requests"]["sample"] == ["0.0/0"] and found["defects"][0]["line"] == 5
+    assert found["requests"]["sample"] == ["0.0/0"] and found["defects"][0]["line"] == 4
     assert json.loads(data)["samples"][0]["0.0/0"]["record"]["text"].startswith("</script>")
     assert sorted(run.rglob("*")) == before  # a run is only read
 
@@ -61,8 +64,11 @@ def test_a_page_as_one_file_has_everything_in_it(run: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN/samples"], "it has neither trace.json nor metrics.jsonl"),
+        (["RUN/samples"], "it has neither events.jsonl nor metrics.jsonl"),
         (["RUN", "--output", "RUN"], "--output = 'RUN': it cannot be written (Is a directory)"),
+        (["RUN", "--perfetto", "RUN"], "--perfetto = 'RUN': it cannot be written (Is a directory)"),
+        (["RUN/samples", "--perfetto", "RUN/t.json"], "it has no events.jsonl"),
+        (["RUN", "RUN", "--perfetto", "RUN/t.json"], "a trace is of one run"),
         (["RUN", "--port", "70000"], "--port = 70000: there is no such port"),
         (["RUN", "--run.rounds", "3"], "view has no config to override"),
     ],
@@ -72,6 +78,26 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     assert main(["view", *(word.replace("RUN", str(run)) for word in words)]) == 2
     assert message.replace("RUN", str(run)) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--output", "page.html"], ["--perfetto", "trace.json"], ["--port", "0"]])
+def test_a_damaged_run_log_is_refused_with_its_line(
+    run: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = (run / "events.jsonl").read_text().replace('"RequestStarted"', '"RequestStartee"')
+    (run / "events.jsonl").write_text(log)
+    assert main(["view", str(run), words[0], str(tmp_path / words[1]) if "." in words[1] else words[1]]) == 2
+    assert "line 2 of events.jsonl: it is no event of this version" in capsys.readouterr().err
+
+
+def test_the_events_as_a_trace_for_perfetto(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.parent / "trace.json"
+    assert main(["view", str(run), "--perfetto", str(path)]) == 0
+    assert capsys.readouterr().out == f"trace     {path}  (open it at ui.perfetto.dev)\n"
+    (request,) = (
+        each for each in json.loads(path.read_text()) if each["name"] == "group 0" and each["pid"] == 2
+    )
+    assert (request["ts"], request["dur"]) == (0, 5_000_000)
 
 
 def test_a_missing_package_is_named(
@@ -98,14 +124,37 @@ def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
                 assert (await client.get("/", headers={"host": host})).status_code == 400
             assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
             assert (await client.get("/runs/7")).status_code == 404
-            assert (await client.get("/runs/0?rows=x")).status_code == 400
-            assert (await client.get("/runs/0")).json()["rows"] == [
-                {"step": 1, "loss": 0.5, "wall_time": 1.0}
-            ]
+            answer = await client.get("/runs/0")
+            assert answer.json()["rows"] == [{"step": 1, "loss": 0.5, "wall_time": 1.0}]
             found = (await client.get("/runs/0/sample?id=0.0/0")).json()
             assert found["record"]["reward"] == 1.0
             other = (await client.get("/runs/0/sample?id=../../config.toml")).json()
             assert (other["source"], other["record"]) == ("", {})
+
+    asyncio.run(ask())
+
+
+def test_a_browser_that_has_the_page_is_sent_nothing(run: Path) -> None:
+    from tailrace.page.app import make_app
+    from tailrace.page.run import open_runs
+
+    os.utime(run / "metrics.jsonl", (1.0, 1.0))
+    (run / "summary.json").write_text("{}")  # it has ended, so no text says how long it is silent
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=make_app(open_runs([run])))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+            first = await client.get("/runs/0")
+            known = {"If-None-Match": first.headers["ETag"]}
+            again = await client.get("/runs/0", headers=known)
+            assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
+            log = (run / "events.jsonl").read_text().replace('{"event":"Samp', "")
+            (run / "events.jsonl").write_text(log)
+            assert (await client.get("/runs/0", headers=known)).json()["defects"] == []
+            with (run / "events.jsonl").open("a") as added:
+                added.write('{"event":"Sang"}\n')
+            answer = await client.get("/runs/0", headers=known)
+            assert answer.status_code == 500 and "line 4 of events.jsonl" in answer.text
 
     asyncio.run(ask())
 

@@ -9,9 +9,9 @@ from tailrace.commands.virtual import run_virtual
 from tailrace.config import RunConfig
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
-from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 
 SERIAL: dict[str, Any] = {"name": "serial", "groups_per_round": 32, "groups_per_step": 8}
@@ -43,7 +43,7 @@ def write_run(folder: Path, config: RunConfig) -> Path:
     config = with_published_defaults(config)
     sinks = [
         MetricsWriter(folder / "metrics.jsonl"),
-        TraceWriter(folder / "trace.json"),
+        LogWriter(folder / "events.jsonl"),
         SamplesWriter(folder / "samples"),
     ]
     run_virtual(config, resolve(config), Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))

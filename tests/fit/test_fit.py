@@ -41,7 +41,7 @@ def copied(run: Path, folder: Path, **changed: str) -> Path:
     for file in (
         "config.toml",
         "metrics.jsonl",
-        "trace.json",
+        "events.jsonl",
         *(f"samples/round_{n:06d}.jsonl" for n in range(3)),
     ):
         (folder / file).write_text(changed.get(file.partition(".")[0], (run / file).read_text()))
@@ -141,36 +141,46 @@ def test_without_an_output_the_section_is_printed(serial: Path, capsys: pytest.C
     assert "[sim.lengths.distribution]" in capsys.readouterr().out
 
 
-def swapped(run: Path) -> str:
-    """A trace whose slices stand in the opposite order."""
-    lines = (run / "trace.json").read_text().splitlines()
-    slices = [number for number, line in enumerate(lines) if '"ph":"X"' in line]
-    for number, line in zip(slices, [lines[number] for number in reversed(slices)], strict=True):
-        lines[number] = line.rstrip(",") + ","
-    lines[slices[-1]] = lines[slices[-1]].rstrip(",")
-    return "\n".join(lines)
+def test_a_bad_line_of_the_run_log_is_refused_with_its_number(serial: Path, tmp_path: Path) -> None:
+    lines = (serial / "events.jsonl").read_text().splitlines()
+    torn = copied(serial, tmp_path / "torn", events="\n".join([*lines[:49], lines[49][:30], *lines[50:], ""]))
+    with pytest.raises(ConfigError, match=r"line 50 of events\.jsonl"):
+        fitted_run(torn)
+    swapped = [*lines[:49], lines[-1], *lines[49:-1], ""]
+    unordered = copied(serial, tmp_path / "unordered", events="\n".join(swapped))
+    with pytest.raises(ConfigError, match=r"line 51 of events\.jsonl: its time is before that"):
+        fitted_run(unordered)
 
 
-def test_a_torn_trace_is_refused_with_its_line(serial: Path, tmp_path: Path) -> None:
-    lines = (serial / "trace.json").read_text().splitlines()
-    run = copied(serial, tmp_path / "torn", trace="\n".join([*lines[:49], lines[49][:30]]))
-    with pytest.raises(ConfigError, match=r"line 50 of trace\.json"):
-        fitted_run(run)
+def test_a_run_log_that_is_torn_at_its_end_is_fitted(serial: Path, fitted: Fit, tmp_path: Path) -> None:
+    text = (serial / "events.jsonl").read_text()
+    found = fitted_run(copied(serial, tmp_path / "killed", events=text[:-30]))
+    assert found.parts[0] == fitted.parts[0]
 
 
-def test_an_unordered_trace_is_refused_with_its_line(serial: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line \d+ of trace\.json: it (begins|ends) before the slice"):
-        fitted_run(copied(serial, tmp_path / "unordered", trace=swapped(serial)))
-
-
-def test_a_trace_of_another_version_is_refused(serial: Path, tmp_path: Path) -> None:
-    text = (serial / "trace.json").read_text()
-    newer = copied(serial, tmp_path / "newer", trace=text.replace('"format":1', '"format":9'))
-    with pytest.raises(ConfigError, match=r"line 2 of trace\.json: the trace has format 9"):
+def test_a_run_log_of_another_version_is_refused(serial: Path, tmp_path: Path) -> None:
+    text = (serial / "events.jsonl").read_text()
+    newer = copied(serial, tmp_path / "newer", events=text.replace('"format":1', '"format":9'))
+    with pytest.raises(ConfigError, match=r"line 1 of events\.jsonl: the log has format 9"):
         fitted_run(newer)
-    older = copied(serial, tmp_path / "older", trace=text.replace('"had"', '"start"'))
-    with pytest.raises(ConfigError, match="of another version"):
+    older = copied(serial, tmp_path / "older", events=text.replace('"num_tokens"', '"tokens"'))
+    with pytest.raises(ConfigError, match="of this version"):
         fitted_run(older)
+
+
+def test_a_resumed_run_is_fitted_by_all_its_processes(serial: Path, fitted: Fit, tmp_path: Path) -> None:
+    """The second process has the same events, on the clock of another."""
+    text = (serial / "events.jsonl").read_text()
+    again = text.replace('"life":1', '"life":2')
+    found = fitted_run(copied(serial, tmp_path / "resumed", events=text + again))
+    assert found.parts[0].observations == 2 * fitted.parts[0].observations
+    engines, once = found.sim.engines, fitted.sim.engines
+    assert (engines.base_s, engines.load_s) == pytest.approx((once.base_s, once.load_s))
+
+
+def test_a_run_without_events_is_refused(serial: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"events\.jsonl has no request"):
+        fitted_run(copied(serial, tmp_path / "empty", events=""))
 
 
 def test_torn_metrics_are_refused_with_their_line(serial: Path, tmp_path: Path) -> None:

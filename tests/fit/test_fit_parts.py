@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tailrace.fit.least_squares import non_negative
-from tailrace.fit.lengths import correlation_within_groups
-from tailrace.fit.observed import Interval
-from tailrace.fit.overlap import Busy
+from tailrace.fit.decode import non_negative
+from tailrace.fit.fit import correlation_within_groups
+from tailrace.fit.observed import Busy
+from tailrace.record.events import Interval
 
 
 def test_coefficients_are_found_and_all_variance_is_explained() -> None:

@@ -7,8 +7,8 @@ from record_story import Story, pipelined_round, play
 
 from tailrace.record.events import Event, Sink, time_of
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
-from tailrace.record.trace import TraceWriter
 
 
 def sinks_of(folder: Path) -> list[Sink]:
@@ -16,7 +16,7 @@ def sinks_of(folder: Path) -> list[Sink]:
     return [
         MetricsWriter(folder / "metrics.jsonl"),
         SamplesWriter(folder / "samples", token_samples=16),
-        TraceWriter(folder / "trace.json"),
+        LogWriter(folder / "events.jsonl"),
     ]
 
 

@@ -15,11 +15,10 @@ from page_story import sinks_of, until, write_run
 from record_story import pipelined_round
 
 from tailrace.page.run import open_runs
-from tailrace.record.events import Stepped, Waiting
+from tailrace.record.events import RequestEnded, RequestStarted, Stepped, Waiting
+from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
-from tailrace.record.trace import FORMAT, FORMAT_RECORD
-from tailrace.record.trace_file import TraceFile
-from tailrace.types import Span
+from tailrace.types import SampleId, Span
 
 for package in ("plotly", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
@@ -171,27 +170,23 @@ def test_tokens_have_the_colour_of_their_version_or_log_prob(stories: Tab) -> No
     assert stories.errors == []
 
 
-def write_large_trace(path: Path, *, num: int, engines: int, slots: int) -> None:
+def write_large_log(path: Path, *, num: int, engines: int, slots: int) -> None:
     """Requests of a second each, without a break in any slot."""
-    file = TraceFile(path, max_bytes=64 * 2**20)
-    file.put_header({"name": FORMAT_RECORD, "ph": "M", "pid": 1, "tid": 0, "args": {"format": FORMAT}})
-    for engine in range(engines):
-        file.put_header(
-            {"name": "process_name", "ph": "M", "pid": 2 + engine, "tid": 0, "args": {"name": f"e{engine}"}}
-        )
-    for n in range(num):
-        second, lane = divmod(n, engines * slots)
-        engine, slot = divmod(lane, slots)
-        args = {"sample": f"{n}.0/0", "tokens": n % 997, "had": 0, "outcome": "stop"}
-        times = {"ts": second * 1_000_000, "dur": 900_000}
-        file.put({"name": f"group {n}", "ph": "X", "pid": 2 + engine, "tid": slot + 1, **times, "args": args})
-    file.close()
+    log, width = LogWriter(path), engines * slots
+    for second in range(num // width):
+        samples = [SampleId(second * width + lane, 0, 0) for lane in range(width)]
+        for lane, sample in enumerate(samples):
+            log.on(RequestStarted(float(second), sample, f"e{lane // slots}", 0))
+        for lane, sample in enumerate(samples):
+            tokens = sample.prompt % 997
+            log.on(RequestEnded(second + 0.9, sample, f"e{lane // slots}", tokens, tokens, "stop"))
+    log.close()
 
 
 def test_a_hundred_thousand_spans_are_drawn_and_filtered_by_engine(browser: Any, tmp_path: Path) -> None:
     """As pixels, not as elements of the page."""
     image = pytest.importorskip("PIL.Image")
-    write_large_trace(tmp_path / "trace.json", num=100_000, engines=4, slots=25)
+    write_large_log(tmp_path / "events.jsonl", num=100_000, engines=4, slots=25)
     with served(tmp_path) as address:
         tab = Tab(browser, address)
         assert tab.spans()["ended"] == 100_000

@@ -7,17 +7,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from page_story import until, write_killed_run, write_run
-from record_story import pipelined_round
+from page_story import sinks_of, until, write_killed_run, write_run
+from record_story import pipelined_round, play
 
 from tailrace.errors import ConfigError
-from tailrace.page.run import Have, RunView, open_runs
+from tailrace.page.run import RunView, Straggler, open_runs
+from tailrace.record.run_log import LogWriter
+from tailrace.record.steps import StepMeter
 
 
 def payload_of(folder: Path) -> dict[str, Any]:
     (run,) = open_runs([folder])
     run.update()
-    return run.payload(Have())
+    return run.payload()
 
 
 def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path) -> None:
@@ -27,7 +29,7 @@ def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path
     assert payload["requests"]["sample"] == ("0.0/0", "0.0/1", "1.0/0", "1.0/1")
     assert [row["reward"] for row in payload["rows"]] == [0.5, 1.0]
     assert [row["samples/trained"] for row in payload["rows"]] == [2, 2]
-    assert payload["bubbles"][3] == [
+    assert payload["idle_times"][3] == [
         "generation",
         "generation",
         "tail",
@@ -39,31 +41,42 @@ def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path
     json.loads(msgspec.json.encode(payload))
 
 
-def test_only_what_is_new_is_sent_again(tmp_path: Path) -> None:
-    (run,) = open_runs([write_run(tmp_path)])
+def test_a_run_that_grows_is_the_run_that_is_read_at_once(tmp_path: Path) -> None:
+    run, sinks, story = RunView(tmp_path, "grows"), sinks_of(tmp_path), pipelined_round()
+    meter = StepMeter(*sinks, wall_clock=lambda: 1.0)
+    for event in story.events:
+        meter.on(event)
+        run.update()
+    meter.close()
     run.update()
-    known = Have(generation=0, requests=3, rows=1)
-    payload = run.payload(known)
-    assert (payload["requests_from"], payload["requests"]["sample"]) == (3, ("1.0/1",))
-    assert (payload["rows_from"], len(payload["rows"])) == (1, 1)
+    (other,) = open_runs([tmp_path])
+    other.update()
+    assert run.payload() == other.payload() | {"name": "grows"}
 
 
-def test_a_run_that_is_begun_again_is_sent_whole(tmp_path: Path) -> None:
+def test_a_run_that_is_begun_again_is_read_again(tmp_path: Path) -> None:
     (run,) = open_runs([write_run(tmp_path)])
     run.update()
+    before = run.payload()
     for path in tmp_path.glob("*.json*"):
         path.unlink()
     write_run(tmp_path, pipelined_round(round=5))
     run.update()
-    payload = run.payload(Have(generation=0, requests=4, rows=2))
-    assert (payload["generation"], payload["requests_from"]) == (1, 0)
-    assert payload["requests"]["sample"][0] == "10.0/0"
+    payload = run.payload()
+    assert payload["requests"]["sample"][0] == "10.0/0" and len(payload["rows"]) == len(before["rows"])
+
+
+def test_a_damaged_run_log_is_refused(tmp_path: Path) -> None:
+    (run,) = open_runs([write_run(tmp_path)])
+    log = (tmp_path / "events.jsonl").read_bytes()
+    (tmp_path / "events.jsonl").write_bytes(log.replace(b'"RequestEnded"', b'"RequestFnded"', 1))
+    with pytest.raises(ConfigError, match=r"line \d+ of events.jsonl: it is no event of this version"):
+        run.update()
 
 
 def test_the_lives_of_a_run_stand_one_after_another(tmp_path: Path) -> None:
-    write_run(tmp_path / "later")
     write_killed_run(tmp_path / "run", until(16.0))
-    (tmp_path / "later" / "trace.json").rename(tmp_path / "run" / "trace-2.json")
+    play(pipelined_round().events, LogWriter(tmp_path / "run" / "events.jsonl", life=2))
     payload = payload_of(tmp_path / "run")
     assert payload["lives"] == [0.0, 6.0]
     assert payload["requests"]["start_s"] == (0.0, 0.0, 6.0, 6.0, 8.0, 10.0)
@@ -82,12 +95,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(rows[0] + b"[1, 2]\n" + rows[1] + b'{"step": 3, "los')
-    trace = (tmp_path / "trace.json").read_bytes()
-    (tmp_path / "trace.json").write_bytes(trace[: trace.rindex(b'{"name"') + 30])
+    log = (tmp_path / "events.jsonl").read_bytes()
+    (tmp_path / "events.jsonl").write_bytes(log[:-20])
     payload = payload_of(tmp_path)
     assert [(each["file"], each["line"], each["problem"]) for each in payload["defects"]] == [
-        ("trace.json", trace.count(b"\n") - 1, "the file ends within this line"),
         ("metrics.jsonl", 2, "it is no row of figures"),
+        ("events.jsonl", log.count(b"\n"), "the file ends within this line"),
         ("metrics.jsonl", 4, "the file ends within this line"),
     ]
     assert len(payload["rows"]) == 2 and len(payload["requests"]["sample"]) == 4
@@ -128,7 +141,7 @@ def test_rows_out_of_order_are_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"it has neither trace.json nor metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"it has neither events.jsonl nor metrics.jsonl"):
         open_runs([tmp_path])
 
 
@@ -136,5 +149,13 @@ def test_an_empty_run_is_an_empty_page(tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     run = RunView(tmp_path, "empty")
     run.update()
-    payload = run.payload(Have())
-    assert payload["engines"] == [] and payload["rows"] == [] and payload["bubbles"] == [[], [], [], []]
+    payload = run.payload()
+    assert payload["engines"] == [] and payload["rows"] == [] and payload["idle_times"] == [[], [], [], []]
+
+
+def test_the_sample_that_ends_last_is_the_straggler_of_its_round(tmp_path: Path) -> None:
+    story = pipelined_round(round=1, start_s=40.0, story=pipelined_round())
+    assert payload_of(write_run(tmp_path, story))["stragglers"] == [
+        Straggler("round 0", "1.0/1", "engine-0", 2, 10.0, 20, 3.0)._asdict(),
+        Straggler("round 1", "3.0/1", "engine-0", 2, 40.0, 20, 3.0)._asdict(),
+    ]

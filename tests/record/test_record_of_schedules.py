@@ -11,15 +11,17 @@ from record_story import play
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
 from tailrace.record.events import Stepped
 from tailrace.record.figures import rounds_of
+from tailrace.record.perfetto import write_perfetto
+from tailrace.record.run_log import LogWriter
 from tailrace.record.summary import Summary
-from tailrace.record.trace import TraceWriter
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name])
     sink, path = Summary(), tmp_path / "trace.json"
-    play(outcome.events, sink, TraceWriter(path))
+    play(outcome.events, sink, LogWriter(tmp_path / "events.jsonl"))
+    write_perfetto(tmp_path / "events.jsonl", path)
 
     summary, totals = sink.summary(), outcome.totals
     parked = sum(group.num_tokens for group in outcome.run.parked.groups)

@@ -1,95 +1,145 @@
-import sys
+"""The events of a run folded into what took time, and what is still open."""
+
 from pathlib import Path
 
 import pytest
 from record_story import make_group, pipelined_round, play
 
-from tailrace.record.draw import draw
-from tailrace.record.events import RequestEnded, RoundStarted
-from tailrace.record.timeline import RequestBar, RoundSpan, Timeline, TrainerBar
+from tailrace.record.events import (
+    BooksClosed,
+    ControllerLag,
+    EngineStateChanged,
+    Event,
+    Interval,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    SampleScored,
+    Waiting,
+    logged,
+    time_of,
+)
+from tailrace.record.run_log import LogWriter
+from tailrace.record.timeline import Lanes, RoundSpan, RunTimelines, Scoring, ServedRequest, Timeline, verb_of
+from tailrace.types import SampleId
 
 
-def test_bars_are_counted_from_the_first_rounds_start() -> None:
-    play(pipelined_round().events, timeline := Timeline())
-    assert timeline.requests == [
-        RequestBar("engine-0", 0, 0, 0.0, 2.0),
-        RequestBar("engine-0", 1, 0, 0.0, 4.0),
-        RequestBar("engine-0", 0, 1, 2.0, 7.0),
-        RequestBar("engine-0", 1, 1, 4.0, 10.0),
+def timeline_of(events: list[Event]) -> Timeline:
+    timeline = Timeline()
+    for event in events:
+        if line := logged(event):
+            timeline.on(line)
+    return timeline
+
+
+def test_the_work_of_a_round() -> None:
+    timeline = timeline_of(pipelined_round().events)
+    assert timeline.requests[2:] == [
+        ServedRequest(12.0, 17.0, SampleId(1, 0, 0), "engine-0", 1, 0, 10, "stop"),
+        ServedRequest(14.0, 20.0, SampleId(1, 0, 1), "engine-0", 2, 0, 20, "length"),
     ]
-    assert timeline.trainer == [
-        TrainerBar(1, 4.0, 5.0),
-        TrainerBar(1, 5.0, 6.0),
-        TrainerBar(2, 10.0, 12.0),
-        TrainerBar(2, 12.0, 14.0),
+    assert timeline.scorings[0] == Scoring(12.0, 12.0, SampleId(0, 0, 0), 1, 1.0, "reward")
+    assert timeline.rounds == [RoundSpan(10.0, 25.0, 0, 0)]
+    assert [(each.start_s, each.end_s) for each in timeline.trainer] == [
+        (14, 15),
+        (15, 16),
+        (20, 22),
+        (22, 24),
     ]
-    assert timeline.rounds == [RoundSpan(0.0, 15.0)]
-    assert timeline.steps == {0: 1, 1: 2}
+    assert (timeline.end_s, timeline.slots) == (25.0, {"engine-0": 2})
+    assert not (timeline.open_requests or timeline.open_scorings or timeline.open_rounds)
 
 
-def test_an_evaluation_has_no_bars() -> None:
-    story = pipelined_round()
-    story.request(make_group(-1, [9], [1.0]).samples[0], 3, 9)
-    play(story.events, timeline := Timeline())
-    assert {bar.prompt for bar in timeline.requests} == {0, 1}
+def test_what_has_not_ended_is_open_until_the_last_event() -> None:
+    """After the step at 16 s, when one request ran since 12 s and one since 14 s."""
+    timeline = timeline_of([event for event in pipelined_round().events if time_of(event) <= 16.0])
+    assert timeline.open_requests == [
+        ServedRequest(12.0, 16.0, SampleId(1, 0, 0), "engine-0", 1, 0, 0),
+        ServedRequest(14.0, 16.0, SampleId(1, 0, 1), "engine-0", 2, 0, 0),
+    ]
+    assert timeline.open_rounds == [RoundSpan(10.0, 16.0, 0, 0)] and timeline.first_round_s == 10.0
 
 
-def test_a_picture_of_two_runs_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    story = pipelined_round()
-    pipelined_round(story, round=1, start_s=40.0)
-    story.request(make_group(9, [5], [1.0]).samples[0], 41, 43, engine="engine-1")
-    timelines = {"two rounds": Timeline(), "one round": Timeline(), "nothing": Timeline()}
-    play(story.events, timelines["two rounds"])
-    play(pipelined_round().events, timelines["one round"])
-    path = tmp_path / "timeline.png"
-    assert draw(timelines, path) == f"timeline  {path}"
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+def test_an_end_without_a_begin_is_ignored() -> None:
+    """As where a line of the log was removed."""
+    sample = SampleId(0, 0, 0)
+    timeline = timeline_of(
+        [RequestEnded(1.0, sample, "engine-0", 5, 5, "stop"), SampleScored(2.0, sample, 1.0, None, 5)]
+    )
+    assert (timeline.requests, timeline.scorings, timeline.end_s) == ([], [], 2.0)
 
 
-def test_a_round_in_which_no_request_both_began_and_ended_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    events = [event for event in pipelined_round().events if not isinstance(event, RequestEnded)]
-    play(events, timeline := Timeline())
-    draw({"outlived": timeline}, tmp_path / "timeline.png")
-    assert timeline.requests == [] and (tmp_path / "timeline.png").exists()
+def test_a_sample_waits_for_its_reward_between_its_turns_and_at_its_end() -> None:
+    sample = SampleId(0, 0, 0)
+    timeline = timeline_of(
+        [
+            RequestStarted(0.0, sample, "engine-0", 0),
+            RequestEnded(2.0, sample, "engine-0", 4, 4, "stop"),
+            RequestStarted(3.0, sample, "engine-1", 4),
+            RequestEnded(5.0, sample, "engine-1", 6, 2, "stop"),
+            SampleScored(6.0, sample, None, "reward raised", 6),
+        ]
+    )
+    assert [(each.start_s, each.end_s, each.outcome, each.reward) for each in timeline.scorings] == [
+        (2.0, 3.0, "next turn", None),
+        (5.0, 6.0, "reward raised", None),
+    ]
+    assert [each.num_gained for each in timeline.requests] == [4, 2]
 
 
-def test_without_a_finished_round_there_is_no_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    line = draw({"nothing": Timeline()}, tmp_path / "timeline.png")
-    assert line == "timeline.png not drawn: no round was finished"
-    assert not (tmp_path / "timeline.png").exists()
+def test_the_lowest_free_lane_is_taken() -> None:
+    lanes = Lanes()
+    assert [lanes.take() for _ in range(3)] == [1, 2, 3]
+    lanes.give_back(3)
+    lanes.give_back(1)
+    assert [lanes.take() for _ in range(3)] == [1, 3, 4]
+    assert lanes.num_lanes == 4
 
 
-def test_without_matplotlib_one_line_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    play(pipelined_round().events, timeline := Timeline())
-    line = draw({"serial": timeline}, tmp_path / "timeline.png")
-    assert line == "timeline.png not drawn: pip install 'tailrace[pictures]'"
-    assert not (tmp_path / "timeline.png").exists()
+@pytest.mark.parametrize("wait", ["trainer: Step", "trainer-1: step", "trainer: TorchTrainer.step"])
+def test_calls_of_workers_are_told_by_their_verb(wait: str) -> None:
+    assert verb_of(wait) == "step"
 
 
-def test_the_waits_in_the_picture_are_those_of_the_round() -> None:
-    pytest.importorskip("matplotlib")
-    from tailrace.record.pictures import _waits
+def test_each_process_of_a_run_has_a_timeline_that_grows_with_the_log(tmp_path: Path) -> None:
+    """The first one is killed at 16 s on its clock; it began at 10 s."""
+    timelines = RunTimelines(tmp_path / "events.jsonl")
+    timelines.update()
+    assert timelines.all == []
+    play(
+        [each for each in pipelined_round().events if time_of(each) <= 16.0],
+        LogWriter(tmp_path / "events.jsonl"),
+    )
+    timelines.update()
+    assert [(each.life, each.start_s, each.end_s) for each in timelines.all] == [(1, 0.0, 6.0)]
+    writer = LogWriter(tmp_path / "events.jsonl", life=2)
+    for event in [*pipelined_round(start_s=500.0).events, BooksClosed(515.0, 0, 0)]:
+        writer.on(event)
+        timelines.update()
+    writer.close()
+    first, second = timelines.all
+    assert (second.life, second.start_s, second.end_s, second.is_closed) == (2, 6.0, 21.0, True)
+    assert [each.start_s for each in second.requests] == [6.0, 6.0, 8.0, 10.0]
+    assert len(first.open_requests) == 2 and not first.is_closed
 
-    story = pipelined_round()
-    pipelined_round(story, round=1, start_s=40.0)
-    play(story.events, timeline := Timeline())
-    assert [wait for wait in _waits(timeline) if wait[1] > wait[0]] == [(0, 4), (6, 10), (30, 34), (36, 40)]
 
-
-def test_the_last_rounds_are_kept_wherever_the_run_ends() -> None:
-    story = pipelined_round()
-    for round in (1, 2, 3):
-        pipelined_round(story, round=round, start_s=10.0 + 100 * round)
-    story.tell(RoundStarted(410.0, 4, 4))
-    story.train(make_group(8, [4, 6], [1.0, 0.0]), 411, 412, 413)  # interrupted in the fifth round
-    play(story.events, timeline := Timeline(max_rounds=2))
-    assert timeline.rounds == [RoundSpan(0.0, 15.0), RoundSpan(100.0, 115.0)]
-    assert [report["round"] for report in timeline.reports] == [2, 3]
-    assert timeline.trainer[0] == TrainerBar(5, 4.0, 5.0) and timeline.trainer[-1].end_s == 114.0
-    assert timeline.requests[0] == RequestBar("engine-0", 0, 4, 0.0, 2.0) and len(timeline.requests) == 8
+def test_waits_alarms_and_states_of_engines(tmp_path: Path) -> None:
+    waits = {"trainer: Step": 12.0, "the pool": 11.0}
+    writer = LogWriter(tmp_path / "events.jsonl", waits=lambda: waits)
+    for event in (
+        RoundStarted(10.0, 0, 0),
+        RequestStarted(10.0, make_group(5, [3], [1.0]).samples[0].id, "engine-0", 0),
+        EngineStateChanged(12.0, "engine-1", "dead", "signal SIGKILL"),
+        Waiting(20.0, 10.0, "the schedule waits for a group"),
+        ControllerLag(23.0, 0.0),
+    ):
+        writer.on(event)
+    timelines = RunTimelines(tmp_path / "events.jsonl")
+    timelines.update()
+    (timeline,) = timelines.all
+    assert timeline.slots == {"engine-0": 1, "engine-1": 0}
+    assert timeline.waits == {"trainer: Step": 2.0, "the pool": 1.0}
+    assert timeline.open_calls("step") == [Interval(2.0, 13.0)]
+    assert [(each.time_s, each.why) for each in timeline.states] == [(2.0, "signal SIGKILL")]
+    assert timeline.alarms == [Waiting(10.0, 10.0, "the schedule waits for a group")]
+    writer.close()

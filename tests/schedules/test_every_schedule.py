@@ -31,7 +31,7 @@ from helpers.virtual import (
 )
 from tailrace import schedules
 from tailrace.record.events import EngineStateChanged, RequestStarted, RoundEnded, Stepped
-from tailrace.record.trace import TraceWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.schedules import SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
@@ -39,14 +39,14 @@ TROUBLED = change(SIM, rewards=change(SIM.rewards, failing=0.15, hanging=0.1, ti
 
 
 def digests() -> dict[str, str]:
-    """One number for the bytes of each schedule's trace.json, in a world with faults and filtered groups."""
+    """One number for the bytes of each schedule's run log, in a world with faults and filtered groups."""
     settings = change(SETTINGS, rounds=2)
     beside = dying(Death(20.0, 1, 9.0), Death(31.0, 0, 3.0))
     found = {}
     with TemporaryDirectory() as folder:
         for name, schedule in SCHEDULES_BY_NAME.items():
-            file = Path(folder) / name / "trace.json"
-            writer = TraceWriter(file)
+            file = Path(folder) / name / "events.jsonl"
+            writer = LogWriter(file)
             outcome = simulate(schedule, settings, TROUBLED, algorithm=ZERO_VARIANCE, beside=beside)
             for event in outcome.events:
                 writer.on(event)
@@ -55,7 +55,7 @@ def digests() -> dict[str, str]:
     return found
 
 
-def test_the_same_seed_gives_the_same_bytes_of_the_trace_whatever_the_hash_seed() -> None:
+def test_the_same_seed_gives_the_same_bytes_of_the_run_log_whatever_the_hash_seed() -> None:
     code = (
         f"import sys, json; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}; "
         "import test_every_schedule; print(json.dumps(test_every_schedule.digests()))"

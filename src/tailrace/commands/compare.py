@@ -30,14 +30,12 @@ from tailrace.commands.virtual import note_default_costs, run_virtual
 from tailrace.config import RunConfig, with_model_folder
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
-from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
-from tailrace.record.timeline import Timeline
-from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import (
     BoundSchedule,
     check_parameter_names,
@@ -85,16 +83,13 @@ def compare(
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
-            race = race_live(racers, config.compare.repeats, place, pictured=folder is not None)
+            race = race_live(racers, config.compare.repeats, place, with_files=folder is not None)
             raced = clock.run(race, virtual=False)
-    if folder:
-        typical = {name: raced.timelines[name][raced.typical(name)] for name in raced.laps}
-        picture = draw(typical, folder / "timeline.png")
     print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
         note_default_costs(config.sim, console)
     if folder:
-        console.print(picture, f"files     {folder}/*/  (tailrace view {folder})", sep="\n", markup=False)
+        console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(raced.numbers(), indent=2) + "\n")
@@ -152,12 +147,12 @@ class Arena:
 
 
 async def race_live(
-    racers: Mapping[str, Racer], repeats: int, folder: Path, *, pictured: bool = False
+    racers: Mapping[str, Racer], repeats: int, folder: Path, *, with_files: bool = False
 ) -> "Comparison":
     """Race on real workers, whose logs and first weights go to the folder.
 
     Args:
-        pictured: whether to write the files of each racer's last lap.
+        with_files: whether to write the files of each racer's last lap.
     """
     raced = Comparison()
     async with aclosing(Arena(folder)) as arena:
@@ -167,16 +162,16 @@ async def race_live(
                 changes = {"eval_every": 0, "checkpoint_every": 0}
                 if repeat < 0:
                     changes["rounds"] = min(racer.config.run.rounds, WARM_UP_ROUNDS)
-                lap = _Lap(racer, folder / name.replace("/", "_") if pictured else None)
+                summary = Summary()
                 await execute(
                     racer.schedule,
                     await arena.parts(racer),
                     racer.config.run.model_copy(update=changes),
-                    lap.recorder,
+                    _recorder(name, racer, summary, folder if with_files else None),
                     compute_advantages=advantages_of(racer.config),
                 )
                 if repeat >= 0:
-                    raced.add(name, lap)
+                    raced.add(name, summary)
     return raced
 
 
@@ -185,11 +180,11 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     raced = Comparison()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            lap = _Lap(racer, folder and folder / name.replace("/", "_"))
+            summary = Summary()
             seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
             config = racer.config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, lap.recorder)
-            raced.add(name, lap)
+            run_virtual(config, racer.schedule, _recorder(name, racer, summary, folder))
+            raced.add(name, summary)
     return raced
 
 
@@ -202,17 +197,14 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-class _Lap:
-    """What one lap of a racer records. The files are those of a run; None: none are written."""
-
-    def __init__(self, racer: Racer, folder: Path | None) -> None:
-        own = RunFolder(folder) if folder else None
-        self.summary, self.timeline = Summary(own.summary if own else None), Timeline()
-        sinks: list[Sink] = []
-        if own:
-            own.begin_anew(racer.config.toml())
-            sinks = [self.timeline, MetricsWriter(own.metrics), TraceWriter(own.trace(1))]
-        self.recorder = Recorder(StepMeter(*sinks, self.summary, wall_clock=clock.wall_time))
+def _recorder(name: str, racer: Racer, summary: Summary, folder: Path | None) -> Recorder:
+    """The files of a lap are those of a run, in a folder of the racer's name."""
+    sinks: list[Sink] = [summary]
+    if folder:
+        own = RunFolder(folder / name.replace("/", "_"))
+        own.begin_anew(racer.config.toml())
+        sinks += [MetricsWriter(own.metrics), LogWriter(own.events), Summary(own.summary)]
+    return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))
 
 
 # -- its figures ---------------------------------------------------------------------------------
@@ -220,19 +212,12 @@ class _Lap:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The counted laps of a race by the name of the schedule, and their timelines."""
+    """The counted laps of a race by the name of the schedule."""
 
     laps: dict[str, list[Row]] = field(default_factory=dict)
-    timelines: dict[str, list[Timeline]] = field(default_factory=dict)
 
-    def add(self, name: str, lap: _Lap) -> None:
-        self.laps.setdefault(name, []).append(lap.summary.lap())
-        self.timelines.setdefault(name, []).append(lap.timeline)
-
-    def typical(self, name: str) -> int:
-        """The number of the lap whose main time is nearest to the median."""
-        times = self._values(name, "main_time_s")
-        return min(range(len(times)), key=lambda repeat: abs(times[repeat] - median(times)))
+    def add(self, name: str, summary: Summary) -> None:
+        self.laps.setdefault(name, []).append(summary.lap())
 
     @property
     def bound_s(self) -> float | None:

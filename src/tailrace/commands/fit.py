@@ -11,7 +11,6 @@ from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
-from tailrace.record.trace_file import first_files
 
 
 def fit_run(path: Path, *, output: Path | None = None) -> None:
@@ -50,7 +49,7 @@ def fitted_run(path: Path) -> Fit:
     folder = RunFolder(path)
     folder.require_run()
     config = load_config(folder.config)
-    return fit(first_files(folder.path), folder.metrics, folder.samples, _workers(config))
+    return fit(folder.events, folder.metrics, folder.samples, _workers(config))
 
 
 def like(config: RunConfig, path: Path) -> RunConfig:
@@ -94,4 +93,4 @@ def _cell(value: object, form: str) -> str:
 
 
 def _notes(fitted: Fit) -> Sequence[str]:
-    return [*fitted.notes, *(f"{part.name}: {note}" for part in fitted.parts for note in part.notes)]
+    return [f"{part.name}: {note}" for part in fitted.parts for note in part.notes]

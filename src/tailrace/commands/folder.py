@@ -4,8 +4,7 @@ config.toml      resolved: every default is written out
 metrics.jsonl    one object for each optimizer step
 summary.json     the totals of the run
 samples/         what was trained on, a file for each round
-trace.json       for Perfetto: lanes of engine slots and of the trainer; trace-2.json after a resume
-timeline.png     the last rounds as a picture
+events.jsonl     what happened when, of all processes of the run (record/events.py)
 checkpoints/     round_000010/: a Hugging Face folder and the state of the optimizer
 model/           the newest checkpoint as a plain Hugging Face folder
 ledger.sqlite    the fate of each token and prompt, and the state of the run at each checkpoint
@@ -43,7 +42,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples"
         self.summary = path / "summary.json"
-        self.timeline = path / "timeline.png"
+        self.events = path / "events.jsonl"
         self.counts = path / COUNTS_FOLDER
         self.lock = path / "lock"
         self.reward = path / "reward.pkl"
@@ -54,10 +53,6 @@ class RunFolder:
             remedy = "name the output directory of a run"
             raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
 
-    def trace(self, life: int) -> Path:
-        """The trace of one process of the run: 1, 2, ..."""
-        return self.path / ("trace.json" if life == 1 else f"trace-{life}.json")
-
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""
         found = (path for path in self.checkpoints.glob("round_*") if "." not in path.name)
@@ -67,7 +62,7 @@ class RunFolder:
         """Delete what a run that trained nothing left behind, but not its ledger, logs and lock."""
         for folder in (self.counts, self.samples, self.model, self.checkpoints):
             shutil.rmtree(folder, ignore_errors=True)
-        for path in (self.config, self.metrics, self.summary, self.timeline, *self.path.glob("trace*.json")):
+        for path in (self.config, self.metrics, self.summary, self.events):
             path.unlink(missing_ok=True)
 
     def begin_anew(self, config: str) -> None:

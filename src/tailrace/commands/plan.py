@@ -18,7 +18,7 @@ from tailrace.commands.virtual import costs_given, sim_max_tokens, without_rates
 from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
-from tailrace.fit.lengths import correlation_within_groups
+from tailrace.fit.fit import correlation_within_groups
 from tailrace.plan.candidates import Candidate
 from tailrace.plan.plan import Measured, Problem
 from tailrace.plan.search import Plan, search

@@ -1,7 +1,7 @@
 """`tailrace simulate`: the schedule of a config in virtual time. It needs no model.
 
-It writes config.toml, metrics.jsonl, summary.json, trace.json and timeline.png, as a live run does
-(folder.py), and has the same sinks and trackers.
+It writes config.toml, metrics.jsonl, summary.json and events.jsonl, as a live run does (folder.py), and has
+the same sinks and trackers.
 """
 
 from pathlib import Path
@@ -14,15 +14,13 @@ from tailrace.commands.folder import RunFolder
 from tailrace.commands.tables import open_console
 from tailrace.commands.virtual import note_default_costs, run_virtual, sim_settings
 from tailrace.config import RunConfig
-from tailrace.record.draw import draw
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import Timeline
-from tailrace.record.trace import TraceWriter
 from tailrace.schedules.resolve import resolve, with_published_defaults
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
@@ -43,12 +41,12 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     sim = sim_settings(config)
     check_trackers(config.record.trackers)
-    console, timeline = open_console(), Timeline()
+    console = open_console()
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [timeline]
+    sinks: list[Sink] = []
     if folder:
         sinks += _files(config, RunFolder(folder), console)
-    sinks += [summary, Summary(json_path)]  # after the trace: the page takes summary.json for the last file
+    sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
     console.print(_table(name, _set_up(sim), seconds, totals, summary.lap()))
@@ -56,7 +54,6 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
     if folder:
-        console.print(draw({name: timeline}, folder / "timeline.png"), markup=False)
         console.print(f"files     {folder}")
 
 
@@ -66,7 +63,7 @@ def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]
     run = TrackedRun(config.record.project, folder.path, config.model_dump(mode="json"))
     return [
         MetricsWriter(folder.metrics),
-        TraceWriter(folder.trace(1), max_bytes=config.record.trace_max_bytes),
+        LogWriter(folder.events),
         *open_sinks(config.record.sinks, folder.path, console.print),
         *open_trackers(config.record.trackers, run, console.print),
     ]

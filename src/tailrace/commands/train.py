@@ -35,17 +35,15 @@ from tailrace.ledger.open import create_store, has_begun, has_trained, open_stor
 from tailrace.ledger.read import read_books
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life
 from tailrace.record.display import Display
-from tailrace.record.draw import draw
 from tailrace.record.events import Recorder
 from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
+from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.timeline import Timeline
-from tailrace.record.trace import TraceWriter
 from tailrace.reward.failures import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
@@ -122,20 +120,18 @@ def _one_life(
     interruption: Interruption,
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
-    timeline = Timeline()
-    folder.lock.touch()  # for `tailrace view`: the trace that is there is of an earlier life
+    folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
     with opened(config, folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
         try:
-            run = _train(config, schedule, folder, store, start, timeline, interruption)
+            run = _train(config, schedule, folder, store, start, interruption)
             outcome, summary = clock.run(run, virtual=False)
         except asyncio.CancelledError:
             raise _interrupted(interruption, _before_training(start)) from None
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
-        picture = draw({str(config.schedule["name"]): timeline}, folder.timeline)
-        _report(summary, folder, start.life, picture)
+        _report(summary, folder)
     if outcome.interrupted:
         raise _interrupted(interruption, _what_was_saved(outcome, folder))
     return summary
@@ -211,7 +207,6 @@ async def _train(
     folder: RunFolder,
     store: Store | None,
     start: StartingPoint,
-    timeline: Timeline,
     interruption: Interruption,
 ) -> tuple[Outcome, RunSummary]:
     interruption.begin()
@@ -224,7 +219,7 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         earlier = read_rows(folder.metrics)
         start.best = _best(earlier, folder)
-        recorder, summary = _recorder(config, folder, start, timeline, earlier)
+        recorder, summary = _recorder(config, folder, start, earlier)
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
             outcome = await execute(
@@ -256,7 +251,6 @@ def _recorder(
     config: RunConfig,
     folder: RunFolder,
     start: StartingPoint,
-    timeline: Timeline,
     earlier: Sequence[Row],
 ) -> tuple[Recorder, Summary]:
     summary = Summary(folder.summary, earlier=earlier)
@@ -268,10 +262,14 @@ def _recorder(
     meter = StepMeter(
         MetricsWriter(folder.metrics),
         SamplesWriter(folder.samples, token_samples=config.record.token_samples),
-        TraceWriter(
-            folder.trace(start.life), max_bytes=config.record.trace_max_bytes, waits=clock.open_waits
+        LogWriter(
+            folder.events,
+            waits=clock.open_waits,
+            life=start.life,
+            round=start.round,
+            version=start.version,
+            step=start.step,
         ),
-        timeline,
         summary,
         display,
         *open_sinks(config.record.sinks, folder.path, display.say),
@@ -288,15 +286,14 @@ def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
     return group_size * max(groups, default=1)
 
 
-def _report(summary: RunSummary, folder: RunFolder, life: int, picture: str) -> None:
+def _report(summary: RunSummary, folder: RunFolder) -> None:
     console = Console(soft_wrap=True)
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if summary.bound:
         console.print(f"bound     {summary.bound.line}", markup=False)
-    console.print(picture, markup=False)
-    console.print(f"trace     {folder.trace(life)}  (open it at ui.perfetto.dev)")
+    console.print(f"events    {folder.events}  (tailrace view {folder.path})", markup=False)
     if folder.model.exists():
         console.print(f"model     {folder.model}")
 

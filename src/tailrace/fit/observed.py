@@ -1,78 +1,57 @@
-"""What a run's own files say about its costs.
+"""What a run's own files say about its costs, and the form of what is fitted to it."""
 
-Each life of a run has a trace with a time axis of its own. Seconds count from the trace's first event.
-"""
-
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tailrace.errors import ConfigError
-from tailrace.record.figures import Row
-from tailrace.record.metrics import read_row
-from tailrace.record.trace import RUN_PID, SCORING_PID, TRAINER, WEIGHTS
-from tailrace.record.trace_reader import Record, TraceReader
+from tailrace.record.events import Interval
+from tailrace.record.intervals import union
+from tailrace.record.timeline import RunTimelines, Timeline
 
-_MICRO = 1e-6
-S = TypeVar("S", bound=msgspec.Struct)
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """Work that took time."""
-
-    start_s: float
-    end_s: float
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
-
-@dataclass(frozen=True, slots=True)
-class Request(Interval):
-    """What one engine did for a sample without a pause.
+class FitPart:
+    """Fitted parameters of one kind of work.
 
     Args:
-        engine: its process in the trace.
-        prompt: index of the prompt; negative for an evaluation.
-        had: completion tokens before the request.
-        tokens: completion tokens after it.
+        values: by the key of the config, such as "sim.engines.base_s".
+        observations: how many the fit rests on.
+        explained: share of the variance that it explains; None where there is no such share.
+        notes: what could not be identified, in words.
     """
 
-    engine: int
-    prompt: int
-    had: int
-    tokens: int
-    outcome: str
-
-    @property
-    def gained(self) -> int:
-        return self.tokens - self.had
+    name: str
+    values: Mapping[str, object]
+    observations: int
+    explained: float | None
+    notes: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass(Interval):
-    """One accumulation of the trainer."""
+class Busy:
+    """The times at which at least one of some intervals lasts."""
 
-    samples: int
-    tokens: int
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._starts, self._ends = union([(each.start_s, each.end_s) for each in intervals]).T
+        self._before = np.concatenate([[0.0], np.cumsum(self._ends - self._starts)])
 
+    def seconds(self, starts: Array, ends: Array) -> Array:
+        """Return the busy seconds between each start and end."""
+        return self._until(ends) - self._until(starts)
 
-@dataclass(slots=True)
-class Life:
-    """The work of one process of the run."""
-
-    requests: list[Request] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
-    steps: list[Interval] = field(default_factory=list)
-    publications: list[Interval] = field(default_factory=list)
-    scorings: list[Interval] = field(default_factory=list)
-    """From the end of a generation to its reward. Samples without a reward are left out."""
+    def _until(self, times: Array) -> Array:
+        if not len(self._starts):
+            return np.zeros(len(times))
+        number = np.searchsorted(self._starts, times, side="right")
+        inside = np.minimum(times, self._ends[number - 1]) - self._starts[number - 1]
+        before = self._before[np.maximum(number - 1, 0)]
+        return np.where(number > 0, before + inside, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,118 +59,49 @@ class Observed:
     """A run.
 
     Args:
+        processes: what each process of it did.
         prompt_tokens: mean length of the trained prompts.
-        notes: what could not be read, in words.
     """
 
-    lives: Sequence[Life]
+    processes: Sequence[Timeline]
     prompt_tokens: float
-    notes: Sequence[str] = ()
 
 
-class _RequestArgs(msgspec.Struct):
-    sample: str
-    tokens: int
-    had: int
-    outcome: str
-
-
-class _PassArgs(msgspec.Struct):
-    samples: int
-    tokens: int
-
-
-def observe(traces: Sequence[Path], metrics: Path) -> Observed:
+def observe(events: Path, metrics: Path) -> Observed:
     """Read a run.
 
     Args:
-        traces: the first trace file of each life.
+        events: events.jsonl.
         metrics: metrics.jsonl.
 
     Raises:
-        ConfigError: there is no trace; a line of a file is torn, unordered or of another version; or nothing
-            was trained.
+        ConfigError: a line of a file is damaged, unordered or of another version; or nothing was trained.
     """
-    if not traces:
-        raise _refused(metrics.parent, "it has no trace.json", "name a run that has begun")
-    lives, notes = [], []
-    for path in traces:
-        reader = TraceReader(path)
-        records = reader.read()
-        for defect in reader.defects:
-            problem = f"line {defect.line} of {defect.file}: {defect.problem}"
-            raise _refused(path.parent, problem, "remove that trace, or name another run")
-        if reader.gaps:
-            end = reader.gaps[0][0]
-            records = [record for record in records if record.end <= end]
-            notes.append(
-                f"{path.name} goes on in files that were removed: only its first {end * _MICRO:,.1f} s count "
-                "(record.trace_max_bytes)"
-            )
-        lives.append(_life(path, records))
-    if not any(life.requests for life in lives):
-        raise _refused(metrics.parent, "its trace has no request", "name a run that has begun")
-    return Observed(lives, _prompt_tokens(metrics), notes)
-
-
-def _life(path: Path, records: Sequence[Record]) -> Life:
-    life = Life()
-    for record in records:
-        if record.ph != "X":
-            continue
-        start_s, end_s = record.ts * _MICRO, record.end * _MICRO
-        if record.pid == SCORING_PID:
-            if _is_reward(_args(path, record, _RequestArgs).outcome):
-                life.scorings.append(Interval(start_s, end_s))
-        elif record.pid != RUN_PID:
-            args = _args(path, record, _RequestArgs)
-            prompt = int(args.sample.partition(".")[0])
-            life.requests.append(
-                Request(start_s, end_s, record.pid, prompt, args.had, args.tokens, args.outcome)
-            )
-        elif record.tid == WEIGHTS.tid:
-            life.publications.append(Interval(start_s, end_s))
-        elif record.tid == TRAINER.tid and record.name == "accumulate":
-            passed = _args(path, record, _PassArgs)
-            life.passes.append(Pass(start_s, end_s, passed.samples, passed.tokens))
-        elif record.tid == TRAINER.tid:
-            life.steps.append(Interval(start_s, end_s))
-    return life
-
-
-def _is_reward(outcome: str) -> bool:
-    """Whether a sample got a reward. Else the word after "reward" says why it failed."""
-    try:
-        return math.isfinite(float(outcome.removeprefix("reward ")))
-    except ValueError:
-        return False
-
-
-def _args(path: Path, record: Record, kind: type[S]) -> S:
-    try:
-        return msgspec.convert(record.args, kind)
-    except msgspec.ValidationError as why:
-        problem = f"{path.name} is of another version: {record.name!r} at {record.ts} us has {why}"
-        raise _refused(path.parent, problem, "name a run of this version") from None
+    timelines = RunTimelines(events)
+    timelines.update()
+    if not any(each.requests for each in timelines.all):
+        raise _refused(metrics.parent, f"{events.name} has no request", "name a run that has begun")
+    return Observed(timelines.all, _prompt_tokens(metrics))
 
 
 def _prompt_tokens(metrics: Path) -> float:
     """The mean length of the trained prompts."""
     num_tokens = num_trained = num_samples = 0.0
-    for number, row in _step_rows(metrics):
+    for number, row in _steps(metrics):
         if not row.get("samples/trained"):
             problem = f"line {number} of {metrics.name} is of another version: it has no samples/trained"
             raise _refused(metrics.parent, problem, "name a run of this version")
-        num_tokens = row["num_tokens"]
-        num_trained += row["tokens/trained"]
-        num_samples += row["samples/trained"]
+        num_tokens = row["num_tokens"] or 0.0
+        num_trained += row["tokens/trained"] or 0.0
+        num_samples += row["samples/trained"] or 0.0
     if not num_samples:
         problem = f"{metrics.name} has no optimizer step"
         raise _refused(metrics.parent, problem, "name a run that has trained")
     return max(1.0, (num_tokens - num_trained) / num_samples)
 
 
-def _step_rows(metrics: Path) -> Iterator[tuple[int, Row]]:
+def _steps(metrics: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """The number of the line and the figures of each optimizer step."""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError as why:
@@ -200,18 +110,17 @@ def _step_rows(metrics: Path) -> Iterator[tuple[int, Row]]:
     last_step = 0.0
     for number, line in enumerate(lines, 1):
         try:
-            row = read_row(line)
-        except (ValueError, LookupError) as why:
+            row = msgspec.json.decode(line, type=dict[str, float | None])
+            step = row["step"] or 0.0
+        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError) as why:
             problem = f"line {number} of {metrics.name} is torn or of another version ({why})"
             raise _refused(metrics.parent, problem, "remove that line, or name another run") from None
-        if "loss" not in row:
-            continue
-        if row["step"] < last_step:
-            problem = f"line {number} of {metrics.name} is out of order: "
-            problem += f"step {row['step']} is after {last_step}"
+        if step < last_step:
+            problem = f"line {number} of {metrics.name} is out of order: step {step} is after {last_step}"
             raise _refused(metrics.parent, problem, "remove that line, or name another run")
-        last_step = row["step"]
-        yield number, row
+        last_step = step
+        if "loss" in row:
+            yield number, row
 
 
 def _refused(path: Path, problem: str, remedy: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """The server of the page: GET only, for this machine only, and it writes nothing."""
 
 from collections.abc import Sequence
-from typing import Any
+from hashlib import blake2b
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tailrace.errors import ConfigError
 from tailrace.page.document import own_script, plotting_library, served_page
-from tailrace.page.run import Have, RunView
+from tailrace.page.run import RunView
 
 HOSTS = ("127.0.0.1", "localhost")
 """Names in the Host header. A page of another site that makes its own name mean this machine is refused."""
@@ -45,19 +46,25 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
     async def script(request: Request) -> Response:
         return _response(own_script(), "text/javascript")
 
-    async def data(request: Request) -> Response:
+    def updated(request: Request) -> RunView:
         run = run_of(request)
         try:
-            have = msgspec.convert(dict(request.query_params), Have, strict=False)
-        except msgspec.ValidationError as why:
-            raise HTTPException(400, str(why)) from why
-        run.update()
-        return _json(run.payload(have))
+            run.update()
+        except ConfigError as why:
+            raise HTTPException(500, str(why)) from why
+        return run
+
+    async def data(request: Request) -> Response:
+        body = msgspec.json.encode(updated(request).payload())
+        etag = f'"{blake2b(body, digest_size=16).hexdigest()}"'
+        headers = HEADERS | {"Cache-Control": "no-cache", "ETag": etag}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
 
     async def sample(request: Request) -> Response:
-        run = run_of(request)
-        run.update()  # a resumed run may have written the samples' files anew
-        return _json(run.sample(request.query_params.get("id", "")))
+        found = updated(request).sample(request.query_params.get("id", ""))
+        return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
 
     routes = [
         Route("/", page, methods=["GET"]),
@@ -68,10 +75,6 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)
     return Starlette(routes=routes, middleware=[guard])
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json", headers=HEADERS)
 
 
 def _response(content: str, kind: str) -> Response:

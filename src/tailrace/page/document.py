@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import ConfigError
-from tailrace.page.run import Have, RunView
+from tailrace.page.run import RunView
 
 NUM_EMBEDDED = 100
 """Samples of each run that a file has in it: the newest ones, and the stragglers."""
@@ -51,7 +51,7 @@ def served_page(num_runs: int) -> str:
 
 def whole_page(runs: Sequence[RunView]) -> str:
     """The page as one file, with the data of now. It needs no server and no network."""
-    payloads = [run.payload(Have()) for run in runs]
+    payloads = [run.payload() for run in runs]
     samples = [_embedded_samples(run, payload) for run, payload in zip(runs, payloads, strict=True)]
     data = _data({"num_runs": len(runs), "runs": payloads, "samples": samples})
     scripts = _inline(plotting_library())

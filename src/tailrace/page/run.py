@@ -1,122 +1,102 @@
-"""A run as the page shows it. It reads what was written since the last look, and changes nothing."""
+"""A run as the page shows it: read from its files, and derived again when one of them has grown."""
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from tailrace import clock
 from tailrace.engine.counter import COUNTS_FOLDER
 from tailrace.errors import ConfigError
-from tailrace.page.advisories import advisories
-from tailrace.page.bubbles import idle_times
-from tailrace.page.doing import Pace, doing
-from tailrace.page.grown import GrownBubbles
-from tailrace.page.life import Life, Request, Work
-from tailrace.page.samples import SampleBook, SampleView
-from tailrace.page.state import state_of
-from tailrace.record.trace_file import first_files
-from tailrace.record.trace_reader import Defect, LineFile
+from tailrace.page.idle import Activity, idle_shares, idle_times
+from tailrace.page.samples import Defect, SampleBook
+from tailrace.page.status import Pace, advisories, open_work, state_of
+from tailrace.record.events import Interval
+from tailrace.record.intervals import union
+from tailrace.record.run_log import GrowingFile
+from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
 
 
-class Have(msgspec.Struct):
-    """What a page has already. It is sent only the rest."""
+class Straggler(NamedTuple):
+    """The sample that ended last in a round, of those that were generated in it."""
 
-    generation: int = -1
-    """Of its records; another one means that the files were replaced, and all is sent."""
-    requests: int = 0
-    rows: int = 0
+    round: str
+    sample: str
+    engine: str
+    slot: int
+    end_s: float
+    tokens: int
+    alone_s: float
+    """How long after the one before it."""
 
 
 class RunView:
-    """Reads the files of one run."""
+    """Reads the files of one run, and changes nothing."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._folder = name, folder
-        self._generation = self._revision = 0
         self._begin()
 
     def _begin(self) -> None:
-        self._lives: list[Life] = []
-        self._bubbles: list[GrownBubbles] = []
-        self._pace = Pace(self._folder / COUNTS_FOLDER)
-        self._metrics = LineFile(self._folder / "metrics.jsonl")
+        self._log = RunTimelines(self._folder / "events.jsonl")
+        self._metrics = GrowingFile(self._folder / "metrics.jsonl")
         self._rows: list[dict[str, float | None]] = []
         self._bad_row: Defect | None = None
-        self._torn_row: Defect | None = None
         self._samples = SampleBook(self._folder)
+        self._pace = Pace(self._folder / COUNTS_FOLDER)
         self._derived: dict[str, Any] = {}
 
     def update(self) -> None:
-        """Read what is new."""
-        replaced = any(life.was_replaced() or not life.path.exists() for life in self._lives)
-        if replaced or self._metrics.was_replaced():
-            self._generation += 1
-            self._begin()
-        has_new = self._read_rows()
-        for number, path in enumerate(first_files(self._folder)):
-            if number == len(self._lives):
-                self._lives.append(Life(path, self._lives[-1].end_s if self._lives else 0.0))
-                self._pace = Pace(self._folder / COUNTS_FOLDER)
-                self._bubbles.append(GrownBubbles(self._lives[-1]))
-            if self._lives[number].update():
-                self._bubbles[number].update()
-                has_new = True
-        has_new |= self._samples.update()
-        if self._lives:
-            self._pace.update(self._lives[-1])
-        if has_new or not self._derived:
-            self._revision += 1
-            self._derived = self._derive()
+        """Read what is new.
 
-    def payload(self, have: Have) -> dict[str, Any]:
-        """What the page shows, as JSON; of requests and rows only those that it has not."""
-        requests, rows = have.requests, have.rows
-        if have.generation != self._generation:
-            requests = rows = 0
-        newest = self._lives[-1] if self._lives else None
-        is_closed = newest is not None and newest.is_closed
-        state = state_of(self._folder, clock.wall_time(), is_closed=is_closed)
-        does = doing(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
-        found = advisories([row for row in self._rows if "loss" in row], newest, state, does)
-        finished = [request for life in self._lives for request in life.requests]
+        Raises:
+            ConfigError: the run log has a bad line.
+        """
+        if self._log.file.was_replaced() or self._metrics.was_replaced():
+            self._begin()  # another run, or a resumed one, which has cut rows
+        self._log.update()
+        self._read_rows()
+        self._samples.update()
+        if self._log.all:
+            self._pace.update(self._log.all[-1])
+        defects = [*self._defects()]
+        end_s = self._log.all[-1].end_s if self._log.all else 0.0
+        revision = [self._log.file.num_lines, end_s, len(self._rows), len(self._samples), defects]
+        if revision != self._derived.get("revision"):
+            self._derived = self._derive() | {"defects": defects, "revision": revision}
+
+    def payload(self) -> dict[str, Any]:
+        """What the page shows, as JSON."""
+        newest = self._log.all[-1] if self._log.all else None
+        state = state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
+        work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
+        found = advisories([row for row in self._rows if "loss" in row], newest, state, work)
         return self._derived | {
             "name": self.name,
-            "generation": self._generation,
-            "requests_from": requests,
-            "requests": _columns(finished[requests:]),
-            "rows_from": rows,
-            "rows": self._rows[rows:],
-            "revision": self._revision,
+            "rows": self._rows,
             "state": state._asdict(),
-            "doing": [] if any(each.is_late for each in does) else [each.what for each in does],
+            "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
             "advisories": [each._asdict() for each in found],
         }
 
     def sample(self, id: str) -> dict[str, Any]:
         """One sample, with its requests."""
-        view: SampleView = self._samples.find(id)
         mine = [
-            request._asdict()
-            for life in self._lives
-            for request in [*life.requests, *life.unfinished]
-            if request.sample == id
+            dict(zip(COLUMNS, _cells(request), strict=True))
+            for timeline in self._log.all
+            for request in (*timeline.requests, *timeline.open_requests)
+            if str(request.sample) == id
         ]
-        return msgspec.structs.asdict(view) | {"requests": mine}
+        return msgspec.structs.asdict(self._samples.find(id)) | {"requests": mine}
 
     def ids_with_samples(self) -> Sequence[str]:
         """The ids of the listed samples, the newest first."""
         return [str(sample["id"]) for sample in reversed(self._samples.listed)]
 
-    def _read_rows(self) -> bool:
-        num, self._torn_row = len(self._rows), None
-        for line in self._metrics.lines():
-            if not line.is_whole:
-                self._torn_row = Defect("metrics.jsonl", line.number, "the file ends within this line")
-                continue
-            self._metrics.accept(line)
+    def _read_rows(self) -> None:
+        for line in self._metrics.new():
             try:
                 row = msgspec.json.decode(line.content, type=dict[str, float | None])
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -128,42 +108,54 @@ class RunView:
                 self._add_bad_row(line.number, "its step is before that of the line above")
             else:
                 self._rows.append(row)
-        return len(self._rows) > num
 
     def _add_bad_row(self, line: int, problem: str) -> None:
         bad = self._bad_row or Defect("metrics.jsonl", line, problem, num_lines=0)
-        self._bad_row = replace(bad, num_lines=bad.num_lines + 1)
+        self._bad_row = bad._replace(num_lines=bad.num_lines + 1)
+
+    def _defects(self) -> Iterator[dict[str, Any]]:
+        torn = [
+            Defect(file.path.name, file.num_lines + 1, "the file ends within this line")
+            for file in (self._log.file, self._metrics)
+            if file.is_torn
+        ]
+        bad_row = [self._bad_row] if self._bad_row else []
+        for defect in [*bad_row, *torn, *self._samples.defects.values()]:
+            yield defect._asdict()
 
     def _derive(self) -> dict[str, Any]:
+        timelines = self._log.all
+        activities = [Activity.of(each) for each in timelines]
+        idle = [each for activity in activities for each in idle_times(activity)]
+        recorded_s = sum(activity.end_s - activity.start_s for activity in activities)
         slots: dict[str, int] = {}
-        for life in self._lives:
-            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
-        idle = [bubble for life in self._bubbles for bubble in life]
-        recorded_s = sum(life.recorded_s for life in self._bubbles)
+        for timeline in timelines:
+            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in timeline.slots.items()}
         return {
             "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
-            "end_s": self._lives[-1].end_s if self._lives else 0.0,
-            "lives": [life.offset_s for life in self._lives],
-            "unfinished": _columns([request for life in self._lives for request in life.unfinished]),
-            "bubbles": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
-            "idle": [row._asdict() for row in idle_times(recorded_s, idle)],
-            "stragglers": [each._asdict() for life in self._lives for each in life.stragglers],
-            "rounds": self._works("rounds") + self._works("open_rounds"),
-            "trainer": self._works("trainer") + self._works("open_trainer"),
-            "publications": self._works("publications") + self._works("open_publications"),
-            "rewards": [each[:3] for life in self._bubbles for each in life.scoring],
-            "states": [state._asdict() for life in self._lives for state in life.states],
+            "end_s": timelines[-1].end_s if timelines else 0.0,
+            "lives": [timeline.start_s for timeline in timelines],
+            "requests": _columns([each for timeline in timelines for each in timeline.requests]),
+            "unfinished": _columns([each for timeline in timelines for each in timeline.open_requests]),
+            "idle_times": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
+            "idle": [row._asdict() for row in idle_shares(recorded_s, idle)],
+            "stragglers": [each._asdict() for timeline in timelines for each in _stragglers(timeline)],
+            "rounds": [
+                (each.name, each.start_s, each.end_s)
+                for timeline in timelines
+                for each in (*timeline.rounds, *timeline.open_rounds)
+            ],
+            "passes": _times(timelines, "passes", "accumulate"),
+            "steps": _times(timelines, "steps", "step"),
+            "publications": _times(timelines, "publications", "publish"),
+            "rewards": [times for activity in activities for times in union(activity.scoring).tolist()],
+            "states": [
+                {"engine": each.engine, "time_s": each.time_s, "state": each.state, "why": each.why}
+                for timeline in timelines
+                for each in timeline.states
+            ],
             "samples": self._samples.listed,
-            "defects": [msgspec.structs.asdict(each) for each in self._defects()],
         }
-
-    def _works(self, kind: str) -> list[Work]:
-        return [work for life in self._lives for work in getattr(life, kind)]
-
-    def _defects(self) -> list[Defect]:
-        found = [defect for life in self._lives for defect in life.defects]
-        bad_rows = [each for each in (self._bad_row, self._torn_row) if each]
-        return [*found, *bad_rows, *self._samples.defects.values()]
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunView]:
@@ -179,7 +171,7 @@ def open_runs(folders: Sequence[Path]) -> list[RunView]:
     for folder in folders:
         inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
         if not inner and not _is_run(folder):
-            problem = "it has neither trace.json nor metrics.jsonl"
+            problem = "it has neither events.jsonl nor metrics.jsonl"
             remedy = "name the output directory of a run, of a simulation or of a race"
             raise ConfigError("RUN", str(folder), problem, remedy)
         found += inner or [folder]
@@ -190,12 +182,42 @@ def open_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("trace.json", "metrics.jsonl", "config.toml"))
+    return any((folder / name).exists() for name in ("events.jsonl", "metrics.jsonl", "config.toml"))
 
 
-def _columns(requests: Sequence[Request]) -> Mapping[str, Sequence[object]]:
-    columns = list(zip(*requests, strict=True)) or [()] * len(Request._fields)
-    return dict(zip(Request._fields, columns, strict=True))
+COLUMNS = ("engine", "slot", "start_s", "end_s", "outcome", "sample", "tokens", "had")
+
+
+def _cells(request: ServedRequest) -> tuple[object, ...]:
+    outcome = "evaluation" if request.is_evaluation else request.outcome
+    place = (request.engine, request.slot, request.start_s, request.end_s)
+    return (*place, outcome, str(request.sample), request.num_tokens, request.had)
+
+
+def _columns(requests: Sequence[ServedRequest]) -> dict[str, Sequence[object]]:
+    columns = list(zip(*map(_cells, requests), strict=True)) or [()] * len(COLUMNS)
+    return dict(zip(COLUMNS, columns, strict=True))
+
+
+def _times(timelines: Sequence[Timeline], kind: str, verb: str) -> list[tuple[float, float]]:
+    """Start and end of the work of a kind; of what is open, by what the run asked its workers for."""
+    works: list[Interval] = []
+    for timeline in timelines:
+        works += [*getattr(timeline, kind), *timeline.open_calls(verb)]
+    return [(each.start_s, each.end_s) for each in works]
+
+
+def _stragglers(timeline: Timeline) -> Iterator[Straggler]:
+    """Of each round in which at least two samples began and ended."""
+    responses = [each for each in timeline.requests if each.is_response]
+    ends = [each.end_s for each in responses]
+    for round in timeline.rounds:
+        ended = responses[bisect_right(ends, round.start_s) : bisect_right(ends, round.end_s)]
+        mine = [each for each in ended if each.start_s >= round.start_s]
+        if len(mine) > 1:
+            before, last = mine[-2:]
+            place = (last.engine, last.slot, last.end_s, last.num_tokens, last.end_s - before.end_s)
+            yield Straggler(round.name, str(last.sample), *place)
 
 
 def _natural(name: str) -> tuple[str, int]:

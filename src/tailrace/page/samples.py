@@ -1,6 +1,6 @@
 """The samples of a run: those that were trained, from their files, and the others, from the ledger."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,21 @@ from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
 from tailrace.ledger.open import open_store
-from tailrace.page.text import TokenTexts
-from tailrace.record.trace_reader import Defect, LineFile
+from tailrace.record.run_log import GrowingFile
 
 NUM_LISTED = 300
 """The newest samples are listed; any other can be opened by its id."""
+CONTEXT = 6
+"""Tokens before a token that are decoded with it: some tokenizers write a space only between two tokens."""
+
+
+class Defect(NamedTuple):
+    """The first line of a file that has a problem, and the number of all such lines."""
+
+    file: str
+    line: int
+    problem: str
+    num_lines: int = 1
 
 
 class SampleLine(msgspec.Struct):
@@ -30,13 +40,13 @@ class SampleLine(msgspec.Struct):
     completion_ids: msgspec.Raw = msgspec.Raw()
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     path: Path
     start: int
-    end: int
+    size: int
 
 
-class Tokens(msgspec.Struct):
+class TokenTable(msgspec.Struct):
     """The tokens of a completion, one entry a token."""
 
     texts: Sequence[str]
@@ -49,25 +59,25 @@ class SampleView(msgspec.Struct):
 
     id: str
     source: str
-    """The file that it was read from; empty: only the trace knows it."""
+    """The file that it was read from; empty: only the run log knows it."""
     record: dict[str, Any]
     """Its line of the samples file, or what the ledger says of it."""
     spans: Sequence[tuple[str, int]]
     """[name of the version, tokens], in order."""
-    tokens: Tokens | None
+    tokens: TokenTable | None
     """None if they were not recorded."""
     note: str = ""
     """Why something is missing."""
 
 
 class SampleBook:
-    """Finds samples by id. It reads only what was written since the last `update`."""
+    """Finds samples by id. It reads only what was written since the last `update`.
+
+    Args:
+        folder: the output directory of the run.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """
-        Args:
-            folder: the output directory of the run.
-        """
         self._folder = folder
         self._texts: TokenTexts | None = None
         self._begin()
@@ -76,36 +86,34 @@ class SampleBook:
         self.listed: list[dict[str, object]] = []
         """The newest samples, the newest last."""
         self.defects: dict[str, Defect] = {}
-        self._files: dict[Path, LineFile] = {}
-        self._places: dict[str, Place] = {}
+        self._files: dict[Path, GrowingFile] = {}
+        self._places: dict[str, FileRange] = {}
 
-    def update(self) -> bool:
-        """Read what is new; return whether there was something."""
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def update(self) -> None:
+        """Read what is new."""
         paths = sorted((self._folder / "samples").glob("round_*.jsonl"))
-        if any(file.was_replaced() or not file.path.exists() for file in self._files.values()):
-            self._begin()
-        num = len(self._places)
+        if any(file.was_replaced() for file in [*self._files.values()][-2:]):
+            self._begin()  # a resumed run drops the samples of the newest rounds
         # Only the newest round's file grows; the one before may have grown since the last time.
         for path in [path for path in paths if path not in self._files or path in paths[-2:]]:
-            self._read(self._files.setdefault(path, LineFile(path)))
+            self._read(self._files.setdefault(path, GrowingFile(path)))
         self.listed = self.listed[-NUM_LISTED:]
-        return len(self._places) > num
 
-    def _read(self, file: LineFile) -> None:
-        for line in file.lines():
+    def _read(self, file: GrowingFile) -> None:
+        for line in file.new():
             try:
                 sample = msgspec.json.decode(line.content, type=SampleLine)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                if line.is_whole:
-                    problem = "it is no sample"
-                    self.defects.setdefault(file.path.name, Defect(file.path.name, line.number, problem))
+                name = file.path.name
+                self.defects.setdefault(name, Defect(name, line.number, "it is no sample"))
                 continue
-            if line.is_whole:
-                file.accept(line)
-                self._places[sample.id] = Place(file.path, line.start, line.end)
-                listed = msgspec.structs.asdict(sample)
-                listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
-                self.listed.append(listed)
+            self._places[sample.id] = FileRange(file.path, line.start, len(line.content))
+            listed = msgspec.structs.asdict(sample)
+            listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
+            self.listed.append(listed)
 
     def find(self, id: str) -> SampleView:
         """A sample, from its file or else from the ledger."""
@@ -119,10 +127,10 @@ class SampleBook:
         except (TailraceError, OSError, ValueError) as why:
             return SampleView(id, "", {}, [], None, f"it is in no samples file; the ledger: {why}")
 
-    def _from_file(self, id: str, place: Place) -> SampleView:
+    def _from_file(self, id: str, place: FileRange) -> SampleView:
         with place.path.open("rb") as file:
             file.seek(place.start)
-            record = msgspec.json.decode(file.read(place.end - place.start))
+            record = msgspec.json.decode(file.read(place.size))
         ids, logprobs = record.pop("completion_ids", None), record.pop("logprobs", [])
         spans = [(str(version), num) for version, num in record.get("spans", [])]
         note = "" if ids else "its tokens were not recorded (record.token_samples)"
@@ -154,19 +162,55 @@ class SampleBook:
         if not ids:
             return view
         try:
-            self._texts = self._texts or TokenTexts(list(self._model_folders()))
+            self._texts = self._texts or TokenTexts(self._model_folders())
             texts = self._texts.of(ids)
         except TailraceError as why:
             texts = [f"<{each}>" for each in ids]
             view.note = f"token ids instead of text: {why}"
-        view.tokens = Tokens(texts, logprobs)
+        view.tokens = TokenTable(texts, logprobs)
         return view
 
-    def _model_folders(self) -> Iterator[Path]:
-        yield self._folder / "model"
-        config = self._config()
-        if config.model:
-            yield config.model.path
+    def _model_folders(self) -> list[Path]:
+        model = self._config().model
+        return [self._folder / "model", *([model.path] if model else [])]
 
     def _config(self) -> RunConfig:
         return load_config(self._folder / "config.toml")
+
+
+class TokenTexts:
+    """Decodes token ids one by one.
+
+    Args:
+        folders: model folders; the first that has a tokenizer.json is used.
+
+    Raises:
+        ConfigError: none of them has one, or it cannot be read.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        from tokenizers import Tokenizer
+
+        path = next(
+            (each / "tokenizer.json" for each in folders if (each / "tokenizer.json").is_file()), None
+        )
+        if path is None:
+            places = ", ".join(map(str, folders))
+            raise ConfigError("model.path", places, "no folder has a tokenizer.json", "put one there")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as why:  # the library raises bare exceptions
+            problem = f"the tokenizer cannot be read ({why})"
+            raise ConfigError("model.path", str(path), problem, "put a copy there") from why
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. Joined they are the text, but for characters of several tokens."""
+        return [self._text(ids[max(0, end - CONTEXT) : end + 1]) for end in range(len(ids))]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        before: str = self._tokenizer.decode(ids[:-1], skip_special_tokens=False)
+        whole: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        alone: str = self._tokenizer.decode(ids[-1:], skip_special_tokens=False)
+        return alone

@@ -21,9 +21,6 @@ class RecordSettings(Settings):
     `tensorboard`. Each is an extra of its name."""
     project: str = Field(default="tailrace", min_length=1)
     """The project in trackio and wandb. The run has the name of the output directory."""
-    trace_max_bytes: int = Field(default=64 * 2**20, ge=2**16)
-    """Largest size of one trace file. The trace goes on in trace.1.json, trace.2.json, ...; the first file
-    and the two newest are kept. At least 65536."""
     token_samples: int = Field(default=16, ge=0)
     """Samples of each step whose tokens and log-probs are recorded; `tailrace view` shows them. At least
     0."""

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from tailrace.record.events import (
     EngineStateChanged,
     Event,
     Moment,
-    RequestEnded,
     RequestStarted,
     RoundStarted,
     SampleScored,
@@ -39,10 +37,17 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.intervals import complement, total, union
+from tailrace.record.timeline import Pairs, ServedRequest
 from tailrace.types import SampleId
 
 RESWEEP = 4
 """The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
+
+
+def _tokens_after(request: ServedRequest, time_s: float) -> float:
+    """The tokens gained after a time, as if they were evenly spread over the request."""
+    open_s = request.end_s - max(request.start_s, time_s)
+    return request.num_gained * open_s / request.duration_s if open_s > 0 else 0.0
 
 
 class RoundBound(Moment, frozen=True):
@@ -56,28 +61,16 @@ class RoundBound(Moment, frozen=True):
     """The lower bound of run_time_s."""
 
 
-class _Request(NamedTuple):
-    engine: str
-    start_s: float
-    end_s: float
-    num_tokens: int
-
-    def tokens_after(self, time_s: float) -> float:
-        """The tokens gained after a time, as if they were evenly spread over the request."""
-        open_s = self.end_s - max(self.start_s, time_s)
-        return self.num_tokens * open_s / (self.end_s - self.start_s) if open_s > 0 else 0.0
-
-
 @dataclass(slots=True)
 class _Peaks:
     """The highest rate of each engine, in tokens a second: of the sum over the requests that it serves at
     once, each at its own mean rate."""
 
     rates: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _ended: list[_Request] = field(default_factory=list)
+    _ended: list[ServedRequest] = field(default_factory=list)
     _num_swept: int = 0
 
-    def add(self, request: _Request) -> None:
+    def add(self, request: ServedRequest) -> None:
         self._ended.append(request)
 
     def sweep(self, oldest_s: float) -> None:
@@ -91,7 +84,9 @@ class _Peaks:
             return
         names = list(dict.fromkeys(request.engine for request in self._ended))
         numbers = {name: number for number, name in enumerate(names)}
-        table = np.array([(numbers[name], *times) for name, *times in self._ended])
+        table = np.array(
+            [(numbers[each.engine], each.start_s, each.end_s, each.num_gained) for each in self._ended]
+        )
         engines = np.tile(table[:, 0].astype(int), 2)
         times = np.concatenate((table[:, 1], table[:, 2]))
         rates = table[:, 3] / (table[:, 2] - table[:, 1])
@@ -169,8 +164,8 @@ class BoundMeter:
 
     def __init__(self) -> None:
         self._rates, self._peaks = _Rates(), _Peaks()
-        self._started: dict[SampleId, float] = {}
-        self._requests: dict[SampleId, list[_Request]] = defaultdict(list)  # of samples without a fate
+        self._pairs = Pairs()
+        self._requests: dict[SampleId, list[ServedRequest]] = defaultdict(list)  # of samples without a fate
         self._scored: dict[SampleId, float] = {}
         self._are_open: dict[str, bool] = {}
         self._closed_since = -inf  # when the last open engine closed; infinite while one is open
@@ -181,13 +176,12 @@ class BoundMeter:
         self._trained: dict[SampleId, int] = {}  # their tokens
 
     def on(self, event: Event) -> None:
+        ended = self._pairs.on(event)
+        if isinstance(ended, ServedRequest):
+            self._request_ended(ended)
         match event:
-            case RequestStarted():
-                self._started[event.sample] = event.time_s
-                if event.engine not in self._are_open:
-                    self._engine_changed(event.engine, True, event.time_s)
-            case RequestEnded():
-                self._request_ended(event)
+            case RequestStarted() if event.engine not in self._are_open:
+                self._engine_changed(event.engine, True, event.time_s)
             case SampleScored() if event.sample in self._requests:
                 self._scored[event.sample] = event.time_s
                 reward_s = event.time_s - self._requests[event.sample][-1].end_s
@@ -223,7 +217,8 @@ class BoundMeter:
         run.in_turn &= work.in_turn
         run_time_s = work.start_s + main_time_s - run.start_s
 
-        self._peaks.sweep(next(iter(self._started.values()), inf))
+        oldest = next(iter(self._pairs.requests.values()), None)
+        self._peaks.sweep(oldest.start_s if oldest else inf)
         peak = sum(self._peaks.rates.values())
         bound_s, limit = work.bound_s(rates, peak, main_time_s)
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
@@ -234,7 +229,7 @@ class BoundMeter:
     # -- the round ---------------------------------------------------------------------------------
 
     def _tokens_after(self, sample: SampleId, time_s: float) -> float:
-        return sum(request.tokens_after(time_s) for request in self._requests.get(sample, ()))
+        return sum(_tokens_after(request, time_s) for request in self._requests.get(sample, ()))
 
     def _groups(self) -> tuple[float, float]:
         """The least time from the round's start until the first group can be trained, and until the step of
@@ -273,24 +268,20 @@ class BoundMeter:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _request_ended(self, event: RequestEnded) -> None:
-        start_s = self._started.pop(event.sample, None)
-        if start_s is None or not event.num_gained or event.time_s <= start_s or event.sample.prompt < 0:
-            return  # evaluations are in no round
-        request = _Request(event.engine, start_s, event.time_s, event.num_gained)
-        self._requests[event.sample].append(request)
-        self._peaks.add(request)
-        self._rates.token_s = min(self._rates.token_s, (event.time_s - start_s) / event.num_gained)
+    def _request_ended(self, request: ServedRequest) -> None:
+        if request.num_gained and request.duration_s > 0 and not request.is_evaluation:
+            self._requests[request.sample].append(request)
+            self._peaks.add(request)
+            self._rates.token_s = min(self._rates.token_s, request.duration_s / request.num_gained)
 
     def _trainer_computed(self, event: Accumulated | Stepped) -> None:
         self._busy.append(event)
         self._round.in_turn &= self._closed_since <= event.start_s
-        seconds = event.end_s - event.start_s
         if isinstance(event, Stepped):
-            self._rates.step_s = min(self._rates.step_s, seconds)
+            self._rates.step_s = min(self._rates.step_s, event.end_s - event.start_s)
             self._trained |= {sample.id: sample.num_tokens for sample in event.samples}
         elif event.num_tokens:
-            self._rates.train_s = min(self._rates.train_s, seconds / event.num_tokens)
+            self._rates.train_s = min(self._rates.train_s, event.duration_s / event.num_tokens)
 
     def _engine_changed(self, name: str, is_open: bool, time_s: float) -> None:
         was_open = any(self._are_open.values())

@@ -1,13 +1,13 @@
 """The events of a run, live or simulated, and the sinks that read them.
 
-The controller emits events in the order in which they happen; sinks (trace, metrics, display, samples, your
-own) read them. A sink returns nothing, so recording cannot change a run. Times are seconds on the run's
-clock. Most events are msgspec structs: there are several a sample, and a frozen dataclass takes nine times
-as long to make.
+The controller emits events in the order in which they happen; sinks (run log, metrics, display, samples,
+your own) read them. A sink returns nothing, so recording cannot change a run. Times are seconds on the run's
+clock. Most events are msgspec structs: there are several a sample, a frozen dataclass takes nine times as
+long to make, and events.jsonl has them with their names as tags (`run_log.py`).
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -16,17 +16,35 @@ from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Sample, SampleId
 
 
-class Moment(msgspec.Struct, frozen=True):
+class Moment(msgspec.Struct, frozen=True, tag_field="event", tag=True):
     """Something that happened at one time."""
 
     time_s: float
 
 
-class Interval(msgspec.Struct, frozen=True):
+class Interval(msgspec.Struct, frozen=True, tag_field="event", tag=True):
     """Work that took time; its event comes at the end."""
 
     start_s: float
     end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class RunStarted(Moment, frozen=True):
+    """A process begins the run, or goes on with it from a checkpoint: the first event of the process in the
+    run log. What the log has of later rounds and steps before it is undone."""
+
+    life: int
+    """The number of the process in the run, from 1, as in the ledger."""
+    round: int
+    """The round in which the run goes on, the published version, and the optimizer steps so far."""
+    version: int
+    step: int
+    format: int
+    """Version of what the events of the run log mean."""
 
 
 class RoundStarted(Moment, frozen=True):
@@ -116,6 +134,23 @@ class Stepped:
     samples: tuple[Sample, ...] = field(repr=False, compare=False)
 
 
+class OptimizerStep(Interval, frozen=True):
+    """What the run log keeps of a `Stepped`. Its figures are in metrics.jsonl, its tokens in samples/."""
+
+    number: int
+    """Optimizer steps so far, this one included."""
+    samples: tuple[SampleId, ...]
+    num_tokens: int
+    """Completion tokens of the samples."""
+    loss: float | None
+    """None if it is not finite."""
+
+    @classmethod
+    def of(cls, event: Stepped) -> "OptimizerStep":
+        stats = event.stats
+        return cls(event.start_s, event.end_s, stats.num_steps, stats.samples, stats.num_tokens, stats.loss)
+
+
 class EssTaken(Moment, frozen=True):
     """A schedule asked for the effective sample size of groups that it may train next."""
 
@@ -203,6 +238,13 @@ class Waiting(Moment, frozen=True):
     """What each waiting task waits for."""
 
 
+class OpenWaits(Moment, frozen=True):
+    """What tasks of a live run wait for now. Only the run log has it."""
+
+    since_s: dict[str, float]
+    """What is waited for, and since when."""
+
+
 class EngineStateChanged(Moment, frozen=True):
     """An engine opened, fell asleep or died."""
 
@@ -226,6 +268,42 @@ class ControllerLag(Moment, frozen=True):
 
 Event = Moment | Interval | Stepped | Row
 """What a sink receives. The rows are measured from the other events by `steps.StepMeter`."""
+
+LoggedEvent: TypeAlias = (
+    RunStarted
+    | RoundStarted
+    | RequestStarted
+    | RequestEnded
+    | SampleScored
+    | GroupReady
+    | GroupEnded
+    | TokensWasted
+    | RowSkipped
+    | Accumulated
+    | OptimizerStep
+    | Published
+    | RoundEnded
+    | BooksClosed
+    | Evaluated
+    | Saved
+    | Waiting
+    | OpenWaits
+    | EngineStateChanged
+    | Preempted
+    | ControllerLag
+)
+"""What the run log has. Rows and effective sample sizes are in metrics.jsonl only."""
+
+
+def logged(event: Event) -> LoggedEvent | None:
+    """The event as the run log has it; None if it has none of this type."""
+    match event:
+        case Stepped():
+            return OptimizerStep.of(event)
+        case Evaluated(samples=(_, *_)):
+            return msgspec.structs.replace(event, samples=())  # they are in samples/eval
+        case _:
+            return event if isinstance(event, LoggedEvent) else None
 
 
 def time_of(event: Event) -> float:

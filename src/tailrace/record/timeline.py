@@ -1,54 +1,77 @@
-"""Timeline: when engines and trainer were busy, as bars. `pictures.py` draws them."""
+"""The timeline of a run: its events folded into what took time, and what is still open."""
 
 import heapq
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, TypeVar
 
-from tailrace.record.events import (
-    Accumulated,
-    Event,
-    RequestEnded,
-    RequestStarted,
-    RoundEnded,
-    RoundStarted,
-    Stepped,
-)
-from tailrace.record.figures import Row
+from msgspec.structs import replace
+
+from tailrace.record import events
+from tailrace.record.events import Interval
+from tailrace.record.run_log import LogReader
 from tailrace.types import SampleId
 
-PICTURED_ROUNDS = 3
-"""A picture of a long run shows its last rounds; the trace has all of them."""
+UNFINISHED = "unfinished"
+RESPONSES = ("stop", "length")
+"""Outcomes of requests that ended with their response."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestBar:
+class ServedRequest(Interval, frozen=True):
+    """What one engine did for a sample without a pause."""
+
+    sample: SampleId
     engine: str
-    lane: int
-    prompt: int
-    start_s: float
-    end_s: float
+    slot: int
+    """The lowest that was free when it began, from 1."""
+    had: int
+    """Completion tokens at its start."""
+    num_tokens: int
+    """Completion tokens at its end; while it is open, those at its start."""
+    outcome: str = UNFINISHED
+    """'stop', 'length', 'cancelled' or 'evicted'; 'unfinished' while it is open."""
+
+    @property
+    def num_gained(self) -> int:
+        return self.num_tokens - self.had
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.sample.prompt < 0
+
+    @property
+    def is_response(self) -> bool:
+        """It ended with the response of a sample that may be trained."""
+        return self.outcome in RESPONSES and not self.is_evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerBar:
-    """Work of the trainer for an optimizer step: forward and backward, or the step itself."""
+class Scoring(Interval, frozen=True):
+    """A sample between the end of its generation and its reward."""
 
-    step: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSpan:
-    start_s: float
-    end_s: float
+    sample: SampleId
+    slot: int
+    reward: float | None = None
+    outcome: str = UNFINISHED
+    """'reward', 'next turn', or the reason why it has no reward; 'unfinished' while it is open."""
 
 
-B = TypeVar("B", RequestBar, TrainerBar, RoundSpan)
+class RoundSpan(Interval, frozen=True):
+    round: int
+    version: int
+
+    @property
+    def name(self) -> str:
+        return f"round {self.round}"
+
+
+Paired: TypeAlias = ServedRequest | Scoring | RoundSpan
+"""Work whose begin and end are two events. That of the trainer is one event, an interval."""
+P = TypeVar("P", ServedRequest, Scoring, RoundSpan)
 
 
 class Lanes:
-    """Hands out the lowest free lane, so there are as many lanes as requests that ran at once."""
+    """Hands out the lowest free lane, from 1: there are as many lanes as requests that ran at once."""
 
     def __init__(self) -> None:
         self.num_lanes = 0
@@ -58,79 +81,174 @@ class Lanes:
         if self._free:
             return heapq.heappop(self._free)
         self.num_lanes += 1
-        return self.num_lanes - 1
+        return self.num_lanes
 
     def give_back(self, lane: int) -> None:
         heapq.heappush(self._free, lane)
 
 
-class Timeline:
-    """Sink behind a `StepMeter`: collects the bars of the last rounds. Evaluations are left out.
+class Pairs:
+    """Pairs the events that begin and end work of one process of a run. An end without a begin is ignored."""
 
-    Times are seconds on the run's clock until `close`, and then seconds since the start of the first round
-    that is kept.
+    def __init__(self) -> None:
+        self.requests: dict[SampleId, ServedRequest] = {}
+        """The open ones, in the order in which they began, as the others."""
+        self.scorings: dict[SampleId, Scoring] = {}
+        self.round: RoundSpan | None = None
+        self.engines: dict[str, Lanes] = {}
+        """The slots of each engine."""
+        self._scorers = Lanes()
+
+    def on(self, event: events.Event) -> Paired | None:
+        """Take an event; return what it ended."""
+        match event:
+            case events.RequestStarted(now_s, sample, engine, had):
+                slot = self.engines.setdefault(engine, Lanes()).take()
+                self.requests[sample] = ServedRequest(now_s, now_s, sample, engine, slot, had, had)
+                return self._end_scoring(sample, now_s, "next turn")
+            case events.RequestEnded() if event.sample in self.requests:
+                return self._end_request(event)
+            case events.SampleScored(now_s, sample, reward, failure):
+                return self._end_scoring(sample, now_s, failure or "reward", reward)
+            case events.TokensWasted(now_s, sample, _, reason):
+                return self._end_scoring(sample, now_s, reason)
+            case events.RoundStarted(now_s, round, version):
+                self.round = RoundSpan(now_s, now_s, round, version)
+            case events.RoundEnded() if self.round:
+                ended, self.round = replace(self.round, end_s=event.time_s), None
+                return ended
+        return None
+
+    def _end_request(self, event: events.RequestEnded) -> ServedRequest:
+        begun = self.requests.pop(event.sample)
+        self.engines[begun.engine].give_back(begun.slot)
+        now_s, tokens = event.time_s, event.num_tokens
+        ended = replace(begun, end_s=now_s, num_tokens=tokens, outcome=event.outcome)
+        if ended.is_response:
+            self.scorings[event.sample] = Scoring(now_s, now_s, event.sample, self._scorers.take())
+        return ended
+
+    def _end_scoring(
+        self, sample: SampleId, now_s: float, outcome: str, reward: float | None = None
+    ) -> Scoring | None:
+        if (begun := self.scorings.pop(sample, None)) is None:
+            return None
+        self._scorers.give_back(begun.slot)
+        return replace(begun, end_s=now_s, outcome=outcome, reward=reward)
+
+
+@dataclass
+class Timeline:
+    """What one process of a run did. Work stands in the order in which it ended."""
+
+    life: int = 1
+    """The number of the process in the run."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    """When its last event happened."""
+    requests: list[ServedRequest] = field(default_factory=list)
+    scorings: list[Scoring] = field(default_factory=list)
+    rounds: list[RoundSpan] = field(default_factory=list)
+    passes: list[events.Accumulated] = field(default_factory=list)
+    steps: list[events.OptimizerStep] = field(default_factory=list)
+    publications: list[events.Published] = field(default_factory=list)
+    states: list[events.EngineStateChanged] = field(default_factory=list)
+    evaluations: list[events.Evaluated] = field(default_factory=list)
+    alarms: list[events.Waiting] = field(default_factory=list)
+    lags: list[events.ControllerLag] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)
+    """What tasks of a live run waited for when it last wrote, and since when."""
+    is_closed: bool = False
+    """It came to its end."""
+    pairs: Pairs = field(default_factory=Pairs)
+
+    def on(self, event: events.LoggedEvent) -> None:
+        """Take an event."""
+        self.end_s = max(self.end_s, events.time_of(event))
+        match self.pairs.on(event):
+            case ServedRequest() as ended:
+                self.requests.append(ended)
+            case Scoring() as ended:
+                self.scorings.append(ended)
+            case RoundSpan() as ended:
+                self.rounds.append(ended)
+        match event:
+            case events.Accumulated():
+                self.passes.append(event)
+            case events.OptimizerStep():
+                self.steps.append(event)
+            case events.Published():
+                self.publications.append(event)
+            case events.EngineStateChanged():
+                self.states.append(event)
+            case events.Evaluated():
+                self.evaluations.append(event)
+            case events.Waiting():
+                self.alarms.append(event)
+            case events.ControllerLag():
+                self.lags.append(event)
+            case events.OpenWaits():
+                self.waits = event.since_s
+            case events.BooksClosed():
+                self.is_closed, self.waits = True, {}
+
+    @property
+    def first_round_s(self) -> float:
+        """When its first round began."""
+        return next((round.start_s for round in (*self.rounds, *self.open_rounds)), self.start_s)
+
+    @property
+    def trainer(self) -> Sequence[events.Accumulated | events.OptimizerStep]:
+        """The trainer's work in the order in which it ended."""
+        return sorted([*self.passes, *self.steps], key=lambda work: (work.end_s, work.start_s))
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """The highest slot of each engine that did something."""
+        slots = {engine: lanes.num_lanes for engine, lanes in self.pairs.engines.items()}
+        return {state.engine: 0 for state in self.states} | slots
+
+    @property
+    def open_rounds(self) -> Sequence[RoundSpan]:
+        return self._until_now([self.pairs.round] if self.pairs.round else [])
+
+    @property
+    def open_requests(self) -> Sequence[ServedRequest]:
+        return self._until_now(self.pairs.requests.values())
+
+    @property
+    def open_scorings(self) -> Sequence[Scoring]:
+        return self._until_now(self.pairs.scorings.values())
+
+    def open_calls(self, *verbs: str) -> Sequence[Interval]:
+        """What worker processes were asked for and had not done (`verb_of`)."""
+        since = [since_s for what, since_s in self.waits.items() if verb_of(what) in verbs]
+        return [Interval(since_s, self.end_s) for since_s in since]
+
+    def _until_now(self, opened: Iterable[P]) -> Sequence[P]:
+        return [replace(each, end_s=self.end_s) for each in opened]
+
+
+def verb_of(wait: str) -> str:
+    """What a worker process is asked for, by the name of the wait: 'step' of 'trainer: Step'."""
+    return wait.rpartition(": ")[2].rpartition(".")[2].lower()
+
+
+class RunTimelines:
+    """The timeline of each process of a run, also while the run goes on. `LogReader` says what its times are.
+
+    Args:
+        path: events.jsonl.
     """
 
-    def __init__(self, max_rounds: int = PICTURED_ROUNDS) -> None:
-        self.requests: list[RequestBar] = []
-        self.trainer: list[TrainerBar] = []
-        self.rounds: list[RoundSpan] = []
-        self.steps: dict[int, int] = {}
-        """The optimizer step that first trained a prompt's group, by prompt."""
-        self.reports: list[Row] = []
-        self._max_rounds = max_rounds
-        self._round_start_s = 0.0
-        self._lanes: dict[str, Lanes] = {}
-        self._running: dict[SampleId, tuple[RequestStarted, int]] = {}
-        self._pending: list[Accumulated | Stepped] = []
-        """The trainer's work since the last step."""
+    def __init__(self, path: Path) -> None:
+        self._reader = LogReader(path)
+        self.file = self._reader.file
+        self.all: list[Timeline] = []
 
-    def on(self, event: Event) -> None:
-        match event:
-            case RequestStarted() if event.sample.prompt >= 0:
-                lane = self._lanes.setdefault(event.engine, Lanes()).take()
-                self._running[event.sample] = event, lane
-            case RequestEnded() if event.sample in self._running:
-                started, lane = self._running.pop(event.sample)
-                self._lanes[event.engine].give_back(lane)
-                prompt = event.sample.prompt
-                self.requests.append(RequestBar(event.engine, lane, prompt, started.time_s, event.time_s))
-            case Accumulated():
-                self._pending.append(event)
-            case Stepped():
-                self._step(event)
-            case dict() if "round/time_s" in event:
-                self.reports.append(event)
-            case RoundStarted():
-                self._round_start_s = event.time_s
-            case RoundEnded():
-                self.rounds.append(RoundSpan(self._round_start_s, event.time_s))
-                self._drop_earlier_rounds()
-
-    def close(self) -> None:
-        """Leave out requests that have not ended, and the trainer's work in a round that has not ended."""
-        if self.rounds:
-            origin_s, end_s = self.rounds[0].start_s, self.rounds[-1].end_s
-            self.requests = [_since(origin_s, bar) for bar in self.requests]
-            self.trainer = [_since(origin_s, bar) for bar in self.trainer if bar.end_s <= end_s]
-            self.rounds = [_since(origin_s, span) for span in self.rounds]
-
-    def _step(self, event: Stepped) -> None:
-        step = event.stats.num_steps
-        self.trainer += [TrainerBar(step, work.start_s, work.end_s) for work in [*self._pending, event]]
-        self._pending.clear()
-        for sample in event.stats.samples:
-            self.steps.setdefault(sample.prompt, step)
-
-    def _drop_earlier_rounds(self) -> None:
-        self.rounds = self.rounds[-self._max_rounds :]
-        start_s = self.rounds[0].start_s
-        self.requests = [bar for bar in self.requests if bar.start_s >= start_s]
-        self.trainer = [bar for bar in self.trainer if bar.start_s >= start_s]
-        self.reports = [report for report in self.reports if report["round/end_s"] > start_s]
-        kept = {bar.step for bar in self.trainer}
-        self.steps = {prompt: step for prompt, step in self.steps.items() if step in kept}
-
-
-def _since(origin_s: float, bar: B) -> B:
-    return replace(bar, start_s=bar.start_s - origin_s, end_s=bar.end_s - origin_s)
+    def update(self) -> None:
+        """Read what was appended since the last time. Raises as `LogReader.read`."""
+        for event in self._reader.read():
+            if isinstance(event, events.RunStarted):
+                self.all.append(Timeline(event.life, event.time_s, event.time_s))
+            self.all[-1].on(event)

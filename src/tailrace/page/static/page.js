@@ -24,7 +24,7 @@
   const FONT = { family: "system-ui, sans-serif", size: 12 };
 
   const runs = Array.from({ length: data.num_runs }, (_, number) => ({
-    number, generation: -1, requests: null, rows: [], payload: null, key: "", engines: [], index: new Map(),
+    number, etag: "", payload: null, key: "", engines: [], index: new Map(),
   }));
   window.tailrace = { runs, draws: 0 };
   const byId = (id) => document.getElementById(id);
@@ -38,24 +38,18 @@
   // ---- data ----
 
   function take(run, payload) {
-    if (run.generation !== payload.generation || payload.requests_from === 0) {
-      Object.assign(run, { generation: payload.generation, requests: payload.requests, rows: payload.rows });
-    } else {
-      for (const [name, values] of Object.entries(payload.requests)) run.requests[name] = run.requests[name].concat(values);
-      run.rows = run.rows.concat(payload.rows);
-    }
     run.payload = payload;
-    const key = JSON.stringify([payload.generation, payload.revision, payload.state.kind, payload.advisories]);
+    const key = JSON.stringify([payload.revision, payload.state.kind, payload.advisories]);
     const isNew = key !== run.key;
     run.key = key;
     return isNew;
   }
 
   async function fetched(run) {
-    const have = run.requests
-      ? `?generation=${run.generation}&requests=${run.requests.sample.length}&rows=${run.rows.length}` : "";
-    const reply = await fetch(`runs/${run.number}${have}`);
+    const reply = await fetch(`runs/${run.number}`), etag = reply.headers.get("ETag");
     if (!reply.ok) throw new Error(await reply.text());
+    if (etag === run.etag) return false;
+    run.etag = etag;
     return take(run, await reply.json());
   }
 
@@ -89,12 +83,12 @@
   }
 
   function requestTraces(run, rows) {
-    const { requests, payload } = run;
-    const finished = requests.sample.length, number = finished + payload.unfinished.sample.length;
+    const { requests, unfinished } = run.payload;
+    const finished = requests.sample.length, number = finished + unfinished.sample.length;
     const by = {};
     run.index = new Map();
     for (let i = 0; i < number; i++) {
-      const columns = i < finished ? requests : payload.unfinished, at = i < finished ? i : i - finished;
+      const columns = i < finished ? requests : unfinished, at = i < finished ? i : i - finished;
       const first = rows.first.get(columns.engine[at]);
       if (first === undefined) continue;
       const row = first + columns.slot[at], outcome = columns.outcome[at] in OUTCOMES ? columns.outcome[at] : "unfinished";
@@ -105,8 +99,8 @@
     return Object.keys(OUTCOMES).filter((name) => by[name]).map((name) => by[name].trace(OUTCOMES[name][1], OUTCOMES[name][0]));
   }
 
-  function bubbleTraces(run, rows) {
-    const [lanes, starts, ends, causes] = run.payload.bubbles, found = [];
+  function idleTraces(run, rows) {
+    const [lanes, starts, ends, causes] = run.payload.idle_times, found = [];
     for (const [cause, [colour, name]] of Object.entries(CAUSES)) {
       const trainer = new Segments(lanes.length), engines = new Segments(lanes.length);
       lanes.forEach((lane, i) => {
@@ -120,19 +114,20 @@
     return found;
   }
 
-  const isStep = (name) => name.startsWith("step") || name.endsWith(": Step");
-
   function runTraces(run) {
-    const found = [];
-    const draw = (row, works, parts) => parts.forEach(([name, colour, wanted]) => {
+    const found = [], { rounds, passes, steps, publications, rewards } = run.payload;
+    const draw = (row, name, colour, works) => {
       const segments = new Segments(works.length);
-      works.forEach((work, i) => { if (wanted(work[0], i)) segments.add(work[1], work[2], FIXED_ROWS.indexOf(row)); });
+      for (const [start, end] of works) segments.add(start, end, FIXED_ROWS.indexOf(row));
       if (segments.n) found.push(segments.trace(name, colour, { ...ON_RUN_LANES, showlegend: row === "trainer" }));
-    });
-    draw("rounds", run.payload.rounds, [["round", "#444444", (_, i) => i % 2 === 0], ["round", "#aaaaaa", (_, i) => i % 2 === 1]]);
-    draw("trainer", run.payload.trainer, [["gradients", "#66c2a5", (name) => !isStep(name)], ["optimizer step", "#1b7f5a", isStep]]);
-    draw("publications", run.payload.publications, [["publication", "#7b5ea7", () => true]]);
-    draw("rewards", run.payload.rewards, [["rewards", "#b8a800", () => true]]);
+    };
+    const times = rounds.map(([, start, end]) => [start, end]);
+    draw("rounds", "round", "#444444", times.filter((_, i) => i % 2 === 0));
+    draw("rounds", "round", "#aaaaaa", times.filter((_, i) => i % 2 === 1));
+    draw("trainer", "gradients", "#66c2a5", passes);
+    draw("trainer", "optimizer step", "#1b7f5a", steps);
+    draw("publications", "publication", "#7b5ea7", publications);
+    draw("rewards", "rewards", "#b8a800", rewards);
     return found;
   }
 
@@ -153,11 +148,12 @@
   }
 
   function lengthTraces(run, rows) {
+    const { requests } = run.payload;
     return ["stop", "length"].map((outcome) => {
       const x = [], y = [], text = [];
-      run.requests.outcome.forEach((each, i) => {
-        if (each !== outcome || !rows.first.has(run.requests.engine[i])) return;
-        x.push(run.requests.end_s[i]); y.push(run.requests.tokens[i]); text.push(run.requests.sample[i]);
+      requests.outcome.forEach((each, i) => {
+        if (each !== outcome || !rows.first.has(requests.engine[i])) return;
+        x.push(requests.end_s[i]); y.push(requests.tokens[i]); text.push(requests.sample[i]);
       });
       return { type: "scattergl", mode: "markers", name: "lengths", x, y, text, yaxis: "y2", showlegend: false,
         marker: { size: 3, color: OUTCOMES[outcome][0] }, hovertemplate: "%{text}: %{y} tokens<extra></extra>" };
@@ -193,7 +189,7 @@
     const { plot, details } = run.parts;
     if (!details.open) return;
     const rows = rowsOf(run);
-    const traces = [...runTraces(run), ...bubbleTraces(run, rows), ...requestTraces(run, rows), ...markTraces(run, rows), ...lengthTraces(run, rows)];
+    const traces = [...runTraces(run), ...idleTraces(run, rows), ...requestTraces(run, rows), ...markTraces(run, rows), ...lengthTraces(run, rows)];
     const layout = timelineLayout(run, rows);
     for (const trace of traces) if (trace.line) trace.line.width = widthOf(trace, plot, layout, rows);
     await Plotly.react(plot, traces, layout, PLOT);
@@ -215,9 +211,9 @@
     if (!plot._fullLayout) return null; // the run is closed
     const { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect();
     const time = xaxis.p2d(event.clientX - box.left - xaxis._offset), row = Math.round(yaxis.p2d(event.clientY - box.top - yaxis._offset));
-    const finished = run.requests.sample.length;
+    const { requests, unfinished } = run.payload, finished = requests.sample.length;
     for (const i of run.index.get(row) || []) {
-      const columns = i < finished ? run.requests : run.payload.unfinished, at = i < finished ? i : i - finished;
+      const columns = i < finished ? requests : unfinished, at = i < finished ? i : i - finished;
       if (columns.start_s[at] <= time && time <= columns.end_s[at]) {
         return Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]]));
       }
@@ -373,17 +369,18 @@
   ];
 
   function positions(run, axis) {
-    if (!run.rows.length) return [];
-    const first = run.rows[0], origin = first.wall_time - (first["time/step"] || 0);
+    const { rows } = run.payload;
+    if (!rows.length) return [];
+    const first = rows[0], origin = first.wall_time - (first["time/step"] || 0);
     let samples = 0;
-    return run.rows.map((row) => {
+    return rows.map((row) => {
       samples += row["samples/trained"] || 0;
       return axis === "time" ? row.wall_time - origin : axis === "samples" ? samples : row.step;
     });
   }
 
   function chartTrace(run, [name, values, dash], axis) {
-    const x = positions(run, axis), all = values(run.rows), kept = [];
+    const x = positions(run, axis), all = values(run.payload.rows), kept = [];
     for (let i = 0; i < all.length; i++) if (all[i] !== undefined && all[i] !== null) kept.push(i);
     const every = Math.ceil(kept.length / MAX_POINTS) || 1, some = kept.filter((_, i) => i % every === 0);
     const colour = RUN_COLOURS[run.number % RUN_COLOURS.length], isMarks = dash === "markers";

@@ -1,0 +1,419 @@
+"""Whether a run goes on, what it does now, and what a person should look at, with the cause.
+
+A live run writes at least every two seconds what is open, and the page reads it as often. So what hangs is
+named within 30 s. The other advisories are looked for in the newest steps or requests, and are gone when
+these are good again.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from tailrace.record.events import Interval
+from tailrace.record.figures import CALLS
+from tailrace.record.timeline import ServedRequest, Timeline, verb_of
+
+SILENT_S = 15.0
+"""A live run writes its events every 2 s. Longer silence has a reason."""
+
+LATE_S = 20.0
+"""Nothing is late before."""
+TIMES_MEDIAN = 4.0
+"""Work of the trainer is late after so many times its median."""
+TIMES_LONGEST = 2.0
+"""Requests and rewards are late after so many times the longest before: long responses are healthy."""
+NUM_RECENT = 1000
+"""Durations that say what is usual."""
+MIN_SAMPLES, MIN_ROUNDS = 20, 2
+"""Before so many there is no usual time."""
+MAX_WAITS = 8
+
+NUM_STEPS = 5
+"""The steps that are looked at."""
+NUM_REQUESTS = 200
+"""The requests that are looked at for an abort storm."""
+MIN_REQUESTS = 20
+ABORTED_SHARE, GAINED_SHARE = 0.5, 0.1
+"""A storm: at least this share of the requests is aborted, after less than this share of a response."""
+ZERO_VARIANCE_SHARE = 0.8
+TRUNCATED_SHARE = 0.25
+FAILED_SHARE = 0.2
+CLOSE_S = 0.1
+"""An abort this close to a publication belongs to it."""
+
+
+class RunState(NamedTuple):
+    """Whether a run goes on, by its files and by the lock that its process holds."""
+
+    kind: str
+    """'finished', 'starting', 'written', 'blocked': its process lives and writes nothing, 'ended': without
+    closing, or 'silent': a simulation, or a run of another machine."""
+    text: str
+
+
+def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> RunState:
+    """The state of a run. It takes no lock itself.
+
+    Args:
+        folder: its output directory.
+        now_s: the time, in Unix seconds.
+        is_closed: its last process came to its end.
+    """
+    written_s = max(_modified(folder / name) for name in ("metrics.jsonl", "events.jsonl"))
+    lock, silent_s = folder / "lock", now_s - written_s
+    process, summarized_s = _holder(lock), _modified(folder / "summary.json")
+    # summary.json is the last file that a run writes. A copy of the folder may have other times.
+    is_copy = is_closed and not process and silent_s >= SILENT_S
+    if summarized_s and (summarized_s >= written_s or is_copy):
+        return RunState("finished", "finished")
+    if process and (begun_s := _modified(lock)) > written_s:
+        said = f"process {process} has been starting its workers for {now_s - begun_s:,.0f} s; see logs/"
+        return RunState("starting", said)
+    if silent_s < SILENT_S:
+        return RunState("written", "is being written")
+    said = f"nothing was written for {silent_s:,.0f} s" if written_s else "nothing was written"
+    if process:
+        return RunState("blocked", f"process {process} lives, but {said}")
+    if lock.exists():
+        return RunState("ended", "ended without closing")
+    return RunState("silent", f"not finished, and {said}")
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _holder(lock: Path) -> int | None:
+    """The process of this machine that holds a lock file; None: none that is known."""
+    try:
+        inode = str(lock.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 708 fe:00:5505 0 EOF
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:
+                return int(words[4])
+    except (OSError, IndexError, ValueError):
+        pass
+    return None
+
+
+# -- what a run does now -------------------------------------------------------------------------------
+
+
+class OpenWork(NamedTuple):
+    """Something that has begun and not ended."""
+
+    what: str
+    is_late: bool = False
+
+
+class Pace:
+    """How long each engine has generated no token, by the counts that a live run keeps up to date.
+
+    Args:
+        folder: of the counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._life = 0
+        self._counts: dict[str, bytes] = {}
+        self._changed_s: dict[str, float] = {}
+        self._longest_s: dict[str, float] = {}
+
+    def update(self, timeline: Timeline) -> None:
+        """Read the counts."""
+        if timeline.life != self._life:
+            self._life, self._counts, self._changed_s, self._longest_s = timeline.life, {}, {}, {}
+        serving = {each.engine for each in timeline.open_requests}
+        for engine in timeline.slots:
+            try:
+                count = (self._folder / f"{engine}-{timeline.life}.count").read_bytes()
+            except OSError:
+                continue
+            if count != self._counts.get(engine) or engine not in serving:
+                pause_s = timeline.end_s - self._changed_s.get(engine, timeline.end_s)
+                self._longest_s[engine] = max(pause_s, self._longest_s.get(engine, 0.0))
+                self._counts[engine], self._changed_s[engine] = count, timeline.end_s
+
+    def pauses(self, timeline: Timeline) -> Iterator[tuple[str, float, float]]:
+        """Yield engines with open requests, the seconds since they last generated a token, and the longest
+        such pause that the page has seen end."""
+        serving = {each.engine for each in timeline.open_requests}
+        for engine, changed_s in self._changed_s.items():
+            if engine in serving:
+                yield engine, timeline.end_s - changed_s, self._longest_s[engine]
+
+
+def open_work(timeline: Timeline, pauses: Iterable[tuple[str, float, float]] = ()) -> list[OpenWork]:
+    """What a run does, what is late first. Nothing is late in a simulation, which records no waits.
+
+    Args:
+        pauses: of `Pace.pauses`.
+    """
+    waits = [_wait(timeline, *wait) for wait in islice(timeline.waits.items(), MAX_WAITS)]
+    requests = [*_engines_without_tokens(timeline, pauses)] or [*_requests(timeline)]
+    found = [*waits, *_nothing(timeline), *requests, *_rewards(timeline)]
+    if not waits:
+        return [each._replace(is_late=False) for each in found]
+    return sorted(found, key=lambda each: not each.is_late)
+
+
+def _wait(timeline: Timeline, wait: str, since_s: float) -> OpenWork:
+    for_s = timeline.end_s - since_s
+    works: Mapping[str, tuple[str, Sequence[Interval]]] = {
+        "accumulate": ("gradients", timeline.passes),
+        "step": ("optimizer step", timeline.steps),
+        "publish": ("publication of weights", timeline.publications),
+    }
+    if (verb := verb_of(wait)) not in works:
+        return OpenWork(f"{wait}, for {_seconds(for_s)}")
+    name, ended = works[verb]
+    what = f"{wait.partition(': ')[0]}: {name}, for {_seconds(for_s)}"
+    if not ended:
+        return OpenWork(f"{what}; none has ended before")
+    median_s = median(each.duration_s for each in ended[-NUM_RECENT:])
+    is_late = for_s > max(LATE_S, TIMES_MEDIAN * median_s)
+    return OpenWork(f"{what}; the median is {_seconds(median_s)}", is_late)
+
+
+def _nothing(timeline: Timeline) -> Iterator[OpenWork]:
+    """Every device is idle, and no checkpoint is written."""
+    is_open = timeline.open_requests or timeline.open_scorings
+    if is_open or timeline.open_calls("accumulate", "step", "publish", "save"):
+        return
+    works: Sequence[Sequence[Interval]] = (
+        timeline.requests,
+        timeline.scorings,
+        timeline.passes,
+        timeline.steps,
+        timeline.publications,
+    )
+    for_s = timeline.end_s - max(timeline.first_round_s, *(each[-1].end_s for each in works if each), 0.0)
+    if for_s > LATE_S:
+        yield OpenWork(f"nothing is generated, rewarded or trained, for {_seconds(for_s)}", True)
+
+
+def _engines_without_tokens(
+    timeline: Timeline, pauses: Iterable[tuple[str, float, float]]
+) -> Iterator[OpenWork]:
+    for engine, pause_s, longest_s in pauses:
+        if pause_s > max(LATE_S, TIMES_LONGEST * longest_s):
+            mine = [each for each in timeline.open_requests if each.engine == engine]
+            what = f"{engine} has generated no token for {_seconds(pause_s)}; {_oldest(mine)}"
+            yield OpenWork(what, True)
+
+
+def _requests(timeline: Timeline) -> Iterator[OpenWork]:
+    if opened := timeline.open_requests:
+        oldest_s = timeline.end_s - min(each.start_s for each in opened)
+        what = f"{_oldest(opened)}, for {_seconds(oldest_s)}"
+        ended = (each.duration_s for each in timeline.requests if not each.is_evaluation)
+        if longest_s := max(ended, default=0.0):
+            what += f"; the longest before took {_seconds(longest_s)}"
+        is_known = len(timeline.rounds) >= MIN_ROUNDS and len(timeline.requests) >= MIN_SAMPLES
+        yield OpenWork(what, is_known and oldest_s > max(LATE_S, TIMES_LONGEST * longest_s))
+
+
+def _rewards(timeline: Timeline) -> Iterator[OpenWork]:
+    if opened := timeline.open_scorings:
+        oldest = min(opened, key=lambda each: each.start_s)
+        for_s = timeline.end_s - oldest.start_s
+        what = f"samples that wait for their rewards: {len(opened)}, the oldest {oldest.sample}"
+        what += f", for {_seconds(for_s)}"
+        usual = [each.duration_s for each in timeline.scorings[-NUM_RECENT:]]
+        if not usual:
+            yield OpenWork(f"{what}; none has got one before")
+            return
+        what += f"; the median is {_seconds(median(usual))}, the longest {_seconds(max(usual))}"
+        is_late = len(usual) >= MIN_SAMPLES and for_s > max(LATE_S, TIMES_LONGEST * max(usual))
+        yield OpenWork(what, is_late)
+
+
+def _oldest(requests: Sequence[ServedRequest]) -> str:
+    oldest = min(requests, key=lambda each: each.start_s)
+    return f"open requests: {len(requests)}, the oldest of sample {oldest.sample} on {oldest.engine}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+# -- advisories ----------------------------------------------------------------------------------------
+
+Figures = Mapping[str, float | None]
+"""A step's object of metrics.jsonl."""
+
+
+class Advisory(NamedTuple):
+    kind: str
+    text: str
+
+
+def advisories(
+    steps: Sequence[Figures],
+    timeline: Timeline | None,
+    state: RunState | None = None,
+    work: Sequence[OpenWork] = (),
+) -> list[Advisory]:
+    """What the last optimizer steps and the newest process of the run show.
+
+    Args:
+        steps: the steps in order; the newest are enough.
+        work: what is open, or was last.
+    """
+    recent = steps[-NUM_STEPS:]
+    found = [_zero_variance(recent), _truncation(recent), _failures(recent), _no_calls(recent)]
+    if timeline:
+        found = [_alarm(timeline), *_dead_engines(timeline), _abort_storm(timeline, recent), *found]
+        found.insert(0, _silent(timeline, state, work) if state else None)
+    return [each for each in found if each]
+
+
+def _silent(timeline: Timeline, state: RunState, work: Sequence[OpenWork]) -> Advisory | None:
+    """A run that ended or hangs, or something in it that takes longer than usual."""
+    late = [each.what for each in work if each.is_late]
+    others = [each.what for each in work if not each.is_late]
+    if state.kind == "written" and late:
+        beside = ["What else is open:", *others] if others else []
+        return Advisory("longer than usual", "\n".join([*late, *beside]))
+    if state.kind not in ("ended", "blocked"):
+        return None
+    text = f"The last record is of {timeline.end_s:.0f} s"
+    text += "".join(f", in {each.name}" for each in timeline.open_rounds)
+    text += "".join(f"; step {each.number} had ended at {each.end_s:.0f} s" for each in timeline.steps[-1:])
+    then = "\n".join([text + ". What was open then:", *late, *others] if work else [text + "."])
+    if state.kind == "blocked":
+        why = "The process lives and writes nothing: it is stopped, or code in it blocks its event loop. "
+        return Advisory("stalled", why + then)
+    why = "No process holds the run's lock, and the run was not closed: it was killed. "
+    return Advisory("ended without closing", why + then)
+
+
+def _alarm(timeline: Timeline) -> Advisory | None:
+    """The run's own alarm: no step came for long, and none has come since."""
+    if not timeline.alarms:
+        return None
+    alarm, opened = timeline.alarms[-1], timeline.open_requests
+    if timeline.steps and alarm.time_s < timeline.steps[-1].end_s:
+        return None
+    text = f"At {alarm.time_s:.0f} s: no optimizer step for {alarm.quiet_s:.0f} s. "
+    text += f"What waits for what:\n{alarm.what}"
+    if opened:
+        oldest = min(opened, key=lambda request: request.start_s)
+        text += f"\nThe oldest request is sample {oldest.sample} on {oldest.engine}, "
+        text += f"begun at {oldest.start_s:.0f} s; {len(opened)} are open."
+    return Advisory("stalled", text)
+
+
+def _dead_engines(timeline: Timeline) -> Iterable[Advisory]:
+    newest = {state.engine: state for state in timeline.states}
+    for state in newest.values():
+        if state.state == "dead":
+            yield Advisory("engine dead", f"{state.engine} is dead since {state.time_s:.0f} s: {state.why}")
+
+
+def _abort_storm(timeline: Timeline, steps: Sequence[Figures]) -> Advisory | None:
+    trained = (each for each in reversed(timeline.requests) if not each.is_evaluation)
+    recent = [*islice(trained, NUM_REQUESTS)]
+    aborted = [request for request in recent if request.outcome in ("cancelled", "evicted")]
+    if len(recent) < MIN_REQUESTS or len(aborted) < ABORTED_SHARE * len(recent):
+        return None
+    lengths = [request.num_tokens for request in timeline.requests if request.is_response]
+    length = fmean(lengths) if lengths else None
+    gained = fmean(request.num_gained for request in aborted)
+    if length and gained >= GAINED_SHARE * length:
+        return None
+    text = (
+        f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
+    )
+    text += f"mean{f' of {length:.0f} in a response' if length else ''}: {_why_aborted(timeline, aborted)}"
+    for engine, num in _sums(steps, "engines/preempted/").items():
+        text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
+    return Advisory("abort storm", text)
+
+
+def _why_aborted(timeline: Timeline, aborted: Sequence[ServedRequest]) -> str:
+    evicted = [request.engine for request in aborted if request.outcome == "evicted"]
+    if 2 * len(evicted) >= len(aborted):
+        (engine, num), *_ = Counter(evicted).most_common(1)
+        why = [state.why for state in timeline.states if state.engine == engine and state.state != "open"]
+        return f"{engine} gave {num} of them back" + (f" ({why[-1]})" if why and why[-1] else "")
+    near = [
+        request
+        for request in aborted
+        if any(p.start_s - CLOSE_S <= request.end_s <= p.end_s + CLOSE_S for p in timeline.publications)
+    ]
+    if 2 * len(near) >= len(aborted):
+        return f"publications of weights stopped {len(near)} of them"
+    return "the schedule stopped them: it parks or discards what it launched"
+
+
+def _zero_variance(steps: Sequence[Figures]) -> Advisory | None:
+    share = _mean(steps, "frac_reward_zero_std")
+    filtered = _sums(steps, "groups/filtered/").get("zero_variance", 0.0)
+    trained = sum(row.get("groups/trained") or 0.0 for row in steps)
+    if filtered:
+        share = (share * trained + filtered) / (trained + filtered)
+    if not steps or share < ZERO_VARIANCE_SHARE:
+        return None
+    text = f"In {share:.0%} of the groups of {_last(steps)} all rewards are equal, so they teach "
+    text += f"nothing. The mean reward is {_mean(steps, 'reward'):g}: "
+    if all((row.get("reward_std") or 0.0) == 0.0 and not row.get("reward") for row in steps):
+        why = "no sample is right. The prompts are too hard, or the reward function recognises no answer"
+    elif _mean(steps, "reward") > 0:
+        why = "most groups are all right or all wrong. Use prompts of middling difficulty"
+    else:
+        why = "most groups get the same reward. Look at the reward function and at the prompts"
+    return Advisory("groups without variance", text + why + ".")
+
+
+def _truncation(steps: Sequence[Figures]) -> Advisory | None:
+    share = _mean(steps, "completions/clipped_ratio")
+    if not steps or share < TRUNCATED_SHARE:
+        return None
+    longest = max(row.get("completions/max_length") or 0.0 for row in steps)
+    text = f"{share:.0%} of the samples of {_last(steps)} end at the length limit "
+    text += f"({longest:.0f} tokens): their rewards are those of unfinished answers. "
+    return Advisory("truncation", text + "Raise sampling.max_completion_tokens, or shorten the answers.")
+
+
+def _failures(steps: Sequence[Figures]) -> Advisory | None:
+    failed = _sums(steps, "completions/failed/")
+    samples = sum(row.get("samples/trained") or 0.0 for row in steps)
+    num = sum(failed.values())
+    if not num or num < FAILED_SHARE * (num + samples):
+        return None
+    reason = max(failed, key=lambda name: failed[name])
+    text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
+    return Advisory("rewards fail", text)
+
+
+def _no_calls(steps: Sequence[Figures]) -> Advisory | None:
+    if not steps or any(row.get(f"rewards/{CALLS}") != 0.0 for row in steps):
+        return None
+    text = (
+        f"No sample of {_last(steps)} calls a tool. Either the model does not know the tools, or it writes "
+    )
+    return Advisory("no calls", text + "calls in another format than environment.parser: look at samples.")
+
+
+def _last(steps: Sequence[Figures]) -> str:
+    return f"the last {len(steps)} steps" if len(steps) > 1 else "the last step"
+
+
+def _mean(steps: Sequence[Figures], key: str) -> float:
+    values = [value for row in steps if (value := row.get(key)) is not None]
+    return fmean(values) if values else 0.0
+
+
+def _sums(steps: Sequence[Figures], prefix: str) -> Mapping[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row in steps:
+        for key, value in row.items():
+            if key.startswith(prefix) and value:
+                sums[key.removeprefix(prefix)] += value
+    return sums
