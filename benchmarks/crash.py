@@ -44,7 +44,7 @@ from tailrace import clock
 from tailrace.commands.live import open_parts, rewind
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
-from tailrace.engine.counter import counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.recovery import StartingPoint, first_life, totals_of
 from tailrace.ledger.sqlite import SqliteStore

@@ -38,8 +38,8 @@ from transformers.utils import logging
 from kl_policies import LENGTH, MAX_LAG, Array, Policy, divergence, mixed, respond, switch_positions
 from tailrace.commands.train import train
 from tailrace.config import RunConfig, load_config
+from tailrace.data.encoding import load_tokenizer
 from tailrace.data.open import open_prompts
-from tailrace.data.tokenizer import load_tokenizer
 from tailrace.types import KV, Prompt
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "quickstart.toml"

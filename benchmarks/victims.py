@@ -18,11 +18,10 @@ from typing import Any
 
 import tomli_w
 
-from tailrace.engine.counter import counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import Books
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Event, RequestEnded, RequestStarted, RoundStarted
 

@@ -32,7 +32,7 @@ from statistics import median
 from engine import SIZES, VOCABULARY, make_model
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings, VllmEngineSettings
 from tailrace.trainer.base import TrainerSettings

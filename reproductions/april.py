@@ -22,8 +22,8 @@ from statistics import fmean
 from typing import Literal
 
 from reproductions.base import Figure, Kind, Paper, Table
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import Schedule, Simulated, simulate

@@ -6,9 +6,9 @@ from typing import Literal
 
 from tailrace.reward.judge_memory import IN_TRANSIT, MIB, LayerBudget
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.sim.profiles import MODELS
+from tailrace.sim.cluster import MODELS
+from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimEngineSettings, SimHostSettings, SimJudgeSettings
-from tailrace.sim.steps import Steps
 
 JUDGE = "Qwen2.5-7B"
 """Qwen2.5-7B-Instruct (section 6)."""

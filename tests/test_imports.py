@@ -45,7 +45,7 @@ INSIDES = {
     # A sample is played as an episode.
     ("rollout", "environments.episode"),
     # What stands between two turns is written by the chat template.
-    ("environments", "data.tokenizer"),
+    ("environments", "data.encoding"),
     # An agent's first request is encoded like a prompt of the data.
     ("environments", "data.encoding"),
     # The endpoint of agents has the requests, replies and guard of the engine's.
@@ -62,15 +62,15 @@ INSIDES = {
     ("sim", "reward.judge_memory"),
     ("sim", "reward.judge_settings"),
     # Simulated rows come in epochs like real ones.
-    ("sim", "data.epochs"),
+    ("sim", "data.base"),
     # The tasks of a taskset are the data of its environment.
     ("environments", "data.taskset"),
     # A served engine takes text.
-    ("engine", "data.tokenizer"),
+    ("engine", "data.encoding"),
     # A vLLM server is told the name of our transfer backend.
     ("engine", "weights.vllm_plugin"),
     # A worker process is where the insides of these rooms run.
-    ("workers", "data.tokenizer"),
+    ("workers", "data.encoding"),
     ("workers", "engine"),
     ("workers", "reward"),
     ("workers", "trainer"),

@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.config import load_config
 from tailrace.data.base import ProceduralSettings
+from tailrace.data.encoding import load_tokenizer
 from tailrace.data.open import open_prompts
 from tailrace.data.procedural import Task, is_held_out
-from tailrace.data.tokenizer import load_tokenizer
 from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
 from tailrace.engine.native.engine import NativeEngine
 

@@ -14,8 +14,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.check import check_algorithm
+from tailrace.algo.base import AlgorithmSettings, check_algorithm
 from tailrace.controller.base import RunSettings
 from tailrace.data.base import TASKSET_KEYS, DataSettings
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings

@@ -6,8 +6,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from tailrace.algo.base import PRESETS, AlgorithmSettings, Preset
-from tailrace.algo.check import check_algorithm
+from tailrace.algo.base import PRESETS, AlgorithmSettings, Preset, check_algorithm
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import ConfigError
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from tailrace.algo.advantages import ComputeAdvantages, overlong_penalty
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.compute_advantages import ComputeAdvantages, overlong_penalty
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 REWARDS = (1.0, 0.0, 0.5, None)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kl_policies import LENGTH, MAX_LAG, Policy, divergence, mixed, respond, switch_positions
 from kl_study import interval, mean_lag, resample
-from tailrace.data.tokenizer import load_tokenizer
+from tailrace.data.encoding import load_tokenizer
 from tailrace.types import KV, Prompt
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"

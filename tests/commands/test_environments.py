@@ -17,7 +17,7 @@ from tailrace.api import load_config
 from tailrace.commands.environments import calls_reward_functions, open_play, unused_rewards
 from tailrace.commands.live import check_live, open_parts, rewind, training_prompts
 from tailrace.controller.execution import execute
-from tailrace.data.tokenizer import load_tokenizer, text_of
+from tailrace.data.encoding import load_tokenizer, text_of
 from tailrace.errors import ConfigError
 from tailrace.record.events import BooksClosed, Event, Recorder, Stepped
 from tailrace.record.metrics import MetricsWriter

@@ -9,8 +9,7 @@ import pytest
 from tailrace.commands.inspect import inspect
 from tailrace.config import RunConfig
 from tailrace.ledger.base import FORMAT, Cut, GroupRow, LedgerSettings, LifeRow, RunRow, SampleRow
-from tailrace.ledger.open import LEDGER_FILE
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.sqlite import LEDGER_FILE, SqliteStore
 
 TURNS = (
     '[{"num_tokens":3,"finish_reason":"stop","results":["7",null],"observation_ids":[8,9],'

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 
-from tailrace.engine.counter import counted_tokens
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.engine.base import counted_tokens
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]

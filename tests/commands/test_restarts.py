@@ -13,9 +13,8 @@ from pathlib import Path
 from small_run import EXAMPLES, trained_prompts
 
 from helpers.processes import worker_of
-from tailrace.engine.counter import counted_tokens
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.engine.base import counted_tokens
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 
 

@@ -8,9 +8,7 @@ import pytest
 
 from tailrace.api import load_config, train
 from tailrace.commands.live import _check_capabilities
-from tailrace.engine.base import Capabilities
-from tailrace.engine.counter import TokenCounter
-from tailrace.engine.life import EngineLife
+from tailrace.engine.base import Capabilities, EngineLife, TokenCounter
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.model_folder import context_length

@@ -14,9 +14,8 @@ from helpers.processes import worker_of
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.train import opened
 from tailrace.config import load_config
-from tailrace.engine.counter import counted_tokens
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.engine.base import counted_tokens
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 
 

@@ -21,10 +21,9 @@ from tailrace.commands.folder import ONLY_OF_THE_TRAINER, RunFolder
 from tailrace.commands.live import check_live
 from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
-from tailrace.engine.counter import counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.timeline import RunTimelines
 from tailrace.schedules.resolve import with_published_defaults

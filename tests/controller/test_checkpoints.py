@@ -11,7 +11,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simu
 from tailrace.controller.base import Parts
 from tailrace.controller.simulation import simulated_parts
 from tailrace.errors import CheckpointError
-from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import read_books
 from tailrace.record.events import RoundStarted, Saved, Stepped
 
 SERIAL = SCHEDULES_BY_NAME["serial"]

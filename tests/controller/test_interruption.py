@@ -7,8 +7,7 @@ import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
 from tailrace.ledger.base import Books
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.record.events import BooksClosed, Evaluated, Published, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 

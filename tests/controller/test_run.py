@@ -42,7 +42,7 @@ from tailrace.errors import (
     StalenessError,
     Stuck,
 )
-from tailrace.ledger.read import read_books
+from tailrace.ledger.recovery import read_books
 from tailrace.record.events import (
     Accumulated,
     ControllerLag,

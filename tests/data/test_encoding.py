@@ -118,7 +118,7 @@ def test_a_prompt_without_a_token_is_a_bad_row(template):
 
 
 def test_a_chat_template_without_an_end_is_an_error(monkeypatch):
-    monkeypatch.setattr("tailrace.data.tokenizer.TEMPLATE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tailrace.data.encoding.TEMPLATE_TIMEOUT_S", 0.05)
     loop = "{% for a in range(6000) %}{% for b in range(6000) %}{% endfor %}{% endfor %}"
     with pytest.raises(ConfigError, match=r"its chat template did not end within 0\.05 s"):
         PromptEncoder(settings(), character_tokenizer(loop)).encode("1+1")

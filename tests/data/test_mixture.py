@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tailrace.data.base import MixtureSettings
-from tailrace.data.mixture import PAGE, MixedPrompts, shares
 from tailrace.data.open import open_prompts
+from tailrace.data.rows import PAGE, MixedPrompts, shares
 from tailrace.types import Prompt
 
 

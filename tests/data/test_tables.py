@@ -2,9 +2,9 @@
 
 import pytest
 
-from tailrace.data import tables
+from tailrace.data import rows
 from tailrace.data.base import RowsSettings
-from tailrace.data.tables import open_table
+from tailrace.data.rows import open_table
 from tailrace.errors import ConfigError
 
 SPLITS = {name: [{"prompt": f"{name} {n}"} for n in range(3)] for name in ("train", "validation", "test")}
@@ -14,7 +14,7 @@ SPLITS = {name: [{"prompt": f"{name} {n}"} for n in range(3)] for name in ("trai
 def folders(tmp_path, monkeypatch):
     """Stands in for reading: what each folder holds. The reading itself is tested below."""
     held = {}
-    monkeypatch.setattr(tables, "_read", lambda key, path: held[path.name])
+    monkeypatch.setattr(rows, "_read", lambda key, path: held[path.name])
 
     def settings(found, found_for_eval=None, **given):
         held.update(data=found, held_out=found_for_eval)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tailrace.data.tokenizer import load_tokenizer, text_of
+from tailrace.data.encoding import load_tokenizer, text_of
 from tailrace.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_torch_is_not_imported_for_the_data(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     program = (
         "import sys; from pathlib import Path\n"
-        "from tailrace.data.tokenizer import load_tokenizer\n"
+        "from tailrace.data.encoding import load_tokenizer\n"
         "import tailrace.data.open, tailrace.reward.functions\n"
         f"load_tokenizer(Path({str(tmp_path)!r})); print('torch' in sys.modules)"
     )

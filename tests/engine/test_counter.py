@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.engine.counter import TokenCounter, count_in, counted_tokens
+from tailrace.engine.base import TokenCounter, count_in, counted_tokens
 from tailrace.errors import LedgerError
 
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter
 for number in range(100):
     path = Path(sys.argv[1]) / f"engine-{number}-1.count"
     child = os.fork()

@@ -1,6 +1,6 @@
 """The figures of a vLLM server's metrics page."""
 
-from tailrace.engine.prometheus import CacheFigures, read_figures
+from tailrace.engine.http import CacheFigures, read_figures
 
 PAGE = """\
 # HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.

@@ -9,8 +9,7 @@ import pytest
 from helpers.engine_contract import fresh_samples
 from tailrace import clock
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, Usage
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import Capabilities, TokenCounter, Usage
 from tailrace.engine.supervised import (
     FIRST_PAUSE_S,
     TRANSFER_PAUSE_S,

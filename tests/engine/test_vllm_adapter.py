@@ -15,7 +15,7 @@ from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import save_tiny_model
 from tailrace.engine import http
 from tailrace.engine import supervised as supervision
-from tailrace.engine.vllm_adapter import max_rank
+from tailrace.engine.vllm import max_rank
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router

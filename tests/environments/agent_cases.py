@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.data.base import RowsSettings
-from tailrace.data.tokenizer import load_tokenizer, text_of
+from tailrace.data.encoding import load_tokenizer, text_of
 from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import Environment
 from tailrace.environments.chat import Chat

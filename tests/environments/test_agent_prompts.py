@@ -8,7 +8,7 @@ from agents_of_tests import TOOL
 
 from helpers.tiny_models import letter_tokenizer
 from tailrace.data.base import MixedRowsSettings, MixtureSettings, RowsSettings
-from tailrace.data.tokenizer import load_tokenizer
+from tailrace.data.encoding import load_tokenizer
 from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.errors import BadRow, ConfigError
 from tailrace.types import Prompt

@@ -11,7 +11,7 @@ import pytest
 from characters import tokenizer
 
 from tailrace.data.base import RowsSettings
-from tailrace.data.tokenizer import text_of
+from tailrace.data.encoding import text_of
 from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.base import EpisodeOver, Outcome
 from tailrace.environments.chat import Chat

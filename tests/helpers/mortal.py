@@ -8,8 +8,7 @@ from dataclasses import replace
 from tailrace.controller.base import Parts
 from tailrace.controller.run import Run
 from tailrace.controller.simulation import simulated_parts
-from tailrace.engine.base import Usage
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter, Usage
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EngineDied, TransferFailed
 from tailrace.sim.engine import SimEngine

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.compute_advantages import ComputeAdvantages
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import Outcome as Ended
 from tailrace.controller.execution import execute
@@ -22,8 +22,7 @@ from tailrace.engine.base import Usage
 from tailrace.ledger.base import Cut, RunRow, Store
 from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.rollout.placement import DISAGGREGATED, Shared

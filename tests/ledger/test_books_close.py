@@ -33,10 +33,8 @@ from helpers.virtual import (
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import simulated_parts
-from tailrace.ledger.base import Books
-from tailrace.ledger.lineage import distance
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.base import Books, distance
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.errors import BadRow, LedgerError
-from tailrace.ledger.base import LifeRow, Origin, Store
+from tailrace.ledger.base import LifeRow, Origin, Store, distance
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.lineage import distance
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed

@@ -26,9 +26,8 @@ from tailrace.ledger.base import (
     TokensRow,
     TrainingRow,
 )
-from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
-from tailrace.ledger.read import read_books
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import read_books
+from tailrace.ledger.sqlite import SqliteStore, create_store, has_begun, has_trained, open_store
 from tailrace.types import SampleId
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import RewardFailed
-from tailrace.reward.cases import (
+from tailrace.reward.code import (
     AssertCase,
     CallCase,
     StdinCase,

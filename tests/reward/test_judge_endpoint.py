@@ -9,11 +9,9 @@ import pytest
 from judge_cases import SILENCE, Endpoint, serving
 
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.reward import judge_endpoint
+from tailrace.reward import judge
 from tailrace.reward.base import Call
-from tailrace.reward.judge import Verdict
-from tailrace.reward.judge_answers import AnswerCache, score_reader
-from tailrace.reward.judge_endpoint import EndpointJudge, check_endpoint
+from tailrace.reward.judge import AnswerCache, EndpointJudge, Verdict, check_endpoint, score_reader
 from tailrace.reward.judge_settings import EndpointJudgeSettings
 
 
@@ -45,7 +43,7 @@ def judged(use: Use, *answers: str | int, timeout_s: float = 30.0, **changes: ob
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_endpoint, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.001)
 
 
 async def ask_once(judge: EndpointJudge, endpoint: Endpoint) -> tuple[Verdict, int]:

@@ -12,9 +12,8 @@ from helpers.tiny_models import letter_tokenizer, save_tiny_model, tiny_config
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import TRANSFORMERS_BYTES, ModelShape
 from tailrace.reward.judge_memory import LayerBudget, batches, check_folder, judge_memory
-from tailrace.reward.judge_model import ModelJudge
+from tailrace.reward.judge_model import ModelJudge, StreamedLayers
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.reward.streamed_layers import StreamedLayers
 
 LAYERS = 5
 TEXTS = ["ABC", "ABCDEFGHIJ", "Z", "ABD", "XYZXYZ"]

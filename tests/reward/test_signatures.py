@@ -11,8 +11,7 @@ import torch
 from tailrace.data.base import ProceduralSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings
-from tailrace.reward.functions import RewardFunction, Scorer
-from tailrace.reward.signatures import recognise
+from tailrace.reward.functions import RewardFunction, Scorer, recognise
 
 MESSAGES = [{"role": "user", "content": "1+1"}]
 VERL_ROW = {

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from tailrace.rollout.ages import Ages
+from tailrace.rollout.pool import Ages
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

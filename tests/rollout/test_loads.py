@@ -3,7 +3,7 @@
 import random
 
 from tailrace import clock
-from tailrace.rollout.loads import EngineLoads
+from tailrace.rollout.router import EngineLoads
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 

@@ -7,8 +7,7 @@ import pytest
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.record.events import EngineStateChanged, Preempted, RoundStarted
-from tailrace.rollout.parallelism import TensorParallelRule
-from tailrace.rollout.placement import Shared, lendable
+from tailrace.rollout.placement import Shared, TensorParallelRule, lendable
 from tailrace.rollout.progress import KnownLengths, peak_kv
 from tailrace.schedules.serial import serial
 from tailrace.types import Sample

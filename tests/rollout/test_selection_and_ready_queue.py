@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from tailrace import clock
 from tailrace.errors import NeverComes
-from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.rollout.in_flight import SamplesInFlight
-from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
-from tailrace.rollout.ready_queue import ReadyQueue
-from tailrace.rollout.selection import earliest, feasible, fits, trained_tokens
+from tailrace.rollout.admission import (
+    AtMost,
+    Frontier,
+    FrontierFirst,
+    ReadyQueue,
+    earliest,
+    feasible,
+    fits,
+    trained_tokens,
+)
+from tailrace.rollout.pool import PartialRolloutBuffer, SamplesInFlight
 from tailrace.types import Group, Prompt, Sample, SampleId, Turn
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.virtual import SETTINGS, SIM, ZERO_VARIANCE, change, simulate
 from tailrace.controller.run import Run
-from tailrace.rollout.selection import Select
+from tailrace.rollout.admission import Select
 from tailrace.schedules.window import due_counts, window
 from tailrace.types import Group
 

@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 from tailrace.commands.virtual import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.sim.cluster import rates
-from tailrace.sim.profiles import MODELS, Model
+from tailrace.sim.cluster import MODELS, Model, rates
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,

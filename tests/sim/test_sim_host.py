@@ -8,8 +8,7 @@ import pytest
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SETTINGS, SIM, change, simulate
 from tailrace import clock
 from tailrace.record.events import EngineStateChanged
-from tailrace.sim.engine import SimEngine
-from tailrace.sim.faults import let_die
+from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.reward import SimRewards
 from tailrace.sim.settings import SimFaultSettings, SimHostSettings, SimRewardSettings

@@ -13,8 +13,6 @@ from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
 from tailrace.schedules import SCHEDULES
-from tailrace.sim.chance import Chance
-from tailrace.sim.lengths import law_of, read_lengths
 from tailrace.sim.settings import (
     EmpiricalSettings,
     RecordedSettings,
@@ -22,7 +20,7 @@ from tailrace.sim.settings import (
     TableSettings,
     UniformSettings,
 )
-from tailrace.sim.world import Lengths, SimPrompts
+from tailrace.sim.world import Chance, Lengths, SimPrompts, law_of, read_lengths
 from tailrace.types import Group, Sample, SampleId
 
 NORMAL = NormalDist()

@@ -6,9 +6,8 @@ import pytest
 
 from helpers.virtual import EXACT, change
 from tailrace import clock
-from tailrace.sim.engine import SimEngine
+from tailrace.sim.engine import SimEngine, Steps
 from tailrace.sim.settings import SimEngineSettings
-from tailrace.sim.steps import Steps
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 TEN = EXACT.engines

@@ -4,7 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
-from tailrace.trainer.attention import packed_causal_attention
+from tailrace.trainer.model import packed_causal_attention
 
 MODULE = torch.nn.Identity()
 

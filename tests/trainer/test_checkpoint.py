@@ -8,7 +8,7 @@ from trainer_cases import make_units
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tailrace.errors import CheckpointError
-from tailrace.trainer import state_files
+from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.checksums import verify
 from tailrace.trainer.trainer import TorchTrainer
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_old_one_stay
 def test_moments_that_are_missing_as_a_whole_are_a_defect(
     make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "FILE_BYTES", 5100)  # the random state and the counts, nothing else
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 5100)  # the random state and the counts, nothing else
     trainer = make_trainer()
     steps(trainer, range(1))
     trainer.save(tmp_path / "checkpoint")()

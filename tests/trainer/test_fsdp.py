@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.launch import Ranks, joined, listen
+from tailrace.trainer.distributed import Ranks, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 
 HOST = "127.0.0.1"

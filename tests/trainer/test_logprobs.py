@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailrace.trainer import logprobs
-from tailrace.trainer.logprobs import token_logprobs
+from tailrace.trainer import model
+from tailrace.trainer.model import token_logprobs
 
 
 def leaves(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -20,7 +20,7 @@ def naive(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, tempera
 
 @pytest.fixture(params=[9, 27, 1 << 20], ids=["a row at a time", "3 rows at a time", "one chunk"])
 def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("chunk_elements")

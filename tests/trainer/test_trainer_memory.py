@@ -9,13 +9,12 @@ from torch import Tensor
 
 from helpers.tiny_models import save_tiny_model
 from tailrace.memory import ITEM_BYTES, ModelShape, gib, largest_phase
-from tailrace.trainer import memory, state_files
+from tailrace.trainer import checkpoint, memory
 from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.fsdp import DTYPES
-from tailrace.trainer.logprobs import CHUNK_ELEMENTS
+from tailrace.trainer.distributed import DTYPES
 from tailrace.trainer.memory import TrainerWork, block_activation_bytes, trainer_memory
-from tailrace.trainer.model import PolicyModel, hidden_states
+from tailrace.trainer.model import CHUNK_ELEMENTS, PolicyModel, hidden_states
 from tailrace.types import SampleId
 
 QWEN3 = ModelShape(
@@ -157,7 +156,7 @@ def test_the_processes_of_a_trainer_are_counted_once() -> None:
 
 
 def test_the_constants_are_those_of_the_trainer() -> None:
-    assert (memory.LOGITS_AT_ONCE, memory.FILE_BYTES) == (CHUNK_ELEMENTS, state_files.FILE_BYTES)
+    assert (memory.LOGITS_AT_ONCE, memory.FILE_BYTES) == (CHUNK_ELEMENTS, checkpoint.FILE_BYTES)
 
 
 def test_the_largest_phase_is_what_counts() -> None:

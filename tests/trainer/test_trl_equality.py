@@ -23,7 +23,7 @@ from trl_reference import (
 )
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.trainer import attention
+from tailrace.trainer import model
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.trainer import TorchTrainer
@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
     samples = [TrainingSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
     # A sum over tokens is larger than a mean: the fused kernel's rounding moves it by 1.9e-6.
     if case.trainer == "RLOO":
-        monkeypatch.setattr(attention, "attention_kernels", partial(sdpa_kernel, SDPBackend.MATH))
+        monkeypatch.setattr(model, "attention_kernels", partial(sdpa_kernel, SDPBackend.MATH))
     trainer.accumulate([samples[:3], samples[3:]])
     stats = trainer.step()
     trainer.save(tmp_path / "trained")()

@@ -10,7 +10,7 @@ from torch import Tensor
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.launch import Ranks
+from tailrace.trainer.distributed import Ranks
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 

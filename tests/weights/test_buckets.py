@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tailrace.weights.base import TensorInfo
-from tailrace.weights.buckets import buckets, num_bytes, pack, unpack
+from tailrace.weights.process_group import buckets, num_bytes, pack, unpack
 from tailrace.weights.tensors import manifest
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

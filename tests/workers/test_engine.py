@@ -19,8 +19,7 @@ from worker_cases import DEADLINE_S, process_of
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.episodes import answer
 from helpers.tiny_models import VOCABULARY, save_tiny_model
-from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest, TokenCounter
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines

@@ -12,7 +12,7 @@ from worker_cases import DEADLINE_S, process_of
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import Evicted, NotWoken

@@ -4,6 +4,9 @@ A [C] tensor holds the C completion tokens of all samples, one sample after anot
 values, returns. `num_tokens` is [N]: the completion tokens of each sample, none of them zero. A loss is a
 value for each token; `token_weights` gives the weights of their sum. The sum is divided once by the count of
 the whole optimizer step, so the result does not depend on the number of micro-batches.
+
+Beside the losses: importance weights for tokens that another policy generated, estimators of a KL divergence
+from tokens that one of the two policies generated, and the effective sample size (ESS).
 """
 
 from typing import NamedTuple
@@ -11,8 +14,83 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailrace.algo.base import Normalize
-from tailrace.algo.segments import spread, sums
+from tailrace.algo.base import Correction, KLEstimator, Normalize
+
+
+def kl(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(p || q) at each token that p generated (Schulman 2020, "Approximating KL Divergence"): [C].
+
+        r = q / p
+        k1 = -log r             unbiased, of high variance; its own gradient is zero in expectation
+        k2 = (log r)^2 / 2      biased, of low variance; its gradient is that of the KL
+        k3 = (r - 1) - log r    unbiased and never negative (GRPO, DeepSeekMath, eq. 4)
+
+    In a loss, k1 therefore has no effect on average. In the reward its gradient is the KL's
+    (algo/advantages.py).
+
+    Args:
+        logprobs: [C] log p
+        other_logprobs: [C] log q
+    """
+    log_ratio = other_logprobs - logprobs
+    match estimator:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            return log_ratio.expm1() - log_ratio
+
+
+MAX_LOG_WEIGHT = 300.0
+"""e^300 and its square fit a float64 with room for a sum. One token beyond it dominates the effective sample
+size completely, so this bound does not change the result."""
+
+
+class WeightSums(NamedTuple):
+    """Sums over tokens of w = pi / mu; float64 scalars. Sums of the parts of a batch add up."""
+
+    weights: Tensor
+    """Sum of w."""
+    squares: Tensor
+    """Sum of w^2."""
+
+
+def weight_sums(logprobs: Tensor, behavior_logprobs: Tensor) -> WeightSums:
+    """Sum the unclamped weights w = pi / mu and their squares.
+
+    Args:
+        logprobs: [C] under the current policy pi.
+        behavior_logprobs: [C] under the policies mu that generated the tokens.
+    """
+    log_weights = (logprobs - behavior_logprobs).double()
+    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    return WeightSums(weights.sum(), (weights**2).sum())
+
+
+def effective_sample_size(weights: float, squares: float, num_tokens: int) -> float:
+    """(sum w)^2 / (N sum w^2) over N tokens, a share in (0, 1] (PipelineRL 5). It is 1 for no tokens.
+
+    The weights are not clamped: clamped weights would hide the tokens that it is to detect.
+
+    Example:
+        >>> effective_sample_size(4.0, 10.0, num_tokens=2)
+        0.8
+    """
+    return weights / squares * weights / num_tokens if num_tokens else 1.0
+
+
+def sums(values: Tensor, num_tokens: Tensor) -> Tensor:
+    """Sum `values` [C] over the tokens of each sample: [N]."""
+    samples = torch.arange(len(num_tokens), device=values.device).repeat_interleave(num_tokens)
+    return torch.zeros(len(num_tokens), dtype=values.dtype, device=values.device).index_add(
+        0, samples, values
+    )
+
+
+def spread(values: Tensor, num_tokens: Tensor) -> Tensor:
+    """Repeat each sample's value, of `values` [N], for each of its tokens: [C]."""
+    return values.repeat_interleave(num_tokens)
 
 
 class PolicyLoss(NamedTuple):
@@ -113,3 +191,34 @@ def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
     return PolicyLoss(per_token, (too_high | too_low).detach())
+
+
+@torch.no_grad()
+def importance_weights(
+    logprobs: Tensor, behavior_logprobs: Tensor, num_tokens: Tensor, *, correction: Correction, cap: float
+) -> Tensor:
+    """Compute the factor of each token's loss. No gradient flows through it.
+
+        w = pi / mu for each token
+        none      1
+        truncate  min(cap, w)                            PipelineRL 2 (later version), eq. 5; TIS
+        mask      w, or 0 where w > cap
+        sequence  min(cap, prod of the sample's w)       PipelineRL 2 (earlier version), eq. 5
+
+    Args:
+        logprobs: [C] under the policy pi that the loss assumes to have generated the tokens.
+        behavior_logprobs: [C] under the policies mu that generated them.
+        num_tokens: [N] completion tokens of each sample, none of them zero. Their sum is C.
+
+    Returns:
+        [C]
+    """
+    log_weights = logprobs - behavior_logprobs
+    if correction == "none":
+        return torch.ones_like(log_weights)
+    if correction == "sequence":
+        return spread(sums(log_weights, num_tokens).exp().clamp(max=cap), num_tokens)
+    weights = log_weights.exp()
+    if correction == "mask":
+        return weights.where(weights <= cap, 0.0)
+    return weights.clamp(max=cap)

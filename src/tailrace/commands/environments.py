@@ -5,8 +5,7 @@ from contextlib import asynccontextmanager
 
 from tailrace.config import RunConfig
 from tailrace.data.base import ProceduralSettings, Prompts, sources_of
-from tailrace.data.encoding import LEFT_OUT, PromptEncoder
-from tailrace.data.tokenizer import Tokenizer, text_of
+from tailrace.data.encoding import LEFT_OUT, PromptEncoder, Tokenizer, text_of
 from tailrace.environments.agent_prompts import AgentPrompts, RequestEncoder
 from tailrace.environments.chat import Chat
 from tailrace.environments.open import check_environment, gives_every_reward, open_environment, tools_of

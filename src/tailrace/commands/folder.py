@@ -25,7 +25,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tailrace.engine.counter import COUNTS_FOLDER
+from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
 from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_weights
 

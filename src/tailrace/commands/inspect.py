@@ -12,12 +12,11 @@ from rich.table import Table
 
 from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig
-from tailrace.engine.counter import COUNTS_FOLDER, counted_tokens
+from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
-from tailrace.ledger.open import open_store
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import held_tokens_of, totals_of
+from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
+from tailrace.ledger.sqlite import open_store
 from tailrace.types import Turn
 
 NUM_OLDEST = 5

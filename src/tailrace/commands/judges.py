@@ -10,8 +10,14 @@ from tailrace.data.base import MixedSettings, sources_of
 from tailrace.devices import check_device
 from tailrace.errors import ConfigError
 from tailrace.reward.base import Call, Rewards, RewardSettings
-from tailrace.reward.judge import Judge, WithJudges, check_sources, check_templates
-from tailrace.reward.judge_endpoint import EndpointJudge, check_endpoint
+from tailrace.reward.judge import (
+    EndpointJudge,
+    Judge,
+    WithJudges,
+    check_endpoint,
+    check_sources,
+    check_templates,
+)
 from tailrace.reward.judge_memory import check_folder
 from tailrace.reward.judge_settings import EndpointJudgeSettings
 from tailrace.types import Prompt

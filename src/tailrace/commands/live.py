@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.commands.environments import (
     calls_reward_functions,
     check_episodes,
@@ -22,8 +22,8 @@ from tailrace.commands.placement import check_placement, device_map, shared
 from tailrace.config import RunConfig, require_sections
 from tailrace.controller.base import Parts
 from tailrace.data.base import Prompts, Split, sources_of
+from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
-from tailrace.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from tailrace.devices import check_device
 from tailrace.engine.base import Engine
 from tailrace.engine.native.support import check_model

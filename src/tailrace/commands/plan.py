@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.commands.folder import RunFolder
 from tailrace.commands.tables import open_console, print_table, progress
 from tailrace.commands.virtual import costs_given, sim_max_tokens, without_rates
@@ -23,8 +23,8 @@ from tailrace.plan.candidates import Candidate
 from tailrace.plan.plan import Measured, Problem
 from tailrace.plan.search import Plan, search
 from tailrace.schedules.resolve import resolve, with_published_defaults
-from tailrace.sim.lengths import read_lengths, read_recorded
 from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
+from tailrace.sim.world import read_lengths, read_recorded
 
 FIGURES = {
     "step_s": "step_s",

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from tailrace import clock
 from tailrace.commands.signals import signals_received
-from tailrace.data.tokenizer import Tokenizer, load_tokenizer
+from tailrace.data.encoding import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
-from tailrace.engine.connection import TOKEN_VARIABLE
+from tailrace.engine.http import TOKEN_VARIABLE
 from tailrace.engine.native.support import check_model
 from tailrace.engine.serve.settings import ServedModel, ServeSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings

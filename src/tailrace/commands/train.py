@@ -26,14 +26,13 @@ from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import Outcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
-from tailrace.engine.counter import counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
-from tailrace.ledger.open import create_store, has_begun, has_trained, open_store
-from tailrace.ledger.read import read_books
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
+from tailrace.ledger.sqlite import create_store, has_begun, has_trained, open_store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
 from tailrace.record.figures import Row
@@ -44,7 +43,7 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.reward.failures import WithFailureLimit
+from tailrace.reward.functions import WithFailureLimit
 from tailrace.schedules.resolve import BoundSchedule, resolve, with_published_defaults
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from tailrace import clock
-from tailrace.algo.compute_advantages import ComputeAdvantages
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.commands.placement import sim_shared
 from tailrace.config import RunConfig
 from tailrace.controller.execution import execute
@@ -12,8 +12,8 @@ from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.schedules.resolve import BoundSchedule
 from tailrace.sim.cluster import rates
-from tailrace.sim.lengths import law_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimSettings
+from tailrace.sim.world import law_of
 
 OF_DEVICES = {
     "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tailrace.algo.compute_advantages import GRPO
+from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run

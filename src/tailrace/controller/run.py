@@ -21,23 +21,88 @@ from tailrace import clock
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.interruption import Interruption
-from tailrace.controller.prompts import PromptSource
-from tailrace.controller.publication import WeightUpdate
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
-from tailrace.errors import GroupsLost, NotFinite, ScheduleError, StalenessError
+from tailrace.data.base import Prompts
+from tailrace.engine.base import Engine
+from tailrace.errors import BadRow, ConfigError, GroupsLost, NotFinite, ScheduleError, StalenessError
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
+from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
-from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
 from tailrace.rollout.placement import make_placement
-from tailrace.rollout.pool import ComputeAdvantages, Pool
-from tailrace.rollout.reference import WithReference
-from tailrace.rollout.router import Router
-from tailrace.types import KV, Batch, Group, Sample, SampleId, samples_of, units_of
+from tailrace.rollout.pool import Ages, ComputeAdvantages, PartialRolloutBuffer, Pool
+from tailrace.rollout.router import Router, WithReference
+from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
+from tailrace.weights.base import Weights
+
+MAX_CONSECUTIVE_BAD_ROWS = 10_000
+"""A row without a usable prompt is skipped and counted. This many in succession end the run."""
+
+
+class PromptSource:
+    """Draws each row of the data once, in order. The ledger counts the rows drawn."""
+
+    def __init__(self, prompts: Prompts, settings: RunSettings, ledger: Ledger, recorder: Recorder) -> None:
+        self._prompts, self._settings, self._ledger, self._recorder = prompts, settings, ledger, recorder
+
+    def group(self, num_samples: int, round: int) -> Group:
+        """A group of the next prompt.
+
+        Raises:
+            ConfigError: the data has no usable row left.
+        """
+        group = Group(self._next_prompt(), self._settings.group_size, [], num_samples, round_drawn=round)
+        group.samples = self.samples(group, num_samples)
+        self._ledger.draw(group)
+        return group
+
+    def samples(self, group: Group, n: int) -> list[Sample]:
+        """New samples for the current attempt of a group."""
+        ids = [SampleId(group.prompt.index, group.attempt, number) for number in range(n)]
+        return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
+
+    def _next_prompt(self) -> Prompt:
+        for _ in range(MAX_CONSECUTIVE_BAD_ROWS):
+            index = self._ledger.totals.num_drawn
+            try:
+                return self._prompts[index]
+            except BadRow as bad:
+                self._ledger.skip()
+                self._recorder.emit(RowSkipped(clock.now(), index, bad.reason))
+                reason = bad.reason
+        problem = f"{MAX_CONSECUTIVE_BAD_ROWS} rows in succession have no usable prompt"
+        raise ConfigError("data", reason, problem, "check the data")
+
+
+class WeightUpdate:
+    """Loads one version into every engine, between two decode steps.
+
+    Args:
+        tasks: the loads run in this task group.
+        kv: whether engines keep or recompute the KV cache of requests in flight.
+        ages: of the groups that engines may be working on.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        engines: Sequence[Engine],
+        weights: Weights,
+        kv: KV,
+        ages: Ages,
+    ) -> None:
+        self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines]
+        ages.published(lambda: all(load.done() for load in self._loads))
+
+    async def arrived(self) -> None:
+        """Wait until every engine has loaded the version."""
+        if self._loads:
+            await asyncio.wait(self._loads)
+
 
 MAX_NOT_FINITE = 3
 """Consecutive optimizer steps without a finite loss or gradient that end the run. Their gradients are

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace import clock
-from tailrace.algo.compute_advantages import GRPO
+from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.data.epochs import Epochs
+from tailrace.data.base import Epochs
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
 from tailrace.record.steps import StepMeter
@@ -18,8 +18,7 @@ from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
 from tailrace.sim.cluster import rates
-from tailrace.sim.engine import SimEngine
-from tailrace.sim.faults import let_die
+from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.judge import SimJudges, forward_pass
 from tailrace.sim.reference import SimReference

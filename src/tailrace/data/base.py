@@ -1,9 +1,14 @@
-"""The contract of the data room: prompts by index, in an order that the seed fixes."""
+"""The contract of the data room: prompts by index, in an order that the seed fixes.
+
+A finite number of rows is repeated in epochs. Each epoch has its own permutation, a function of (seed,
+epoch), so the row at any index is found without visiting the earlier ones.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from tailrace.settings import Settings
@@ -205,3 +210,20 @@ class Prompts(Protocol):
         Raises:
             BadRow: the row has no usable prompt.
         """
+
+
+class Epochs:
+    """Maps an index of the endless order to a row number."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._num_rows, self._seed = num_rows, seed
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def row_at(self, index: int) -> int:
+        """Return the row number at `index`."""
+        epoch, place = divmod(index, self._num_rows)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
+            self._epoch = epoch
+        return int(self._order[place])

@@ -8,12 +8,10 @@ from tailrace.data.base import (
     Split,
     TasksetSettings,
 )
-from tailrace.data.encoding import PromptEncoder, Tools
-from tailrace.data.mixture import MixedPrompts
+from tailrace.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.data.procedural import ProceduralPrompts, Task
-from tailrace.data.rows import RowPrompts
+from tailrace.data.rows import MixedPrompts, RowPrompts
 from tailrace.data.tasks import TaskPrompts
-from tailrace.data.tokenizer import Tokenizer
 from tailrace.errors import ConfigError
 
 

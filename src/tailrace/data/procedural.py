@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.data.base import HELD_OUT_ONE_IN, ProceduralSettings, Split, TermsSettings
+from tailrace.data.base import HELD_OUT_ONE_IN, Epochs, ProceduralSettings, Split, TermsSettings
 from tailrace.data.encoding import PromptEncoder
-from tailrace.data.epochs import Epochs
 from tailrace.errors import BadRow, ConfigError, did_you_mean
 from tailrace.types import Prompt
 

@@ -2,9 +2,8 @@
 
 from zlib import crc32
 
-from tailrace.data.base import Split, TasksetSettings
+from tailrace.data.base import Epochs, Split, TasksetSettings
 from tailrace.data.encoding import PromptEncoder
-from tailrace.data.epochs import Epochs
 from tailrace.data.rows import hold_out
 from tailrace.data.taskset import Taskset
 from tailrace.errors import BadRow, ConfigError

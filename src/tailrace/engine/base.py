@@ -1,11 +1,22 @@
-"""The contract of rollout engines: requests, outputs and the `Engine` protocol."""
+"""The contract of rollout engines: requests, outputs, the `Engine` protocol, and `EngineLife`, which
+`engine/supervised.py` restarts.
 
+The controller counts the tokens that samples gain from an engine in a file that survives a kill. A token is
+counted when it arrives, before it is in its sample. So the ledger never knows more tokens than are counted.
+After a kill the difference is the number of tokens that were not yet in the ledger's store.
+"""
+
+import mmap
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
+from zlib import crc32
 
 import msgspec
 
+from tailrace.errors import LedgerError
 from tailrace.types import KV, FinishReason, Sample
 from tailrace.weights.base import Weights
 
@@ -177,3 +188,116 @@ class Engine(Protocol):
 
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""
+
+
+COUNTS_FOLDER = "counts"
+"""Folder inside a run's folder; one file per engine and life of the run."""
+_NUMBER = struct.Struct("Q")
+_BITS = 40
+"""Of the number; the 24 bits above are its checksum. In a file of an older version they are zero."""
+
+
+class TokenCounter:
+    """The token count of one engine in one life of a run.
+
+    Args:
+        path: the file; an existing count goes on. None: the count is in memory only.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.num = 0
+        """Tokens counted since this object was created."""
+        if path is None:
+            self._number = memoryview(bytearray(_NUMBER.size)).cast("Q")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_bytes(bytes(_NUMBER.size))  # no sparse file: a full disk would cause a SIGBUS
+            with path.open("r+b") as file:
+                # One 8-byte store. struct.pack_into would write zeros first, which a kill might leave.
+                self._number = memoryview(mmap.mmap(file.fileno(), _NUMBER.size)).cast("Q")
+        self._before = self._number[0] % 2**_BITS
+
+    def add(self, num_tokens: int) -> None:
+        """Count tokens that have arrived."""
+        self.num += num_tokens
+        self._number[0] = _with_checksum(self._before + self.num)
+
+
+def count_in(content: bytes) -> int:
+    """Return the count in the content of a file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if len(content) != _NUMBER.size:
+        raise ValueError(f"it has {len(content)} bytes")
+    (word,) = _NUMBER.unpack(content)
+    number: int = word % 2**_BITS
+    if word not in (number, _with_checksum(number)):
+        raise ValueError("its checksum differs")
+    return number
+
+
+def _with_checksum(number: int) -> int:
+    return number | crc32(_NUMBER.pack(number)) >> 8 << _BITS
+
+
+def counted_tokens(folder: Path) -> int:
+    """Return the number of tokens that samples gained in all lives of a run.
+
+    Args:
+        folder: the folder of the count files.
+
+    Raises:
+        LedgerError: a file is damaged.
+    """
+    num_tokens = 0
+    for path in sorted(folder.glob("*.count")):
+        try:
+            num_tokens += count_in(path.read_bytes())
+        except ValueError as why:
+            remedy = "put a copy back, or begin a new run in another --output-dir"
+            raise LedgerError(f"{path} is damaged ({why}); {remedy}") from None
+    return num_tokens
+
+
+class EngineLife(Protocol):
+    """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended."""
+
+    capabilities: Capabilities
+    counter: TokenCounter
+    """Counts the tokens that samples gain; the owner sets it."""
+
+    async def ready(self) -> None:
+        """Wait until it can serve.
+
+        Raises:
+            TailraceError: it cannot.
+        """
+
+    async def generate(self, sample: Sample) -> None:
+        """As Engine.generate."""
+
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        """As Engine.load.
+
+        Raises:
+            TransferFailed: the engine has its old weights and goes on with them; the load may be repeated.
+        """
+
+    async def sleep(self) -> None:
+        """Give the device's memory free. Nothing runs."""
+
+    async def wake(self) -> None:
+        """Take the memory back. The weights are the model's own until the next load, which the owner sends if
+        there was a publication."""
+
+    def usage(self) -> Usage:
+        """As Engine.usage, since the start of this life."""
+
+    async def died(self) -> str:
+        """Wait until it has ended or does not answer any more, and return how, in words."""
+
+    async def close(self) -> None:
+        """End it, or leave the server. No sample grows afterwards."""

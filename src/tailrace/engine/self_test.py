@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from tailrace.engine.connection import Connection
 from tailrace.engine.dialect import Attempt, Chunk
-from tailrace.engine.http import HttpEngine
+from tailrace.engine.http import Connection, HttpEngine
 from tailrace.engine.settings import SamplingSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import Group, Prompt, Sample, SampleId

@@ -12,9 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from tailrace.clock import Signal, now, waiting
-from tailrace.engine.base import Capabilities, EngineState, Usage
-from tailrace.engine.counter import TokenCounter
-from tailrace.engine.life import EngineLife
+from tailrace.engine.base import Capabilities, EngineLife, EngineState, TokenCounter, Usage
 from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights

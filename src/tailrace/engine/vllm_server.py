@@ -6,8 +6,7 @@ from pathlib import Path
 
 from tailrace.engine.launch import Launch, find_interpreter
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
-from tailrace.engine.vllm import logprobs_mode
-from tailrace.engine.vllm_adapter import RUNTIME_ADAPTERS, max_rank
+from tailrace.engine.vllm import RUNTIME_ADAPTERS, logprobs_mode, max_rank
 from tailrace.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "VLLM_PYTHON"

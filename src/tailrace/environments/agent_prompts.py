@@ -5,8 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
-from tailrace.data.encoding import PromptEncoder, Tools
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.environments.base import Message
 from tailrace.environments.contexts import Contexts, Encode, History, TemplateHistory, extends
 from tailrace.errors import BadRow, ConfigError

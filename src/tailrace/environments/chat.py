@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tailrace.data.tokenizer import Tokenizer, render
+from tailrace.data.encoding import Tokenizer, render
 from tailrace.environments.base import Message
 from tailrace.errors import ConfigError, EnvironmentFailed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.formats import ChatFormat, Context
 from tailrace.engine.serve.requests import Job, Tokens
 from tailrace.engine.serve.text import TokenStrings

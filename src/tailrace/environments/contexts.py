@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.environments.base import EpisodeOver, Message
 from tailrace.errors import BadRow, EnvironmentFailed
 from tailrace.turns import Turn, messages_of

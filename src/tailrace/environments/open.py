@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.environments.agent_prompts import RequestEncoder
 from tailrace.environments.agent_thread import AgentThread
 from tailrace.environments.base import Environment, Outcome, Policy

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import ASGIApp
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.errors import add_error_handlers
 from tailrace.engine.serve.guard import Guard, error_body
 from tailrace.engine.serve.listening import Server

@@ -1,6 +1,6 @@
 """The costs of an engine: decode steps, prefill, loads of weights and aborts.
 
-A decode step takes base_s + slope_s * running + context_s * positions (sim/steps.py). The duration of a
+A decode step takes base_s + slope_s * running + context_s * positions (sim/engine.py). The duration of a
 request is the sum over its steps, and over the stalls for prefills and loads in its time. This is linear in
 the costs, given how many steps each interval has. That follows from the costs, so both are repeated in turn.
 """

@@ -118,7 +118,7 @@ class Ledger:
         """Check that both balances close.
 
         Args:
-            num_generated: tokens that samples gained, as counted when they arrived (engine/counter.py).
+            num_generated: tokens that samples gained, as counted when they arrived (engine/base.py).
 
         Raises:
             LedgerError: tokens or prompts are unaccounted for.

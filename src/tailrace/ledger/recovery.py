@@ -5,13 +5,13 @@ are lost: these trainings are undone, and their groups are restored with their t
 were filtered, dropped or wasted keep their fate. Groups that were parked at the base are parked again. The
 other groups without a fate come first when the schedule asks for prompts.
 
-The staleness of a restored token is counted along the tree of lives (lineage.py). A schedule that promises a
-bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound. Without a
-bound they are continued, or trained as they are.
+The staleness of a restored token is counted along the tree of lives (`ledger/base.py`). A schedule that
+promises a bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound.
+Without a bound they are continued, or trained as they are.
 """
 
 from array import array
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,9 +31,12 @@ from tailrace.ledger.base import (
     Row,
     RunRow,
     SampleRow,
+    Store,
+    TokensRow,
+    TrainingRow,
+    distance,
 )
 from tailrace.ledger.ledger import Totals
-from tailrace.ledger.lineage import distance
 from tailrace.types import Group, Prompt, Sample, SampleId, noise_seed
 
 
@@ -66,7 +69,7 @@ class StartingPoint:
     rows: dict[Group, GroupRow] = field(default_factory=dict)
     """Stored row of each group without a fate."""
     dead: set[Group] = field(default_factory=set)
-    """Groups without a fate that have tokens of a dead branch (lineage.py)."""
+    """Groups without a fate that have tokens of a dead branch (ledger/base.py)."""
     origins: dict[Sample, list[Origin]] = field(default_factory=dict)
     """Origins of the tokens of each sample without a fate."""
     marks: list[MarkRow] = field(default_factory=list)
@@ -316,3 +319,71 @@ class _Restoration:
             sample.completion_ids.extend(array("i", tokens.ids))
             sample.behavior_logprobs.extend(array("f", tokens.logprobs))
         return sample
+
+
+_TOKEN_BYTES = 4
+
+
+def read_books(store: Store, *, tokens: bool = True) -> Books:
+    """Read the books of a run.
+
+    Args:
+        tokens: whether to read the tokens of the samples, which are most of the data.
+
+    Raises:
+        LedgerError: the store is damaged, or of another format.
+    """
+    runs = store.rows(RunRow)
+    if len(runs) != 1 or runs[0].format != FORMAT:
+        raise LedgerError(
+            f"{store.name} holds no ledger that this version of tailrace reads (format {FORMAT}); resume "
+            "with the version that wrote it, or begin a new run in another --output-dir"
+        )
+    books = Books(
+        run=runs[0],
+        lives={row.life: row for row in store.rows(LifeRow)},
+        marks=store.rows(MarkRow),
+        groups={row.prompt: row for row in store.rows(GroupRow)},
+        samples={row.id: row for row in store.rows(SampleRow)},
+        trainings={(row.life, row.id): row for row in store.rows(TrainingRow)},
+    )
+    for row in store.rows(TokensRow) if tokens else ():
+        books.tokens.setdefault(SampleId(row.prompt, row.attempt, row.number), []).append(row)
+    try:
+        problem = next(_contradictions(books), None)
+    except msgspec.DecodeError as why:
+        problem = str(why)
+    if problem:
+        raise LedgerError(
+            f"{store.name} is damaged ({problem}); put a copy back, or begin a new run in another "
+            "--output-dir"
+        )
+    return books
+
+
+def _contradictions(books: Books) -> Iterator[str]:
+    """Yield what is wrong where the rows contradict one another."""
+    if set(books.lives) != set(range(1, len(books.lives) + 1)):
+        yield f"its lives are {sorted(books.lives)}"
+    if len(books.groups) > books.run.num_drawn:
+        yield f"{len(books.groups)} groups of {books.run.num_drawn} prompts"
+    for id, sample in books.samples.items():
+        if id.prompt not in books.groups:
+            yield f"sample {id} has no group"
+        if any(origin.life not in books.lives for origin in sample.origins):
+            yield f"sample {id} belongs to a life that is not recorded"
+        ends = [turn.num_tokens for turn in sample.ended_turns]
+        if ends != sorted(ends) or max(ends, default=0) > sample.num_tokens:
+            yield f"the turns of sample {id} end at {ends} of {sample.num_tokens} tokens"
+    for training in books.trainings.values():
+        if training.id not in books.samples:
+            yield f"sample {training.id} was trained and is missing"
+    for id, rows in books.tokens.items():
+        num_stored = 0
+        for row in rows:
+            if row.start != num_stored or len(row.ids) != len(row.logprobs) or len(row.ids) % _TOKEN_BYTES:
+                yield f"the tokens of sample {id} do not follow one another"
+            num_stored += len(row.ids) // _TOKEN_BYTES
+        num_tokens = books.samples[id].num_tokens if id in books.samples else 0
+        if num_stored != num_tokens:
+            yield f"sample {id} has {num_stored} tokens stored, and produced {num_tokens}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace import clock
-from tailrace.engine.counter import COUNTS_FOLDER
+from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
 from tailrace.page.idle import Activity, idle_shares, idle_times
 from tailrace.page.samples import Defect, SampleBook

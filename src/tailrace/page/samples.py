@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
-from tailrace.ledger.open import open_store
+from tailrace.ledger.sqlite import open_store
 from tailrace.record.run_log import GrowingFile
 
 NUM_LISTED = 300

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from tailrace.controller.simulation import Schedule
-from tailrace.data.epochs import Epochs
+from tailrace.data.base import Epochs
 from tailrace.rollout.placement import Kind
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimClusterSettings, SimSettings

@@ -8,7 +8,7 @@ Decode steps that an engine needs for its share of the tokens of an optimizer st
     longest that the step waits for      in a schedule that waits for it
 
 Each decode step reads the weights, and each token adds its own part, so the time of generation is a closed
-formula (sim/steps.py). A schedule whose engines stop also waits for a reward. Left out are prefills,
+formula (sim/engine.py). A schedule whose engines stop also waits for a reward. Left out are prefills,
 preemptions, waits for a bound on staleness, and that engines drain at different times: they only add to it.
 """
 
@@ -21,7 +21,7 @@ from math import inf
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from tailrace.algo.compute_advantages import GRPO
+from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import RunSettings
 from tailrace.controller.simulation import Schedule, simulate
 from tailrace.errors import ConfigError

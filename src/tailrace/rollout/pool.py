@@ -5,29 +5,283 @@
 All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks.
 It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples
 that finish in the same instant need no code of their own.
+
+The partial-rollout buffer has the parked groups, first in, first out (APRIL 2.2; RollPacker 3: long-prompt
+queue). It belongs to the run, so checkpoints save it.
 """
 
 import asyncio
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from math import inf
+from typing import Protocol
 
 from tailrace.clock import Signal, now
+from tailrace.errors import RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
-from tailrace.record.events import GroupReady, Recorder
+from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
-from tailrace.rollout.admission import FIFO, Admission
-from tailrace.rollout.ages import Ages
-from tailrace.rollout.in_flight import Order, SamplesInFlight, Stage, launched_first
-from tailrace.rollout.partial_rollouts import PartialRolloutBuffer
+from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, earliest
 from tailrace.rollout.progress import RolloutProgress
-from tailrace.rollout.ready_queue import Full, ReadyQueue
 from tailrace.rollout.router import Router
-from tailrace.rollout.scoring import SynchronousRewards, score
-from tailrace.rollout.selection import Select, earliest
 from tailrace.types import Group, Sample
+
+Order = Callable[[Sample], tuple[float, ...]]
+"""The place of a sample among those that wait; the smallest is served first. It may depend on the finished
+samples of the group."""
+
+
+def launched_first(sample: Sample) -> tuple[float, ...]:
+    """The order in which groups were launched."""
+    return (sample.group.order,)
+
+
+class Stage(Enum):
+    """What happens to a sample in the pool."""
+
+    WAITING = auto()
+    SERVING = auto()
+    ABORTING = auto()
+    """Its request was cancelled, and the engine has not yet given it up."""
+    SCORING = auto()
+
+
+@dataclass(slots=True)
+class _State:
+    stage: Stage
+    task: asyncio.Task[None] | None = None
+    discarded: str | None = None
+    """The sample has left its group; its tokens become waste with this reason."""
+    place: tuple[float, ...] = ()
+    """Its place in the queue while it waits."""
+
+
+class SamplesInFlight:
+    """One state for each sample, and the queue of those that wait.
+
+    Args:
+        order: of the samples that wait.
+    """
+
+    def __init__(self, order: Order = launched_first) -> None:
+        self._order = order
+        self._states: dict[Sample, _State] = {}
+        self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
+        self._ties = itertools.count()
+        self.num_requests = 0
+        """Samples that are served or aborting."""
+
+    def __contains__(self, sample: Sample) -> bool:
+        return sample in self._states
+
+    def wait(self, sample: Sample) -> None:
+        """Queue a sample for service."""
+        self._enqueue(sample, self._order(sample))
+
+    def reorder(self, samples: Iterable[Sample]) -> None:
+        """Give those of the samples that wait their present places."""
+        for sample in samples:
+            state = self._states.get(sample)
+            if state is not None and state.stage is Stage.WAITING:
+                place = self._order(sample)
+                if place != state.place:
+                    self._enqueue(sample, place)
+
+    def first_waiting(self) -> Sample | None:
+        """The waiting sample with the smallest place; of equal ones, the one that waits longest."""
+        while self._queue:
+            place, _, sample = self._queue[0]
+            state = self._states.get(sample)
+            if state is not None and state.stage is Stage.WAITING and state.place == place:
+                return sample
+            heapq.heappop(self._queue)  # it was parked or discarded meanwhile, or has another place
+        return None
+
+    def _enqueue(self, sample: Sample, place: tuple[float, ...]) -> None:
+        self._states[sample] = _State(Stage.WAITING, place=place)
+        heapq.heappush(self._queue, (place, next(self._ties), sample))
+
+    def serve(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        """A waiting sample goes to an engine."""
+        self._states[sample] = _State(Stage.SERVING, task)
+        self.num_requests += 1
+
+    def served(self, sample: Sample) -> tuple[Stage, str | None]:
+        """The task that served a sample has ended. Returns its last stage, and the reason if it was
+        discarded."""
+        state = self._states.pop(sample)
+        self.num_requests -= 1
+        return state.stage, state.discarded
+
+    def score(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        """A finished sample is scored until the task ends."""
+        self._states[sample] = _State(Stage.SCORING, task)
+        task.add_done_callback(lambda _: self._states.pop(sample))
+
+    def park(self, sample: Sample) -> asyncio.Task[None] | None:
+        """Stop a sample. Returns the task of its abort, if an engine works on it. Scoring goes on."""
+        state = self._states.get(sample)
+        if state is None or state.stage is Stage.SCORING:
+            return None
+        if state.task is None:
+            del self._states[sample]
+        else:
+            state.stage = Stage.ABORTING
+            # Once: a second cancellation would interrupt the abort that the first one waits for.
+            if not state.task.cancelling():
+                state.task.cancel()
+        return state.task
+
+    def discard(self, sample: Sample, reason: str) -> bool:
+        """Stop a sample for good. Returns whether an engine still works on it; then `served` gives the
+        reason."""
+        state = self._states.get(sample)
+        aborting = self.park(sample) is not None
+        if state is not None and aborting:
+            state.discarded = reason
+        elif state is not None and state.task is not None:  # it is scored
+            state.task.cancel()
+        return aborting
+
+    def aborting(self) -> list[asyncio.Task[None]]:
+        """The tasks of aborts under way."""
+        states = self._states.values()
+        return [state.task for state in states if state.stage is Stage.ABORTING and state.task is not None]
+
+    def cancel_all(self) -> None:
+        """Cancel every task."""
+        for state in list(self._states.values()):
+            if state.task is not None:
+                state.task.cancel()
+
+
+class Service(Protocol):
+    """What synchronous rewards read of the pool."""
+
+    changed: Signal
+
+    @property
+    def is_endless(self) -> bool: ...
+
+    @property
+    def is_serving(self) -> bool: ...
+
+
+class SynchronousRewards:
+    """`Rewards` (reward/base.py) that wait until no request is served or waits: the baseline of RollPacker
+    4.3."""
+
+    def __init__(self, rewards: Rewards, service: Service) -> None:
+        self._rewards, self._service = rewards, service
+        self._one_waits = asyncio.Lock()
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score.
+
+        Raises:
+            ScheduleError: the schedule generates without a pause.
+        """
+        async with self._one_waits:  # each change of the pool wakes every task that waits for it
+            while self._service.is_serving:
+                if self._service.is_endless:
+                    raise ScheduleError(
+                        "it generates without a pause, so reward.synchronous = true cannot work"
+                    )
+                await self._service.changed.wait("the end of the rollout, to score it")
+        return await self._rewards.score(sample)
+
+
+async def score(sample: Sample, rewards: Rewards, recorder: Recorder) -> None:
+    """Set the reward of a sample, or its failure."""
+    detail = ""
+    try:
+        sample.reward = await rewards.score(sample)
+    except RewardFailed as failed:
+        sample.failure, detail = f"reward {failed.reason}", failed.detail
+    failure = "reward timeout" if sample.timed_out else sample.failure
+    recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
+
+
+class PartialRolloutBuffer:
+    """Groups that were stopped and will continue."""
+
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self.groups = list(groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def put(self, groups: Iterable[Group]) -> None:
+        self.groups.extend(groups)
+
+    def pop(self, n: int) -> list[Group]:
+        """The first n groups, or all if there are fewer."""
+        taken, self.groups = self.groups[:n], self.groups[n:]
+        return taken
+
+
+class Ages:
+    """Groups that are in flight or ready."""
+
+    def __init__(self) -> None:
+        self.by_version: Counter[int] = Counter()
+        """Number of groups with tokens, by the oldest version."""
+        self._without_tokens: set[Group] = set()
+        self._held_over: set[Group] = set()  # those without tokens that came before the last publication
+        self._has_arrived: Callable[[], bool] = lambda: True
+
+    def add(self, group: Group) -> None:
+        group.on_older = partial(self._older, group)
+        if group.oldest_version is None:
+            self._without_tokens.add(group)
+        else:
+            self.by_version[group.oldest_version] += 1
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        """Count groups no longer. They may have been removed before."""
+        for group in groups:
+            if group.on_older is not None:
+                group.on_older = None
+                self._forget(group, group.oldest_version)
+
+    def published(self, has_arrived: Callable[[], bool]) -> None:
+        """A version was published.
+
+        Args:
+            has_arrived: whether every engine has loaded it.
+        """
+        self._has_arrived = has_arrived
+        self._held_over = set(self._without_tokens)
+
+    @property
+    def may_start_older(self) -> set[Group]:
+        """The groups whose first token may be of the version before the published one.
+
+        An engine reports the tokens of the old weights when the new weights arrive. Until then a group
+        without reported tokens may have some of the old version.
+        """
+        if self._held_over and self._has_arrived():
+            self._held_over = set()
+        return self._held_over
+
+    def _older(self, group: Group, before: int | None, version: int) -> None:
+        self._forget(group, before)
+        self.by_version[version] += 1
+
+    def _forget(self, group: Group, version: int | None) -> None:
+        if version is None:
+            self._without_tokens.discard(group)
+            self._held_over.discard(group)
+        else:
+            self.by_version[version] -= 1
+            if not self.by_version[version]:
+                del self.by_version[version]
+
 
 Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""

@@ -1,15 +1,73 @@
-"""Router: chooses the engine for a request."""
+"""Router: chooses the engine for a request.
 
+The choice is the open engine that has the smallest share of its slots taken, from a heap with lazy deletion.
+An entry whose share is not that of its engine any more is removed when it comes to the top, or when the heap
+is rebuilt. So a change of load and a choice take O(log n) for n engines.
+
+Beside it, the reference stage: log-probs of finished samples under the reference model.
+"""
+
+import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
 from tailrace.environments.episode import Serve, Written, not_written
-from tailrace.errors import Evicted, LedgerError
+from tailrace.errors import Evicted, LedgerError, RewardFailed
 from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
-from tailrace.rollout.loads import EngineLoads
+from tailrace.reward.base import Rewards
+from tailrace.trainer.base import Reference
 from tailrace.types import Sample
+
+MAX_ENTRIES = 8
+"""The heap is rebuilt when it has more entries than this for each engine."""
+
+
+class EngineLoads:
+    """The loads of engines, which are known by their number in the sequence."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._requests = [0] * len(engines)
+        self.shares = [inf] * len(engines)
+        """Share of the slots of each engine that is taken; infinite if the engine is not open."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read again which engines are open, and how many slots they have."""
+        is_open = [engine for engine in self._engines if engine.state == "open"]
+        self.num_open = len(is_open)
+        self.slots = sum(engine.slots for engine in is_open)
+        self.shares = [self._share(number) for number in range(len(self._engines))]
+        self._rebuild()
+
+    def add(self, number: int, requests: int) -> None:
+        """An engine got so many requests more."""
+        self._requests[number] += requests
+        self.shares[number] = share = self._share(number)
+        heappush(self._heap, (share, number))
+        if len(self._heap) > MAX_ENTRIES * len(self._engines):
+            self._rebuild()
+
+    def least(self) -> int | None:
+        """The open engine with the smallest share; of several, the first. None: no engine is open."""
+        while self._heap[0][0] != self.shares[self._heap[0][1]]:
+            heappop(self._heap)
+        share, number = self._heap[0]
+        return number if share < inf else None
+
+    def _share(self, number: int) -> float:
+        engine = self._engines[number]
+        return self._requests[number] / engine.slots if engine.state == "open" else inf
+
+    def _rebuild(self) -> None:
+        self._heap = [(share, number) for number, share in enumerate(self.shares)]
+        heapify(self._heap)
+
 
 SLACK = 1 / 8
 """Share of an engine's slots. The engine that served a request before gets it again if its load is at most
@@ -125,3 +183,26 @@ class Router:
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()
+
+
+class WithReference:
+    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`.
+
+    Reward and log-probs are computed as soon as a sample is finished, at the same time, beside the rollout
+    and the training. A sample is scored when both are there.
+    """
+
+    def __init__(self, rewards: Rewards, reference: Reference) -> None:
+        self._rewards, self._reference = rewards, reference
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score.
+
+        Raises:
+            RewardFailed: also, reason "without reference": a log-prob under the reference is not finite.
+        """
+        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
+        if not all(map(math.isfinite, logprobs)):
+            raise RewardFailed("without reference", "a log-prob under the reference model is not finite")
+        sample.reference_logprobs = logprobs
+        return reward

@@ -9,7 +9,7 @@ prioritized resumption        parked groups first, from their tokens      run.pa
 from math import inf
 
 from tailrace.controller.run import Run
-from tailrace.rollout.selection import earliest
+from tailrace.rollout.admission import earliest
 from tailrace.schedules.parameters import Bound, Count, require
 from tailrace.schedules.window import window
 from tailrace.types import KV

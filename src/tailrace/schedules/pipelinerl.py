@@ -12,8 +12,7 @@ prompts or drops its oldest group (section 4, ring buffers).
 from math import inf
 
 from tailrace.controller.run import Run
-from tailrace.rollout.admission import AtMost
-from tailrace.rollout.ready_queue import Full
+from tailrace.rollout.admission import AtMost, Full
 from tailrace.schedules.parameters import Count, Share, require
 from tailrace.types import KV, Group
 

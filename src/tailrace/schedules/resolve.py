@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace import clock
-from tailrace.algo.check import check_algorithm
+from tailrace.algo.base import check_algorithm
 from tailrace.config import RunConfig, explain
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute

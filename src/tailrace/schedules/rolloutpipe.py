@@ -10,8 +10,7 @@ published policy. Compared with `serial`, only the order and the time of trainin
 """
 
 from tailrace.controller.run import Run
-from tailrace.rollout.admission import FIFO, Admission
-from tailrace.rollout.selection import feasible, fits
+from tailrace.rollout.admission import FIFO, Admission, feasible, fits
 from tailrace.schedules.parameters import Count, require_divisible
 
 

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
 from tailrace.controller.run import Run
-from tailrace.rollout.selection import Select
+from tailrace.rollout.admission import Select
 from tailrace.schedules.parameters import require
 from tailrace.types import Group
 

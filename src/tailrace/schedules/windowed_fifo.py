@@ -14,7 +14,7 @@ between the launch of a group and its own training. So no token is older than (B
 from collections.abc import Collection
 
 from tailrace.controller.run import Run
-from tailrace.rollout.selection import Select
+from tailrace.rollout.admission import Select
 from tailrace.schedules.parameters import Count, require
 from tailrace.types import KV, Group
 

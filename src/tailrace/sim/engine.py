@@ -1,9 +1,22 @@
-"""A simulated engine: continuous batching in whole decode steps (steps.py).
+"""A simulated engine: continuous batching in whole decode steps.
 
 Time is settled when something changes, in O(1) whatever the number of requests. A request that joins, or
 continues, costs a prefill of what the cache does not hold: nothing if the engine kept its KV cache, nothing
 for a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When
 the cache is full, the request that was admitted last is preempted and keeps its tokens.
+
+The time of decode steps has a closed form. A step of n running requests takes
+
+    overhead_s + max(base_s, compute_s * n) + slope_s * n + context_s * P
+
+seconds, where P positions are in the KV cache when it begins. A step adds n positions. So k steps that begin
+with P positions take k * first_s + growth_s * k * (k - 1) / 2 seconds, where first_s is the time of the
+first and growth_s = context_s * n.
+
+Engines that were joined to one tensor-parallel group divide all but overhead_s, and communicate: see
+`SimEngineSettings.communication_s`.
+
+Engines may die at random and are started again (`Faults`).
 """
 
 import asyncio
@@ -13,16 +26,102 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2, sqrt
+from typing import NamedTuple
 
 from tailrace.clock import now
 from tailrace.engine.base import Capabilities, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.host import Host
-from tailrace.sim.kv import Suspended
-from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
-from tailrace.sim.steps import Steps
+from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
+from tailrace.sim.world import Chance
 from tailrace.types import KV, FinishReason, Group, Sample
 from tailrace.weights.base import Weights
+
+
+class Steps(NamedTuple):
+    """Decode steps in sequence by the same requests.
+
+    Args:
+        first_s: seconds of the first step.
+        growth_s: how much longer each step is than the one before.
+    """
+
+    first_s: float
+    growth_s: float = 0.0
+
+    @classmethod
+    def of(cls, cost: SimEngineSettings, num_running: int, kv_positions: int, width: int = 1) -> "Steps":
+        """Return the steps of a batch.
+
+        Args:
+            kv_positions: in the cache of the requests when the first step begins.
+            width: engines that are joined to one tensor-parallel group.
+        """
+        alone_s = max(cost.base_s, cost.compute_s * num_running) + cost.slope_s * num_running
+        growth_s = cost.context_s * num_running
+        if cost.context_s:
+            alone_s += cost.context_s * kv_positions
+        if width > 1:
+            return cls(
+                alone_s / width + cost.communication_s * log2(width) + cost.overhead_s, growth_s / width
+            )
+        return cls(alone_s + cost.overhead_s, growth_s)
+
+    def slower(self, factor: float) -> "Steps":
+        """Return steps that take longer by a factor."""
+        return Steps(self.first_s * factor, self.growth_s * factor)
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the time from one number of steps to another.
+
+        Args:
+            start: of the first step only a part is left if 0 < start < 1.
+            end: whole steps.
+        """
+        alike_s = max(0.0, end - start) * self.first_s
+        return alike_s + self.growth_s * end * (end - 1) / 2 if end > 1 else alike_s
+
+    def after(self, start: float, seconds: float) -> float:
+        """Return the number of steps, whole ones and a part of one, that are done after some seconds.
+
+        Args:
+            start: the part of the first step that was done before.
+        """
+        if not self.growth_s:
+            return start + seconds / self.first_s
+        seconds += start * self.first_s
+        slope = self.first_s - self.growth_s / 2
+        whole = int(2 * seconds / (slope + sqrt(slope**2 + 2 * self.growth_s * seconds)) + 1e-9)
+        rest_s = seconds - self.seconds(0, whole)
+        return whole + max(0.0, rest_s / (self.first_s + self.growth_s * whole))
+
+
+class Suspended:
+    """Positions of the cache by the aborted sample that they belong to, the oldest first."""
+
+    def __init__(self) -> None:
+        self._positions: dict[Sample, int] = {}
+        self._total = 0
+
+    def keep(self, sample: Sample, positions: int) -> None:
+        self._positions[sample] = positions
+        self._total += positions
+
+    def forget(self, sample: Sample) -> int:
+        """Return the positions that were kept of a sample, which are no longer counted here."""
+        kept = self._positions.pop(sample, 0)
+        self._total -= kept
+        return kept
+
+    def shrink(self, room: int) -> None:
+        """Forget the oldest samples until the others fit into so many positions."""
+        while self._positions and self._total > room:
+            self.forget(next(iter(self._positions)))
+
+    def clear(self) -> None:
+        self._positions.clear()
+        self._total = 0
 
 
 @dataclass(slots=True)
@@ -318,3 +417,33 @@ class SimEngine:
                 del self._prompts[sample.group]
         self._kv_base -= sample.num_context_tokens - sample.num_tokens + request.base
         return request.future
+
+
+FAULT = 7
+"""What a stream of chance is for, besides those of world.py and reward.py."""
+
+
+def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:
+    """Let an engine die after exponential times, as machines with a constant rate of faults do.
+
+    An engine whose devices are lent does not die. Call it inside the virtual loop.
+
+    Args:
+        number: of the engine; each has its own stream of chance.
+    """
+    loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
+
+    def live() -> None:
+        loop.call_later(-settings.mean_life_s * math.log(chance.uniform()), die)
+
+    def die() -> None:
+        if engine.state != "open":
+            return live()
+        engine.die()
+        loop.call_later(settings.restart_s, restart)
+
+    def restart() -> None:
+        engine.revive()
+        live()
+
+    live()

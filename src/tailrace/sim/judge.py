@@ -50,7 +50,7 @@ class ForwardPass:
 
     def seconds(self, num_texts: int, longest: int) -> float:
         """Return the time of a batch. The copy of a layer begins when the one before it has arrived and a
-        place is free (reward/streamed_layers.py)."""
+        place is free (reward/judge_model.py)."""
         num = self.budget.num_layers
         kept = kept_layers(self.budget.resident_layers(num_texts * longest), num)
         layer_s, end_s, arrived_s = self.layer_s(num_texts, longest), 0.0, 0.0

@@ -9,11 +9,10 @@ from functools import lru_cache, partial
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
-from tailrace.sim.chance import Chance
 from tailrace.sim.host import Host
 from tailrace.sim.judge import SimJudges
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
-from tailrace.sim.world import MANY_PROMPTS, row_of
+from tailrace.sim.world import MANY_PROMPTS, Chance, row_of
 from tailrace.types import Sample
 
 REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6

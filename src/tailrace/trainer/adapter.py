@@ -15,7 +15,7 @@ _WEIGHT = ".weight"
 _NOT_LINEAR = ("embed_tokens", "lm_head")
 _KEY = "trainer.lora"
 VLLM_MAX_RANK = 512
-"""As engine/vllm_adapter.py."""
+"""As engine/vllm.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:

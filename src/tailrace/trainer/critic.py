@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 
 from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.trainer.attention import PACKED
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.fsdp import DTYPES, blocks, recompute_activations, shard
-from tailrace.trainer.launch import Ranks
-from tailrace.trainer.model import hidden_states, read_model, read_shape
+from tailrace.trainer.distributed import DTYPES, Ranks, blocks, recompute_activations, shard
+from tailrace.trainer.model import PACKED, hidden_states, read_model, read_shape
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import MicroBatch
 

@@ -6,26 +6,137 @@ The loss is sum_t weight_t (importance_weight_t policy_loss_t + kl_coef kl_t); i
 The importance weight multiplies the policy loss only, as in TRL.
 
 Samples without a gradient (advantage zero, no critic, no KL in the loss) run forward only.
+
+The old policy pi_old of the probability ratio, recomputed by the trainer: `old_policy = "recomputed"`.
+
+Recorded log-probs of a token belong to the weights that generated it. Recomputed log-probs of all tokens
+belong to one policy, the one published last, also for tokens that older weights generated (APRIL's code).
+
+Cost: none until the first optimizer step after a publication, because the current weights are the published
+ones and the ratio is 1. After it, a copy of the published weights and one more forward pass for each
+micro-batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tailrace.algo import losses
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.ess import weight_sums
-from tailrace.algo.importance_weights import importance_weights
-from tailrace.algo.kl import kl
-from tailrace.algo.segments import spread, sums
+from tailrace.algo.losses import importance_weights, kl, spread, sums, weight_sums
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.critic import Critic, token_advantages
+from tailrace.trainer.distributed import Ranks, local
 from tailrace.trainer.model import PolicyModel
-from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.packing import MicroBatch
-from tailrace.trainer.step_statistics import TokenSums
+from tailrace.types import SampleId
+
+N = TypeVar("N", Tensor, float)
+
+
+class TokenSums(NamedTuple, Generic[N]):
+    """Sums over the tokens of a micro-batch or of a step; scalars."""
+
+    loss: N
+    entropy: N
+    clipped: N
+    """Number of clipped tokens."""
+    kl: N
+    engine_mismatch_kl: N
+    engine_mismatch_tokens: N
+    """Number of tokens in the sum before."""
+    weights: N
+    """Sum of unclamped w = pi / mu."""
+    squares: N
+    """Sum of w^2."""
+    counted: N
+    """Number of tokens that are not masked."""
+    reference_kl: N
+    value_loss: N
+
+
+NUM_SUMS = len(TokenSums._fields)
+
+
+class StepTotals(NamedTuple):
+    sums: TokenSums[float]
+    num_samples: int
+    num_tokens: int
+    num_micro_batches: int
+
+
+class StepStatistics:
+    """Accumulates the sums of one step on the device, so that the host does not wait for them."""
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.samples: list[SampleId] = []
+        self.compute_s = 0.0
+        self._totals = torch.zeros(NUM_SUMS + 3, dtype=torch.float64, device=device)
+        """The fields of TokenSums, then the counts of StepTotals."""
+
+    def add_unit(self, unit: Sequence[TrainingSample]) -> None:
+        """Count the samples of a unit, including those with an empty completion."""
+        self.samples += [sample.id for sample in unit]
+        if self._ranks.rank == 0:  # all ranks of a replica are given the same units
+            self._totals[NUM_SUMS] += len(unit)
+            self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
+
+    def add_micro_batch(self, sums: TokenSums[Tensor]) -> None:
+        self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
+        self._totals[NUM_SUMS + 2] += 1
+
+    def add_others(self) -> None:
+        """Add the sums of all other processes. Samples and compute time stay those of this one."""
+        self._ranks.sum_over_all(self._totals)
+
+    def totals(self) -> StepTotals:
+        """Read the totals from the device."""
+        totals = self._totals.tolist()
+        return StepTotals(TokenSums(*totals[:NUM_SUMS]), *map(int, totals[NUM_SUMS:]))
+
+
+class PublishedPolicy:
+    """Computes log-probs under the weights of the last publication."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._weights: dict[str, Tensor] = {}
+        """The published weights. If the model is sharded, this rank's shards. Empty as long as they are the
+        current ones."""
+
+    def publish(self) -> None:
+        """Declare the current weights the published ones."""
+        self._weights = {}
+
+    def keep(self) -> None:
+        """Copy the published weights, if there is no copy yet. Called before each optimizer step."""
+        if not self._weights:
+            self._weights = {name: local(p).clone() for name, p in self._policy.parameters().items()}
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor | None:
+        """Compute log-probs under the published weights: [C]. None if these are the current weights."""
+        if not self._weights:
+            return None
+        self._swap()
+        try:
+            return self._policy.logprobs(batch).logprobs
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        """Exchange the contents of current and published weights, of one parameter at a time. Copies of
+        offloaded weights to the device may still read them."""
+        self._policy.synchronize()
+        for name, parameter in self._policy.parameters().items():
+            ours, kept = local(parameter), self._weights[name]
+            current = ours.clone()
+            ours.copy_(kept)
+            kept.copy_(current)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.trainer.base import LoraSettings
-from tailrace.trainer.fsdp import gather
+from tailrace.trainer.distributed import gather
 
 _NAME = "default"
 _PREFIX = "base_model.model."

@@ -1,6 +1,6 @@
 """AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
 
-If the model is sharded, each rank has a shard of every parameter, gradient and moment (fsdp.py).
+If the model is sharded, each rank has a shard of every parameter, gradient and moment (distributed.py).
 """
 
 import math
@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.fsdp import gather, local
-from tailrace.trainer.launch import Ranks
-from tailrace.trainer.state_files import OptimizerState
+from tailrace.trainer.checkpoint import OptimizerState
+from tailrace.trainer.distributed import Ranks, gather, local
 
 
 class Optimizer:

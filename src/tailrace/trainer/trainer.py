@@ -1,4 +1,4 @@
-"""The trainer of one process, which may be one of several (launch.py).
+"""The trainer of one process, which may be one of several (distributed.py).
 
     accumulate:  forward and backward (forward_backward.py) into a sum of gradients
     step:        add the sums of the replicas and their counts -> divide -> clip -> AdamW
@@ -19,22 +19,19 @@ import torch
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.ess import effective_sample_size, weight_sums
+from tailrace.algo.losses import effective_sample_size, weight_sums
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.checkpoint import TrainerState
 from tailrace.trainer.critic import Critic
-from tailrace.trainer.forward_backward import ForwardBackward
-from tailrace.trainer.fsdp import gather
-from tailrace.trainer.launch import Ranks
+from tailrace.trainer.distributed import Ranks, gather
+from tailrace.trainer.forward_backward import ForwardBackward, PublishedPolicy, StepStatistics
 from tailrace.trainer.model import PolicyModel, as_in_files
-from tailrace.trainer.old_policy import PublishedPolicy
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import take_full
 from tailrace.trainer.reference import TorchReference
-from tailrace.trainer.state_files import TrainerState
-from tailrace.trainer.step_statistics import StepStatistics
 
 
 class TorchTrainer:
@@ -150,7 +147,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def ess(self, units: Sequence[Sequence[TrainingSample]]) -> float:
-        """Compute the effective sample size of the units' tokens under the current weights (algo/ess.py).
+        """Compute the effective sample size of the units' tokens under the current weights (algo/losses.py).
 
         Its time counts as compute of the step that it guards. Each replica answers for its own units.
         """

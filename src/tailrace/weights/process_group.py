@@ -6,19 +6,24 @@ The location of a publication is the address of the trainer:
 
 HOST:PORT is a TCPStore in the trainer's process. A link (base.Link) is a group of 1 + num_ranks processes
 that rendezvous under the prefix "ENGINE/NUMBER/" of that store and stay connected between transfers. A
-transfer is one broadcast from rank 0 for each bucket (buckets.py), as uint8; nothing else is sent. A device
+transfer is one broadcast from rank 0 for each bucket, as uint8; nothing else is sent. A device
 holds one bucket at a time. After any error both sides abort the group, and the next transfer uses a link with
 another number.
 
 The groups are made from the backends' classes, not by init_process_group: that has one default group in a
 process, which belongs to the ranks of a trainer.
+
+A bucket is the bytes of its tensors one after another, in the order of the manifest, each tensor contiguous
+and in native byte order, without padding and without a header. A tensor joins the bucket before it unless
+the bucket would then be larger than `bucket_bytes`; so a larger tensor is a bucket of its own. Sender and
+receiver compute the same buckets from the manifest.
 """
 
 import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,9 +35,49 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, Weights
-from tailrace.weights.buckets import buckets, num_bytes, pack, unpack
+from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights
 from tailrace.weights.tensors import manifest
+
+Bucket = Sequence[TensorInfo]
+
+
+def buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
+    """Divide a manifest into buckets."""
+    divided: list[list[TensorInfo]] = []
+    room = -1
+    for tensor in tensors:
+        if tensor.num_bytes > room:
+            divided.append([])
+            room = bucket_bytes
+        divided[-1].append(tensor)
+        room -= tensor.num_bytes
+    return divided
+
+
+def num_bytes(bucket: Bucket) -> int:
+    """Size of a bucket."""
+    return sum(tensor.num_bytes for tensor in bucket)
+
+
+def pack(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
+    """Copy the tensors of a bucket: [num_bytes], uint8."""
+    return torch.cat([tensors[info.name].contiguous().reshape(-1).view(torch.uint8) for info in bucket])
+
+
+def unpack(data: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+    """The tensors of a bucket by name. They are views of the data where its alignment allows it.
+
+    Args:
+        data: [num_bytes], uint8.
+    """
+    tensors: dict[str, Tensor] = {}
+    sizes = [info.num_bytes for info in bucket]
+    for info, part in zip(bucket, data.split_with_sizes(sizes), strict=True):
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+        tensors[info.name] = aligned.view(dtype).view(info.shape)
+    return tensors
+
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}

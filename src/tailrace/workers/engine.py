@@ -6,8 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tailrace.engine.base import Capabilities, GenerationRequest, Usage
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import Capabilities, GenerationRequest, TokenCounter, Usage
 from tailrace.errors import EngineDied, TransferFailed, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.types import KV, Sample
@@ -41,7 +40,7 @@ class _Request:
 
 
 class RemoteEngine(EngineProcess):
-    """One process of the embedded engine: an EngineLife (engine/life.py).
+    """One process of the embedded engine: an EngineLife (engine/base.py).
 
     Once the process has ended, every method raises EngineDied.
     """

@@ -11,10 +11,9 @@ from tempfile import gettempdir
 import httpx
 
 from tailrace.devices import Devices
-from tailrace.engine import sglang, sglang_server, vllm, vllm_adapter
-from tailrace.engine.connection import Server
+from tailrace.engine import sglang, sglang_server, vllm
 from tailrace.engine.dialect import Dialect
-from tailrace.engine.http import HttpEngine
+from tailrace.engine.http import HttpEngine, Server
 from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import (
@@ -139,7 +138,7 @@ class HttpEngines:
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
-        detect: Callable[..., Awaitable[Dialect]] = vllm_adapter.detect if self._adapter else vllm.detect
+        detect: Callable[..., Awaitable[Dialect]] = vllm.detect_adapter if self._adapter else vllm.detect
         if isinstance(self._settings, SglangEngineSettings):
             detect = sglang.detect
         try:

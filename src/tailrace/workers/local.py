@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.data.base import DataSettings, longest_sequence
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.devices import DeviceMap, Devices
-from tailrace.engine.counter import COUNTS_FOLDER, TokenCounter
-from tailrace.engine.life import EngineLife
+from tailrace.engine.base import COUNTS_FOLDER, EngineLife, TokenCounter
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EnginesLost, WorkerDied, first_cause

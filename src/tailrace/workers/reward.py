@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tailrace.data.tokenizer import Tokenizer, text_of
+from tailrace.data.encoding import Tokenizer, text_of
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, RewardSettings, Scores
 from tailrace.types import Prompt, Sample

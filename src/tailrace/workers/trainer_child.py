@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tailrace.errors import CheckpointError, ScheduleError, TransferFailed
 from tailrace.trainer.adapter import peft_config
-from tailrace.trainer.launch import Ranks, is_lost_peer, joined, listen
+from tailrace.trainer.distributed import Ranks, is_lost_peer, joined, listen
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.base import Weights, WeightSender
 from tailrace.weights.tensors import Publisher

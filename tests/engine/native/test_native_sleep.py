@@ -5,7 +5,7 @@ import torch
 from native_cases import PROMPTS, finish, submit_all
 
 from helpers.tiny_models import tiny_model
-from tailrace.engine.native.attention import PrefillAttention
+from tailrace.engine.native.model import PrefillAttention
 
 
 def memory(engine):

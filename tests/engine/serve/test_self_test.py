@@ -16,8 +16,7 @@ from serve_cases import TOKEN, Served, served
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from helpers.tiny_models import letter_tokenizer, tiny_model
-from tailrace.engine.connection import TOKEN_VARIABLE
-from tailrace.engine.http import HttpEngine
+from tailrace.engine.http import TOKEN_VARIABLE, HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.vllm import detect

@@ -16,10 +16,8 @@ from serve_cases import CONTEXT, MODEL_NAME, TOKEN, Served, served
 from helpers.engine_contract import EngineContract, Main
 from helpers.processes import worker_of
 from helpers.tiny_models import VOCABULARY, tiny_model
-from tailrace.engine.base import Engine
-from tailrace.engine.connection import TOKEN_VARIABLE
-from tailrace.engine.counter import TokenCounter
-from tailrace.engine.http import HttpEngine
+from tailrace.engine.base import Engine, TokenCounter
+from tailrace.engine.http import TOKEN_VARIABLE, HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.supervised import SupervisedEngine

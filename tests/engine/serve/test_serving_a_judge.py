@@ -9,8 +9,7 @@ from helpers.tiny_models import LETTERS
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.errors import ConfigError
 from tailrace.reward.base import Call
-from tailrace.reward.judge import Verdict
-from tailrace.reward.judge_endpoint import EndpointJudge, check_endpoint
+from tailrace.reward.judge import EndpointJudge, Verdict, check_endpoint
 from tailrace.reward.judge_settings import EndpointJudgeSettings
 
 CALL = Call("", "ABC", [], "stop", {"answer": "DE"})

@@ -14,8 +14,8 @@ from vllm_cases import NUM_TOKENS, Models, Servers, joined, logprobs, told_count
 
 from helpers.engine_contract import ATTEMPTS, Ahead, EngineContract, Main, fresh_samples
 from tailrace.engine.base import Engine
-from tailrace.engine.connection import Connection
 from tailrace.engine.dialect import Attempt
+from tailrace.engine.http import Connection
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import TensorInfo, Weights

@@ -11,12 +11,12 @@ from vllm_cases import CONTEXT, DEADLINE_S, SETTINGS, in_files, logprobs
 
 from helpers.engine_contract import ATTEMPTS, fresh_samples
 from helpers.tiny_models import VOCABULARY, save_tiny_model
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
-from tailrace.engine.vllm_adapter import detect
+from tailrace.engine.vllm import detect_adapter
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
@@ -93,7 +93,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         return HttpEngine(
             "vllm",
             server,
-            lambda client: detect(client, sampling, ()),
+            lambda client: detect_adapter(client, sampling, ()),
             max_completion_tokens=sampling.max_completion_tokens,
             health_timeout_s=60.0,
             check=check,

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.tiny_models import VOCABULARY, save_tiny_model
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine.base import TokenCounter
 from tailrace.engine.dialect import Chunk
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.launch import Launch

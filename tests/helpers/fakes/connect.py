@@ -13,8 +13,8 @@ from helpers.fakes.server import FakeServer
 from helpers.fakes.sglang import FakeSglang
 from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import VOCABULARY
-from tailrace.engine import sglang, vllm, vllm_adapter
-from tailrace.engine.counter import TokenCounter
+from tailrace.engine import sglang, vllm
+from tailrace.engine.base import TokenCounter
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_server
 from tailrace.engine.settings import SamplingSettings, SglangEngineSettings, VllmEngineSettings
@@ -48,7 +48,7 @@ def http_engine(
     is_vllm = fake.generation.server == "vllm"
     detect = vllm.detect if is_vllm else sglang.detect
     if lora:
-        detect = vllm_adapter.detect
+        detect = vllm.detect_adapter
     kind = VllmEngineSettings if is_vllm else SglangEngineSettings
     expected = Expected(kind(urls=(fake.url,)), sampling, VOCABULARY, NUM_TOKENS)
     return HttpEngine(

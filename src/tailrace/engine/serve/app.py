@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 
 from tailrace import __version__
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.base import ComputingEngine
 from tailrace.engine.serve.control import Control
 from tailrace.engine.serve.control_routes import control_routes

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
-from tailrace.data.tokenizer import Tokenizer
+from tailrace.data.encoding import Tokenizer
 from tailrace.engine.base import SamplingParams
 from tailrace.engine.serve.formats import ChatFormat, CompletionFormat, Context, Format, GenerateFormat
 from tailrace.engine.serve.protocol import (
