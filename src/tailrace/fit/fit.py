@@ -16,8 +16,8 @@ from tailrace.fit.decode import ALONE, explained, fit_aborts, fit_engines, non_n
 from tailrace.fit.observed import Array, Busy, FitPart, Observed, observe
 from tailrace.record.events import Interval
 from tailrace.record.timeline import Scoring, Timeline
-from tailrace.sim.lengths import read_recorded
 from tailrace.sim.settings import SimSettings
+from tailrace.sim.world import read_recorded
 
 MIN_ALONE = 8
 """Passes or steps without engines at work, from which on only those give the undisturbed cost."""
