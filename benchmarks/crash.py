@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, suppress
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import tomli_w
@@ -52,7 +52,7 @@ import tomli_w
 from common import EXAMPLES, run, write
 from tailrace import clock
 from tailrace.assembly.schedule import resolve
-from tailrace.commands.race import Arena, Racer
+from tailrace.commands.compare import Arena, Racer
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
@@ -63,7 +63,9 @@ from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
 from tailrace.ledger.recovery import first_life, held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import SqliteStore
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, RoundStarted
-from tailrace.record.steps import RoundMeter
+from tailrace.record.figures import over_rounds
+from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 
 KILLED: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 16},
@@ -449,7 +451,7 @@ async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list
     async with aclosing(Arena(folder)) as arena:
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
-                parts, meter = await arena.parts(racer), RoundMeter()
+                parts, summary = await arena.parts(racer), Summary()
                 start, journal = first_life(), NullJournal()
                 with ExitStack() as stack:
                     if with_ledger:
@@ -457,13 +459,15 @@ async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list
                         store.commit(start.opening)
                         commit = stack.enter_context(commits_on_thread(store))
                         journal = Journal(commit, start, flush_s=config.ledger.flush_s)
-                    began_s, recorder = time.process_time(), Recorder(meter)
+                    began_s, recorder = (
+                        time.process_time(),
+                        Recorder(StepMeter(summary, wall_clock=clock.wall_time)),
+                    )
                     books = {"starting_point": start, "journal": journal}
                     await execute(racer.schedule, parts, config.run, recorder, **books)
                     cpu_s = time.process_time() - began_s
                 if repeat >= 0:
-                    main_s = fmean(report.main_time_s for report in meter.reports)
-                    found[with_ledger].append((main_s, cpu_s))
+                    found[with_ledger].append((over_rounds(summary.rows, "round/main_time_s"), cpu_s))
     return found
 
 

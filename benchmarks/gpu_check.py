@@ -33,8 +33,8 @@ from common import QUICKSTART, run, save_model, write
 from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.errors import TailraceError
+from tailrace.record.figures import steps_of
 from tailrace.record.metrics import read_rows
-from tailrace.record.rows import StepRow
 
 ROUNDS = 3
 MAX_MISMATCH_KL = 0.02
@@ -319,12 +319,12 @@ def run_check(check: Check, folder: Path, model: Path, device: str) -> str | Non
         train(load_config(QUICKSTART, {**check.overrides, **real}), folder)
     except TailraceError as error:
         return str(error)
-    steps = [row for row in read_rows(folder / "metrics.jsonl") if isinstance(row, StepRow)]
+    steps = steps_of(read_rows(folder / "metrics.jsonl"))
     if not steps:
         return "no optimizer step"
-    if any(row.skipped for row in steps):
+    if any(row["skipped"] for row in steps):
         return "a gradient was not finite"
-    mismatch = max((row.engine_mismatch_kl or 0.0 for row in steps), default=0.0)
+    mismatch = max((row.get("engine_mismatch_kl", 0.0) for row in steps), default=0.0)
     if mismatch > MAX_MISMATCH_KL:
         return f"the log-probs of engine and trainer differ: KL {mismatch:.4f} > {MAX_MISMATCH_KL}"
     return None

@@ -36,15 +36,12 @@ from statistics import fmean, median
 from typing import Any
 
 from common import run, write
-from tailrace.assembly.simulation import Schedule
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
-from tailrace.plan.base import Measured
-from tailrace.plan.measure import measure
-from tailrace.plan.problem import Problem
+from tailrace.plan.plan import Measured, Problem, measure
 from tailrace.plan.search import is_biased, search
 from tailrace.rollout.placement import Kind, Shared
-from tailrace.schedules import SCHEDULES
+from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import (
     SimClusterSettings,
@@ -138,11 +135,11 @@ def table(racers: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
             replicas=2 if kind == "elastic" else 1,
             warm_up_rounds=WARM_UP_ROUNDS,
         )
-        lap, rates[name] = found.lap, found.lap.samples_per_s
+        rates[name] = found["samples_per_s"]
         print(
             f"{name:46}{rates[name]:11.2f}{rates[name] / next(iter(rates.values())):11.2f}"
-            f"{lap.lag_mean:11.2f}{lap.lag_max:11.0f}{lap.waste_share:11.1%}"
-            f"{found.length_bias:+11.1%}{lap.deferrals_max:11.0f}",
+            f"{found['lag_mean']:11.2f}{found['lag_max']:11.0f}{found['waste_share']:11.1%}"
+            f"{found['length_bias']:+11.1%}{found['deferrals_max']:11.0f}",
             flush=True,
         )
     return rates
@@ -287,8 +284,9 @@ def print_class(name: str, races: Sequence[Class]) -> None:
             f"{schedule + ' *' * (schedule in OURS):24}{len(mine):9}{median(over):9.2f}{max(over):9.2f}"
             f"{sum(each is first for each, first in pairs):9}"
             f"{sum(each.candidate.kind == 'colocated' for each in mine):9}"
-            f"{fmean(each.lag_mean for each in mine):9.2f}{fmean(each.wasted for each in mine):9.1%}"
-            f"{median(each.length_bias for each in mine):+9.1%}"
+            f"{fmean(each.figures['lag_mean'] for each in mine):9.2f}"
+            f"{fmean(each.figures['waste_share'] for each in mine):9.1%}"
+            f"{median(each.figures['length_bias'] for each in mine):+9.1%}"
         )
     ratios = [ours_over_theirs(of_class) for of_class in races]
     print(f"ours (*) is first in {sum(each <= 1.0 for each in ratios)} of {len(ratios)}; its time over the")

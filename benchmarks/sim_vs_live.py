@@ -26,16 +26,16 @@ from tailrace import clock
 from tailrace.assembly.live import advantages_of
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import run_virtual
+from tailrace.commands.compare import Arena, Racer, in_turn
 from tailrace.commands.fit import fitted_run
-from tailrace.commands.race import Arena, Racer, in_turn
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder
-from tailrace.record.laps import LapMeter
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 from tailrace.sim.settings import SimSettings
 
 EXAMPLE = EXAMPLES / "rolloutpipe.toml"
@@ -76,16 +76,16 @@ async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[s
                 settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
                 if repeat < 0:
                     settings = settings.model_copy(update={"rounds": 1})
-                parts, meter = await arena.parts(racer), LapMeter()
+                parts, meter = await arena.parts(racer), Summary()
                 recorder = _recorder(racer.config, meter, lap_folder)
                 advantages = advantages_of(racer.config)
                 await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
-                    times[name].append(meter.lap().main_time_s)
+                    times[name].append(meter.lap()["main_time_s"])
     return times
 
 
-def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
+def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     folder.mkdir()
     (folder / "config.toml").write_text(config.toml())
     files = [
@@ -98,11 +98,11 @@ def _recorder(config: RunConfig, meter: LapMeter, folder: Path) -> Recorder:
 
 def predicted(racer: Racer, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
-    meter = LapMeter()
+    meter = Summary()
     settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
     config = racer.config.model_copy(update={"sim": sim, "run": settings})
     run_virtual(config, racer.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
-    return meter.lap().main_time_s
+    return meter.lap()["main_time_s"]
 
 
 def ranking_errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:

@@ -210,7 +210,9 @@ def compare(setting: Setting) -> tuple[Simulated, Simulated, CarriedTokens]:
 def throughput(simulated: Simulated) -> float:
     """Tokens a second in the rollouts after the warm-up."""
     rounds = simulated.rounds[WARM_UP_ROUNDS:]
-    return sum(each.num_generated for each in rounds) / sum(each.rollout_time_s or 0.0 for each in rounds)
+    return sum(each["round/num_generated"] for each in rounds) / sum(
+        each.get("round/rollout_time_s", 0.0) for each in rounds
+    )
 
 
 def gain(setting: Setting) -> float:
@@ -257,8 +259,8 @@ def figure_4() -> Table:
         if setting.algorithm == "GRPO":
             _, with_april, carried = compare(setting)
             steps = with_april.steps[WARM_UP_ROUNDS:]
-            versions = max(step.versions_max for step in steps)
-            trained = 100 * fmean(step.carried_tokens for step in steps)
+            versions = max(step["versions/max"] for step in steps)
+            trained = 100 * fmean(step["carried/tokens"] for step in steps)
             figures += [
                 Figure(str(setting), "carried tokens", "%", 40.0, carried.percent, "predicted"),
                 Figure(str(setting), "trained tokens of older versions", "%", None, trained, "predicted"),

@@ -14,7 +14,7 @@ from reproductions.base import Figure, Table
 from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.record.events import Event, RequestEnded
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.rollout.placement import Shared
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
@@ -118,7 +118,7 @@ class _Ends:
         """Times are complete when they arrive."""
 
 
-def _generation(sequences: int, lengths: SimLengthSettings, seed: int) -> tuple[RoundRow, Sequence[float]]:
+def _generation(sequences: int, lengths: SimLengthSettings, seed: int) -> tuple[Row, Sequence[float]]:
     """One rollout on one H100 with vLLM's number of slots, and when its requests ended."""
     set_up, ends = SetUp(devices=8, generating=1), _Ends()
     sim = set_up.sim(slots=VLLM_SLOTS).model_copy(update={"lengths": lengths})
@@ -130,7 +130,9 @@ def _generation(sequences: int, lengths: SimLengthSettings, seed: int) -> tuple[
 def generation() -> Table:
     """Fig. 2: throughput and time of generation on one H100."""
     alike = SimLengthSettings(median_tokens=512.0, sigma=0.0, max_tokens=512, prompt_tokens=32)
-    rates = {size: _generation(size, alike, 0)[0].generated_tokens_per_s for size in (32, 64, 128, 256)}
+    rates = {
+        size: _generation(size, alike, 0)[0]["round/generated_tokens_per_s"] for size in (32, 64, 128, 256)
+    }
     figures = []
     for size, rate in rates.items():
         row = f"2a, batch size {size}"
@@ -147,7 +149,7 @@ def generation() -> Table:
     for size in (256, 128, 64, 32, 16):
         rows = [_generation(size, long, seed)[0] for seed in RUNS]
         seconds, rate = (
-            fmean(getattr(row, field) or 0.0 for row in rows)
+            fmean(row.get(f"round/{field}", 0.0) for row in rows)
             for field in ("rollout_time_s", "generated_tokens_per_s")
         )
         name = f"2c, {size} sequences"
@@ -172,8 +174,8 @@ def lags() -> Table:
     figures = [
         Figure(TWICE, "lag of the first tenth", "x", 2.0, profile[0] / half[0], "predicted"),
         Figure(TWICE, "the same, above the last tenth", "x", None, spread, "predicted"),
-        Figure("Conventional RL, G = 8", "lag, first step", "", 0.0, turn[0].lag_mean, "predicted"),
-        Figure("Conventional RL, G = 8", "lag, last step", "", 7.0, turn[-1].lag_mean, "predicted"),
+        Figure("Conventional RL, G = 8", "lag, first step", "", 0.0, turn[0]["lag/mean"], "predicted"),
+        Figure("Conventional RL, G = 8", "lag, last step", "", 7.0, turn[-1]["lag/mean"], "predicted"),
     ]
     figures += [
         Figure(f"PipelineRL, tenth {tenth + 1}", "mean lag", "steps", None, lag, "predicted")
@@ -191,15 +193,15 @@ def lags() -> Table:
 def _profile(run: Simulated) -> list[float]:
     """Mean lag of each tenth of the sequences, over the last eight steps."""
     steps = run.steps[-8:]
-    return [fmean(row.lag_by_tenth[tenth] for row in steps) for tenth in range(10)]
+    return [fmean(row[f"lag/tenth/{tenth}"] for row in steps) for tenth in range(10)]
 
 
 def throughput() -> Table:
     """Fig. 5c: samples a second, against Conventional RL with G = 32."""
-    pipe = _of_whole().lap.samples_per_s
+    pipe = _of_whole().lap["samples_per_s"]
     figures = [Figure("PipelineRL", "throughput", "samples/s", None, pipe, "predicted")]
     for slots in (IN_FLIGHT, VLLM_SLOTS):
-        turn = in_turn(WHOLE, 32, slots).lap.samples_per_s
+        turn = in_turn(WHOLE, 32, slots).lap["samples_per_s"]
         row = f"G = 32, {slots} at once"
         printed = 2.0 if slots == IN_FLIGHT else None
         figures += [
@@ -215,8 +217,8 @@ def throughput() -> Table:
 
 def max_lags() -> Table:
     """Fig. 6a: the largest lag of a trained token, in samples."""
-    pipe = BATCH * _of_whole().lap.lag_max
-    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT).lap.lag_max
+    pipe = BATCH * _of_whole().lap["lag_max"]
+    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT).lap["lag_max"]
     figures = (
         Figure("PipelineRL", "max lag", "samples", 50_000.0, pipe, "predicted"),
         Figure("Conventional RL, G = 32", "max lag", "samples", 31.0 * BATCH, turn, "predicted"),
@@ -232,8 +234,8 @@ def max_lags() -> Table:
 def earlier_version() -> Table:
     """The earlier version's runs on 32 H100: 16 generate, 16 train, against G = 4."""
     pipe, turn = pipelined(EARLIER, 24, 12), in_turn(EARLIER, 4, 128)
-    gain = pipe.lap.samples_per_s / turn.lap.samples_per_s
-    lag = fmean(row.lag_max for row in pipe.steps[12:])
+    gain = pipe.lap["samples_per_s"] / turn.lap["samples_per_s"]
+    lag = fmean(row["lag/max"] for row in pipe.steps[12:])
     figures = (
         Figure("32 H100, G = 4", "throughput, PipelineRL against it", "x", 2.0, gain, "predicted"),
         Figure("32 H100", "largest lag of a step, mean", "steps", 8.0, lag, "predicted"),

@@ -123,7 +123,7 @@ def main_times() -> Table:
     """Fig. 4: rollout-to-train-end time, and the shares of CGP and FGD in its reduction."""
     figures: list[Figure] = []
     for task, size, row, kind in _settings():
-        slime_s, cgp_s, both_s = (run(task, size, system).lap.main_time_s for system in SYSTEMS)
+        slime_s, cgp_s, both_s = (run(task, size, system).lap["main_time_s"] for system in SYSTEMS)
         for system, seconds in zip(SYSTEMS, (slime_s, cgp_s, both_s), strict=True):
             printed = MAIN_TIME.get(system) if (task, size) == (FITTED_TASK, 96) else None
             figures.append(Figure(row, f"main time, {system}", "s", printed, seconds, "predicted"))
@@ -145,16 +145,16 @@ def strict_frontier() -> Table:
     """Section 5.1: F_w = 2 as printed, with Algorithm 1's rule that no other group is served."""
     row = f"{FITTED_TASK}, R = 96"
     strict, slime = (run(FITTED_TASK, 96, system).lap for system in ("F_w = 2", "Slime"))
-    reduction = 100 * (1 - strict.main_time_s / slime.main_time_s)
+    reduction = 100 * (1 - strict["main_time_s"] / slime["main_time_s"])
     figures = (
-        Figure(row, "main time, F_w = 2", "s", MAIN_TIME["CGP+FGD"], strict.main_time_s, "predicted"),
+        Figure(row, "main time, F_w = 2", "s", MAIN_TIME["CGP+FGD"], strict["main_time_s"], "predicted"),
         Figure(row, "reduction against Slime", "%", REDUCTION[96], reduction, "predicted"),
         Figure(
             row,
             "first dispatch, F_w = 2",
             "s",
             FIRST_DISPATCH["CGP+FGD"],
-            strict.first_dispatch_s,
+            strict["first_dispatch_s"],
             "predicted",
         ),
     )
@@ -167,7 +167,7 @@ def first_dispatch() -> Table:
     for task in MEDIANS:
         kind: Kind = "fitted" if task == FITTED_TASK else "predicted"
         for system, printed in FIRST_DISPATCH.items():
-            ours = run(task, 96, system).lap.first_dispatch_s
+            ours = run(task, 96, system).lap["first_dispatch_s"]
             row, bar = f"{task}, R = 96", 0.25 * printed[0]
             figures.append(Figure(row, f"first dispatch, {system}", "s", printed, ours, kind, bar))
     return Table("Section 5.2", "the first dispatch", tuple(figures))
@@ -180,15 +180,15 @@ def waiting() -> Table:
         ratios = {}
         for system in SYSTEMS:
             lap = run(task, size, system).lap
-            whole_s = lap.main_time_s + OVERHEAD_S
-            ratios[system] = 100 * (whole_s - lap.trainer_compute_s) / whole_s
+            whole_s = lap["main_time_s"] + OVERHEAD_S
+            ratios[system] = 100 * (whole_s - lap["trainer_compute_s"]) / whole_s
             printed, kind = _printed_waiting(task, size, system)
             figures += [
                 Figure(row, f"waiting ratio, {system}", "%", printed, ratios[system], kind),
                 Figure(row, f"eq. 4, {system}", "%", None, _equation_4(task, size, system), "predicted"),
             ]
         less = 100 * (1 - ratios["CGP+FGD"] / ratios["Slime"])
-        length = run(task, size, "Slime").lap.length_mean
+        length = run(task, size, "Slime").lap["length_mean"]
         figures += [
             Figure(row, "waiting ratio, reduction", "%", LESS_WAITING, less, "predicted"),
             Figure(row, "mean response length", "", LENGTH, length, "fitted" if size == 32 else "predicted"),
@@ -212,7 +212,7 @@ def _printed_waiting(task: str, size: int, system: System) -> tuple[float | Rang
 
 def _equation_4(task: str, size: int, system: System) -> float:
     rounds = run(task, size, system).rounds
-    return 100 * sum(row.start_ratio for row in rounds) / len(rounds)
+    return 100 * sum(row["round/start_ratio"] for row in rounds) / len(rounds)
 
 
 def trainer_compute() -> Table:
@@ -221,7 +221,7 @@ def trainer_compute() -> Table:
     for task, size, row, _ in _settings():
         for system, printed in zip(SYSTEMS, COMPUTE[task][size], strict=True):
             kind: Kind = "fitted" if (system, size) == ("Slime", 32) else "predicted"
-            ours = run(task, size, system).lap.trainer_compute_s
+            ours = run(task, size, system).lap["trainer_compute_s"]
             figures.append(Figure(row, f"trainer compute, {system}", "s", printed, ours, kind))
     return Table("Table 1", "trainer compute time", tuple(figures))
 

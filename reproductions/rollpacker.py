@@ -36,7 +36,7 @@ from reproductions.rollpacker_runs import (
     speed,
     tailbatch_of,
 )
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.schedules import Schedule
 from tailrace.schedules.tailbatch import tailbatch
 
@@ -73,8 +73,8 @@ def table_1() -> Table:
     for task in TASKS:
         kind: Kind = "predicted" if task == "Code" else "fitted"
         simulated = run(MEDIUM, VERL, (task,), FIRST)
-        training = sum(row.trainer_compute_s for row in simulated.rounds)
-        reward = sum(row.wait_s - (row.rollout_time_s or 0.0) for row in simulated.rounds)
+        training = sum(row["round/trainer_compute_s"] for row in simulated.rounds)
+        reward = sum(row["round/wait_s"] - (row.get("round/rollout_time_s", 0.0)) for row in simulated.rounds)
         ours = [100 * seconds / simulated.seconds for seconds in (reward, training)]
         for what, printed, share, what_kind in zip(
             ("rollout", "reward", "training"),
@@ -122,7 +122,7 @@ def figure_9() -> Table:
         )
     before, after = run(MEDIUM, VERL, ("Code",), PERIOD), run(MEDIUM, TAIL_BATCHING, ("Code",), PERIOD)
     shorter = max(
-        one.lengths.max / other.lengths.max
+        one["round/completions/max_length"] / other["round/completions/max_length"]
         for one, other in zip(before.rounds, short_rounds(after), strict=False)
     )
     figures.append(
@@ -130,7 +130,7 @@ def figure_9() -> Table:
     )
     before, after = run(LARGE, VERL), run(LARGE, TAIL_BATCHING)
     faster = max(
-        (one.rollout_time_s or 0.0) / (other.rollout_time_s or 1.0)
+        one.get("round/rollout_time_s", 0.0) / other.get("round/rollout_time_s", 1.0)
         for one, other in zip(before.rounds, after.rounds, strict=True)
     )
     figures.append(
@@ -173,8 +173,8 @@ def figure_12() -> Table:
     return Table("Fig. 12a", "planner against TP 1, Qwen2.5-14B on 16 GPUs", (figure,), notes)
 
 
-def _seconds(rounds: Sequence[RoundRow]) -> float:
-    return fmean(row.duration_s for row in rounds)
+def _seconds(rounds: Sequence[Row]) -> float:
+    return fmean(row["round/time_s"] for row in rounds)
 
 
 PAPER = Paper(

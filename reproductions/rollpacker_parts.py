@@ -27,7 +27,7 @@ from reproductions.rollpacker_runs import (
     tailbatch_of,
 )
 from tailrace.controller.run import Run
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.schedules import Schedule
 from tailrace.schedules.tailbatch import next_round
 from tailrace.sim.judge import forward_pass
@@ -104,8 +104,8 @@ def _long_s(variant: Variant) -> float:
     return _seconds(long_rounds(run(SMALL, variant, ("Math",))))
 
 
-def _seconds(rounds: Sequence[RoundRow]) -> float:
-    return fmean(row.duration_s for row in rounds)
+def _seconds(rounds: Sequence[Row]) -> float:
+    return fmean(row["round/time_s"] for row in rounds)
 
 
 def figure_13() -> Table:
@@ -115,7 +115,7 @@ def figure_13() -> Table:
         for sharing in ("time slices", "mps")
     }
     gains = [
-        slices.duration_s / mps.duration_s
+        slices["round/time_s"] / mps["round/time_s"]
         for slices, mps in zip(times["time slices"], times["mps"], strict=True)
     ]
     figures = [Figure(f"13a, {SMALL}", "step time, MPS, at most", "x", 1.25, max(gains), "predicted")]
@@ -157,7 +157,11 @@ def section_6_5() -> Table:
         ratio = speed(run(model, asynchronous)) / speed(run(model, TAIL_BATCHING))
         figures.append(Figure(str(model), "asynchronous rewards, speed-up", "x", printed, ratio, "predicted"))
     fixed, adaptive = (
-        fmean(row.wait_s for seed in SEEDS for row in run(SMALL, variant, ("Code",), PERIOD, seed).rounds)
+        fmean(
+            row["round/wait_s"]
+            for seed in SEEDS
+            for row in run(SMALL, variant, ("Code",), PERIOD, seed).rounds
+        )
         for variant in (asynchronous, REWARDS)
     )
     row, what = f"{SMALL}, Code", "adaptive timeout: rollout and rewards, speed-up"

@@ -14,7 +14,7 @@ from statistics import fmean
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.assembly.simulation import Simulated, simulate, simulated_parts
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.record.rows import RoundRow
+from tailrace.record.figures import Row
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import Kind as PlacementKind
@@ -201,12 +201,12 @@ def run(
 
 def speed(simulated: Simulated) -> float:
     """Trained samples a second, from end to end."""
-    return sum(row.num_samples for row in simulated.rounds) / simulated.seconds
+    return sum(row["round/num_samples"] for row in simulated.rounds) / simulated.seconds
 
 
 def rollout_s(simulated: Simulated) -> float:
     """Mean time of a rollout."""
-    return fmean(row.rollout_time_s or 0.0 for row in simulated.rounds)
+    return fmean(row.get("round/rollout_time_s", 0.0) for row in simulated.rounds)
 
 
 class GrowingLengths:
@@ -249,11 +249,11 @@ def growing_rollouts(limits: Sequence[int], max_width: int) -> Simulated:
     return simulate(serial_of(P0), sim, settings, parts=parts)
 
 
-def long_rounds(simulated: Simulated) -> list[RoundRow]:
+def long_rounds(simulated: Simulated) -> list[Row]:
     """Every fifth round: each short round defers a quarter of P0."""
-    return [row for row in simulated.rounds if row.round % PERIOD == PERIOD - 1]
+    return [row for row in simulated.rounds if row["round"] % PERIOD == PERIOD - 1]
 
 
-def short_rounds(simulated: Simulated) -> list[RoundRow]:
+def short_rounds(simulated: Simulated) -> list[Row]:
     """The other rounds."""
-    return [row for row in simulated.rounds if row.round % PERIOD != PERIOD - 1]
+    return [row for row in simulated.rounds if row["round"] % PERIOD != PERIOD - 1]

@@ -20,8 +20,8 @@ from crash import (
     Victim,
     regenerated_tokens,
 )
+from tailrace.record.figures import counts_of, family
 from tailrace.record.metrics import read_rows
-from tailrace.record.rows import ClosingRow, RoundRow, StepRow
 from tailrace.record.timeline import RunTimelines
 
 
@@ -35,12 +35,8 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     victim.lose_engines(kills=1, kind="native", chance=random.Random(0))
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
     assert regenerated_tokens(victim.requests()) == 0
-    rows = [
-        row
-        for row in read_rows(victim.folder / "metrics.jsonl")
-        if isinstance(row, StepRow | RoundRow | ClosingRow)
-    ]
-    assert sum(sum(row.counts.engines_died.values()) for row in rows) == 1
+    counts = counts_of(read_rows(victim.folder / "metrics.jsonl"))
+    assert sum(family(counts, "engines/died/").values()) == 1
     timelines = RunTimelines(victim.folder / "events.jsonl")
     timelines.update()
     dead = [each for process in timelines.all for each in process.states if each.state == "dead"]

@@ -1,7 +1,7 @@
-"""The comparison of a race's laps, and a race in virtual time."""
+"""A race in virtual time, the comparison of its laps, their order, and the workers that racers share."""
 
 import json
-from dataclasses import MISSING, fields
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from helpers.small_run import write_small_run
 from tailrace.cli import main
-from tailrace.commands.comparison import Comparison
+from tailrace.commands.compare import Comparison, Racer, in_turn
+from tailrace.config import load_config
 from tailrace.page.run import open_runs
-from tailrace.record.laps import Lap
+from tailrace.record.figures import LAPS, Row
+from tailrace.schedules import SCHEDULES
 
 
-def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Lap:
-    given = {field.name: 0.5 for field in fields(Lap) if field.default is MISSING}
+def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
+    given = {name: 0.5 for name, figure in LAPS.items() if figure.total} | {"bound_s": 0.0}
     given |= {
         "main_time_s": main_s,
         "main_s_per_1000_samples": 1000 * main_s / samples,
     }
-    return Lap(**(given | figures))
+    return given | figures
 
 
 RESULTS = Comparison(
@@ -63,11 +66,6 @@ def test_lags_are_nested_and_a_figure_that_no_lap_has_is_null() -> None:
     assert april["staleness"] == {"mean": 0.5, "max": 0.75}
     assert (april["length_bias"], april["time_to_reward_s"]) == (0.25, None)
     assert [each["main_time_s"] for each in april["laps"]] == [9.0, 8.0]
-
-
-def test_the_typical_lap_is_the_one_nearest_to_the_median() -> None:
-    assert RESULTS.typical("serial") == 1
-    assert RESULTS.typical("rolloutpipe") == 2
 
 
 @pytest.mark.parametrize("cell", ["8.00 s [7.00 - 9.00]", "-37.5%", "86%", "+11.1%"])
@@ -139,3 +137,37 @@ def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
     assert main(["compare", str(path), "--virtual", "--repeats", "1"]) == 2
     message = "schedule.groups_launched = 9: the schedule has no such parameter; it has: "
     assert message in capsys.readouterr().err
+
+
+SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
+
+
+def racer(folder: Path, **overrides: str) -> Racer:
+    config = write_small_run(folder)
+    return Racer(
+        load_config(config, {key.replace("__", "."): value for key, value in overrides.items()}), SERIAL
+    )
+
+
+def test_workers_depend_on_the_settings_they_are_made_from_and_on_nothing_else(tmp_path: Path) -> None:
+    plain = racer(tmp_path)
+    assert racer(tmp_path, run__rounds="9", schedule__groups_per_step="1").setup == plain.setup
+    assert racer(tmp_path, engine__replicas="3").setup != plain.setup
+    assert racer(tmp_path, trainer__threads="2").setup != plain.setup
+
+
+def test_every_schedule_goes_first_in_turn(tmp_path: Path) -> None:
+    racers = dict.fromkeys(("a", "b", "c"), racer(tmp_path))
+    assert [in_turn(racers, repeat) for repeat in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_racers_with_the_same_workers_run_side_by_side(tmp_path: Path) -> None:
+    one, other = racer(tmp_path), racer(tmp_path, engine__replicas="3")
+    racers = {"a": one, "x": other, "b": one, "y": other}
+    assert in_turn(racers, 0) == ["a", "b", "x", "y"]
+    assert in_turn(racers, 1) == ["x", "y", "b", "a"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tailrace.commands.train import train
 from tailrace.config import load_config
+from tailrace.record.figures import steps_of
 from tailrace.record.metrics import read_rows
-from tailrace.record.rows import StepRow
 
 MIN_ESS = 0.7
 GROUPS = 2
@@ -27,15 +27,15 @@ def test_the_guard_halts_updates_when_the_weights_run_away_and_lets_them_go_on(c
     config_path.write_text(config_path.read_text().replace(printed, guarded))
     folder = config_path.parent / "out"
     train(load_config(config_path, OVERRIDES), folder)
-    steps = [row for row in read_rows(folder / "metrics.jsonl") if isinstance(row, StepRow)]
-    assert [row.step for row in steps] == list(range(1, 15))
-    low = [row.ess_guard is not None and row.ess_guard < MIN_ESS for row in steps]
+    steps = steps_of(read_rows(folder / "metrics.jsonl"))
+    assert [row["step"] for row in steps] == list(range(1, 15))
+    low = [row.get("ess/guard", 1.0) < MIN_ESS for row in steps]
     assert not low[0] and True in low, "nothing is stale at first; then the weights run away"
     assert False in low[low.index(True) :], "and what is generated afterwards is near them again"
     for row, halted in zip(steps, low, strict=True):
-        assert row.counts.groups_dropped.get("low_ess", 0) == (GROUPS if halted else 0)
-        assert row.counts.groups_trained == GROUPS
+        assert row.get("groups/dropped/low_ess", 0) == (GROUPS if halted else 0)
+        assert row["groups/trained"] == GROUPS
         if halted:  # what was trained instead
-            assert row.staleness_max == 0 and row.ess > 0.99
+            assert row["staleness/max"] == 0 and row["ess"] > 0.99
         else:
-            assert "stale" not in row.counts.groups_dropped and row.ess >= MIN_ESS
+            assert "groups/dropped/stale" not in row and row["ess"] >= MIN_ESS

@@ -26,8 +26,7 @@ from tailrace.record.events import (
     Stepped,
     time_of,
 )
-from tailrace.record.lags import Lags
-from tailrace.record.rows import Row
+from tailrace.record.figures import Lags, Row
 from tailrace.record.steps import StepMeter
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId, Turn
@@ -146,7 +145,7 @@ class Collector:
         self.rows: list[Row] = []
 
     def on(self, event: Event) -> None:
-        if isinstance(event, Row):
+        if isinstance(event, dict):
             self.rows.append(event)
 
     def close(self) -> None: ...

@@ -13,9 +13,10 @@ from record_story import Story, make_group, play
 
 from helpers.virtual import EXACT, NEVER_STOP, SCHEDULES_BY_NAME, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunSettings
+from tailrace.record.bounds import RoundBound
 from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.rows import RoundRow
-from tailrace.record.steps import RoundMeter
+from tailrace.record.figures import Row
+from tailrace.record.summary import Summary
 from tailrace.rollout.admission import Frontier
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules.april import april
@@ -36,20 +37,23 @@ ONE_BY_ONE = change(EXACT, engines=change(EXACT.engines, slots=2))
 """Room for one group: they complete at 10, 20, 30, ... s."""
 
 
-def rounds_of(outcome: Outcome) -> list[RoundRow]:
-    play(outcome.events, meter := RoundMeter())
-    return meter.reports
+def bounded(outcome: Outcome) -> list[tuple[Row, RoundBound]]:
+    play(outcome.events, summary := Summary())
+    return summary.bounds
 
 
-def times(outcome: Outcome) -> list[tuple[float, float | None]]:
+def main_time_and_bound(row: Row) -> tuple[float, float]:
+    return row["round/main_time_s"], row["round/bound_s"]
+
+
+def times(outcome: Outcome) -> list[tuple[float, float]]:
     """The main time and the bound of each round."""
-    return [(row.main_time_s, pytest.approx(row.bound_s)) for row in rounds_of(outcome)]
+    return [pytest.approx(main_time_and_bound(row)) for row, _ in bounded(outcome)]
 
 
 def run_of(outcome: Outcome) -> tuple[float, float]:
     """The time of the run and its bound."""
-    bound = rounds_of(outcome)[-1].bound
-    assert bound
+    _, bound = bounded(outcome)[-1]
     return bound.run_time_s, bound.run_bound_s
 
 
@@ -133,8 +137,8 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
         story.request(sample, 26.0, 27.0)
     story.train(fast, 27.0, 27.0, 32.0)
     story.tell(RoundEnded(32.0, 1))
-    play(story.events, meter := RoundMeter())
-    assert [(row.main_time_s, row.bound_s) for row in meter.reports] == [(25, 25), (6, 6)]
+    play(story.events, summary := Summary())
+    assert [main_time_and_bound(row) for row, _ in summary.bounds] == [(25, 25), (6, 6)]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,8 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
 )
 def test_the_words_name_the_longest_wait_and_the_straggler(reward_s: float, words: str) -> None:
     sim = change(ONE_BY_ONE, rewards=change(EXACT.rewards, median_s=reward_s, sigma=0.0, timeout_s=60.0))
-    (row,) = rounds_of(simulate(partial(serial, groups_per_round=3, groups_per_step=1), PAIRS, sim))
-    assert row.bound and row.bound.gap == words
+    ((_, bound),) = bounded(simulate(partial(serial, groups_per_round=3, groups_per_step=1), PAIRS, sim))
+    assert bound.gap == words
 
 
 def drawn(number: int) -> SimSettings:
@@ -191,9 +195,8 @@ def test_no_schedule_falls_below_its_bounds(name: str) -> None:
     for number, kind in enumerate(kinds):
         settings = RunSettings(rounds=2, group_size=4, seed=number)
         outcome = simulate(SCHEDULES_BY_NAME[name], settings, drawn(number), shared=Shared(kind))
-        rows = rounds_of(outcome)
-        assert rows
-        for row in rows:
-            assert row.bound_s and row.bound
-            assert 0 < row.bound_s <= row.main_time_s * (1 + 1e-9)
-            assert 0 < row.bound.run_bound_s <= row.bound.run_time_s * (1 + 1e-9)
+        rounds = bounded(outcome)
+        assert rounds
+        for row, bound in rounds:
+            assert 0 < row["round/bound_s"] <= row["round/main_time_s"] * (1 + 1e-9)
+            assert 0 < bound.run_bound_s <= bound.run_time_s * (1 + 1e-9)

@@ -10,17 +10,17 @@ from record_story import play
 
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
 from tailrace.record.events import Stepped
+from tailrace.record.figures import rounds_of
 from tailrace.record.perfetto import write_perfetto
 from tailrace.record.run_log import LogWriter
-from tailrace.record.steps import RoundMeter
 from tailrace.record.summary import Summary
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name])
-    sink, meter, path = Summary(), RoundMeter(), tmp_path / "trace.json"
-    play(outcome.events, sink, meter, LogWriter(tmp_path / "events.jsonl"))
+    sink, path = Summary(), tmp_path / "trace.json"
+    play(outcome.events, sink, LogWriter(tmp_path / "events.jsonl"))
     write_perfetto(tmp_path / "events.jsonl", path)
 
     summary, totals = sink.summary(), outcome.totals
@@ -30,15 +30,16 @@ def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     assert sum(summary.tokens.wasted.values()) == totals.wasted_tokens.total()
     assert summary.tokens.generated == totals.trained_tokens + totals.wasted_tokens.total() + parked
     assert (summary.groups.parked, summary.tokens.parked) == (len(outcome.run.parked), parked)
-    assert summary.ages.staleness_max == max(
+    assert summary.ages["staleness_max"] == max(
         lag for step in outcome.of(Stepped) for lag in step.lags.publications
     )
 
-    assert [report.round for report in meter.reports] == list(range(outcome.run.round))
-    for report in meter.reports:
-        assert report.wait_s + report.trainer_compute_s == pytest.approx(report.main_time_s)
-        assert 0 <= report.start_ratio <= 1
-        assert 0 <= report.waiting_ratio <= 1
+    assert [row["round"] for row in rounds_of(sink.rows)] == list(range(outcome.run.round))
+    for row in rounds_of(sink.rows):
+        both_s = row["round/wait_s"] + row["round/trainer_compute_s"]
+        assert both_s == pytest.approx(row["round/main_time_s"])
+        assert 0 <= row["round/start_ratio"] <= 1
+        assert 0 <= row["round/waiting_ratio"] <= 1
 
     lanes = defaultdict(list)
     for record in json.loads(path.read_text()):

@@ -71,7 +71,7 @@ def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming() -> None:
     small = replace(SMALL, groups=16)
     once = replace(SCALED, schedule=lambda groups: partial(fetch_once, groups_per_round=groups, share=0.2))
     runs = [run(small, variant, ("Math",), PERIOD) for variant in (SCALED, once)]
-    assert [[row.num_groups for row in each.rounds] for each in runs] == [[16] * PERIOD] * 2
+    assert [[row["round/num_groups"] for row in each.rounds] for each in runs] == [[16] * PERIOD] * 2
     streamed, fetched = ([row.duration_s for row in long_rounds(each)] for each in runs)
     assert streamed < fetched
 

@@ -40,8 +40,7 @@ from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
-from tailrace.record.trackers import check_trackers
-from tailrace.record.user_sinks import import_sinks
+from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.reward.base import Rewards
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer

@@ -14,10 +14,10 @@ from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.data.base import Epochs
 from tailrace.errors import ConfigError
-from tailrace.record.events import Event, Recorder, Sink
-from tailrace.record.laps import Lap, LapMeter
-from tailrace.record.rows import RoundRow, StepRow
+from tailrace.record.events import Recorder, Sink
+from tailrace.record.figures import Row, rounds_of, steps_of
 from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.pool import ComputeAdvantages
@@ -47,31 +47,15 @@ class Simulated:
         steps: a row for each optimizer step, those of the warm-up included.
         rounds: a row for each round that trained, those of the warm-up included.
         lap: the figures of the rounds after the warm-up.
+        over_bound: time of the whole run over its lower bound (record/bounds.py), minus 1.
         seconds: virtual time from the start of the run to its end.
     """
 
-    steps: Sequence[StepRow]
-    rounds: Sequence[RoundRow]
-    lap: Lap
+    steps: Sequence[Row]
+    rounds: Sequence[Row]
+    lap: Row
+    over_bound: float
     seconds: float
-
-
-class _Rows:
-    """Sink: keeps the rows of steps and rounds."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRow] = []
-        self.rounds: list[RoundRow] = []
-
-    def on(self, event: Event) -> None:
-        match event:
-            case StepRow():
-                self.steps.append(event)
-            case RoundRow():
-                self.rounds.append(event)
-
-    def close(self) -> None:
-        """Rows are complete when they arrive."""
 
 
 def simulate(
@@ -99,20 +83,23 @@ def simulate(
             `sim`, `shared`, `replicas` and `reference` are not used then.
         compute_advantages: as `execute`.
     """
-    rows, laps = _Rows(), LapMeter(warm_up_rounds=warm_up_rounds)
+    summary = Summary()
 
     def own_parts() -> Parts:
         return simulated_parts(sim, settings.seed, reference=reference, replicas=replicas, shared=shared)
 
     async def run() -> float:
         made = (parts or own_parts)()
-        meter = StepMeter(rows, laps, *sinks, wall_clock=clock.wall_time)
+        meter = StepMeter(summary, *sinks, wall_clock=clock.wall_time)
         recorder = Recorder(meter)
         await execute(schedule, made, settings, recorder, compute_advantages=compute_advantages)
         return clock.now()
 
     seconds = clock.run(run(), virtual=True)
-    return Simulated(rows.steps, rows.rounds, laps.lap(), seconds)
+    _, bound = summary.bounds[-1]
+    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound.run_bound_s else 0.0
+    lap = summary.lap(warm_up_rounds)
+    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
 
 
 def simulated_parts(

@@ -1,26 +1,57 @@
-"""`tailrace compare`: a race of schedules (race.py) and its figures (comparison.py)."""
+"""`tailrace compare`: a race of schedules, and its figures as a table and as numbers for scripts.
+
+Each schedule runs from the same weights, on the same prompts, with the same seeds. Live, racers whose workers
+are made from the same settings share them. Others run one after another, so that no two sets of workers run
+at the same time. In virtual time every lap has parts of its own, and each repetition has another seed,
+because the same seed gives the same lap.
+
+The bound is that of serial's rounds (`record/bounds.py`): a lower bound on the main time of a round for all
+schedules that generate all of its samples in it, on the same devices. Schedules that carry samples may fall
+below it. A row of its own has the bound of each schedule's own rounds.
+"""
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.table import Table
 
 from tailrace import clock
-from tailrace.assembly.live import check_live
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind
 from tailrace.assembly.schedule import (
+    BoundSchedule,
     check_parameter_names,
     resolve,
     shared_parameters,
     with_published_defaults,
 )
-from tailrace.assembly.simulation import note_default_costs
-from tailrace.commands.comparison import Comparison
-from tailrace.commands.race import Racer, race_live, race_virtual
+from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, with_model_folder
+from tailrace.controller.base import Parts
+from tailrace.controller.execution import execute
+from tailrace.record.events import Recorder, Sink
+from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
+from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
+from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
+WARM_UP_ROUNDS = 2
+"""Rounds of the live lap of each schedule that is run before the race and not counted."""
+BASELINE = "serial"
+NESTED = ("staleness", "lag", "ess")
+"""Prefixes of figures that are grouped in the numbers: staleness_mean is staleness.mean."""
+SPREAD = ("main_time_s", "samples_per_s")
+"""Figures whose range is printed."""
 
 
 def compare(
@@ -30,7 +61,7 @@ def compare(
 
     Args:
         virtual: whether to race in virtual time. A config without [model] is always raced so.
-        folder: where the files of each schedule and compare.json go; None: none are written.
+        folder: where the picture, the files of each schedule and compare.json go; None: none are written.
         json_path: another file for the numbers.
 
     Raises:
@@ -44,7 +75,7 @@ def compare(
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     if virtual:
-        measured = race_virtual(racers, config.compare.repeats, folder)
+        raced = race_virtual(racers, config.compare.repeats, folder)
     else:
         schedules = [racer.schedule for racer in racers.values()]  # all race with the same threads
         fitted = {name: check_live(racer.config, *schedules) for name, racer in racers.items()}
@@ -53,16 +84,32 @@ def compare(
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
             race = race_live(racers, config.compare.repeats, place, with_files=folder is not None)
-            measured = clock.run(race, virtual=False)
-    comparison = Comparison(measured.laps)
-    print_table(console, comparison.table(VIRTUAL if virtual else LIVE))
+            raced = clock.run(race, virtual=False)
+    print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
         note_default_costs(config.sim, console)
     if folder:
         console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
         if path:
-            path.write_text(json.dumps(comparison.numbers(), indent=2) + "\n")
+            path.write_text(json.dumps(raced.numbers(), indent=2) + "\n")
+
+
+# -- the race ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Racer:
+    """A schedule, and the config that its workers are made from."""
+
+    config: RunConfig
+    schedule: BoundSchedule
+
+    @property
+    def setup(self) -> str:
+        """The settings that worker processes are made from."""
+        sections = "model data sampling reward engine algorithm trainer host placement"
+        return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
 
 
 def _racers(config: RunConfig) -> dict[str, Racer]:
@@ -72,3 +119,178 @@ def _racers(config: RunConfig) -> dict[str, Racer]:
         named = config.model_copy(update={"schedule": shared_parameters(config, name)})
         racers[name] = Racer(with_published_defaults(named), resolve(named))
     return racers
+
+
+class Arena:
+    """The workers of one racer at a time, always at the weights that training starts from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._setup = ""
+        self._open = AsyncExitStack()
+        self._parts: Parts | None = None
+
+    async def parts(self, racer: Racer) -> Parts:
+        """The workers of a racer, rewound. Workers of another set-up are closed first."""
+        if self._parts is None or racer.setup != self._setup:
+            await self.aclose()
+            self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
+            self._setup = racer.setup
+            # For each set-up: what a trainer keeps beside the weights depends on its algorithm.
+            await (await self._parts.trainer.save(self._folder / "start"))
+        await rewind(self._parts, self._folder / "start", version=0)
+        return self._parts
+
+    async def aclose(self) -> None:
+        self._parts = None
+        await self._open.aclose()
+
+
+async def race_live(
+    racers: Mapping[str, Racer], repeats: int, folder: Path, *, with_files: bool = False
+) -> "Comparison":
+    """Race on real workers, whose logs and first weights go to the folder.
+
+    Args:
+        with_files: whether to write the files of each racer's last lap.
+    """
+    raced = Comparison()
+    async with aclosing(Arena(folder)) as arena:
+        for repeat in range(-1, repeats):
+            for name in in_turn(racers, repeat):
+                racer = racers[name]
+                changes = {"eval_every": 0, "checkpoint_every": 0}
+                if repeat < 0:
+                    changes["rounds"] = min(racer.config.run.rounds, WARM_UP_ROUNDS)
+                summary = Summary()
+                await execute(
+                    racer.schedule,
+                    await arena.parts(racer),
+                    racer.config.run.model_copy(update=changes),
+                    _recorder(name, racer, summary, folder if with_files else None),
+                    compute_advantages=advantages_of(racer.config),
+                )
+                if repeat >= 0:
+                    raced.add(name, summary)
+    return raced
+
+
+def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> "Comparison":
+    """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Files go to `folder`."""
+    raced = Comparison()
+    for repeat in range(repeats):
+        for name, racer in racers.items():
+            summary = Summary()
+            seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
+            config = racer.config.model_copy(update={"run": seeded})
+            run_virtual(config, racer.schedule, _recorder(name, racer, summary, folder))
+            raced.add(name, summary)
+    return raced
+
+
+def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
+    """The order of a repetition: the first place rotates, and racers with the same workers are neighbours."""
+    names = list(racers)
+    turn = repeat % len(names)
+    rotated = names[turn:] + names[:turn]
+    setups = list(dict.fromkeys(racers[name].setup for name in rotated))
+    return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
+
+
+def _recorder(name: str, racer: Racer, summary: Summary, folder: Path | None) -> Recorder:
+    """The files of a lap are those of a run, in a folder of the racer's name."""
+    sinks: list[Sink] = [summary]
+    if folder:
+        own = RunFolder(folder / name.replace("/", "_"))
+        own.begin_anew(racer.config.toml())
+        sinks += [MetricsWriter(own.metrics), LogWriter(own.events), Summary(own.summary)]
+    return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))
+
+
+# -- its figures ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The counted laps of a race by the name of the schedule."""
+
+    laps: dict[str, list[Row]] = field(default_factory=dict)
+
+    def add(self, name: str, summary: Summary) -> None:
+        self.laps.setdefault(name, []).append(summary.lap())
+
+    @property
+    def bound_s(self) -> float | None:
+        """The bound on the main time of a round; None if serial did not run."""
+        return self._median(BASELINE, "bound_s") if BASELINE in self.laps else None
+
+    def numbers(self) -> dict[str, object]:
+        """Medians of all figures, the range of the main time, and every lap."""
+        schedules = {name: self._numbers(name) for name in self.laps}
+        return {"schedules": schedules, "bound_s": self.bound_s}
+
+    def table(self, title: str) -> Table:
+        """A column for each schedule, a row for each figure."""
+        table = Table("medians \\[lowest - highest]", title=title, title_justify="left")
+        for name in self.laps:
+            table.add_column(name, justify="right")
+        for figure, (label, form) in {**TIMES, **QUALITIES}.items():
+            table.add_row(label, *(self._cell(name, figure, form) for name in self.laps))
+            if figure == "main_s_per_1000_samples" and BASELINE in self.laps:
+                for label, form, value in self._against_serial():
+                    table.add_row(label, *(form.format(value(name)) for name in self.laps))
+        if self.bound_s:
+            table.caption = (
+                f"bound {self.bound_s:.2f} s: the least main time for serial's samples;\n"
+                "gap closed = (serial - x) / (serial - bound)"
+            )
+        return table
+
+    def _against_serial(self) -> Sequence[tuple[str, str, Callable[[str], float]]]:
+        """Labels, formats and values. Times are compared for the same number of samples, because rounds may
+        differ in size."""
+
+        def time_s(name: str) -> float:
+            return self._median(name, "main_s_per_1000_samples")
+
+        serial_s, rate = time_s(BASELINE), self._median(BASELINE, "samples_per_s")
+        bound_s = (self.bound_s or 0.0) * serial_s / self._median(BASELINE, "main_time_s")
+        rows: list[tuple[str, str, Callable[[str], float]]] = [
+            ("against serial", "{:+.1%}", lambda name: time_s(name) / serial_s - 1),
+            ("samples/s of serial's", "{:.2f}x", lambda name: self._median(name, "samples_per_s") / rate),
+        ]
+        if bound_s:
+            rows.append(("over the bound", "{:+.1%}", lambda name: time_s(name) / bound_s - 1))
+            if closable_s := max(0.0, serial_s - bound_s):
+                rows.append(("gap closed", "{:.0%}", lambda name: (serial_s - time_s(name)) / closable_s))
+        return rows
+
+    def _numbers(self, name: str) -> dict[str, object]:
+        figures: dict[str, Any] = {}
+        for figure in LAPS:
+            values = self._values(name, figure)
+            middle = float(median(values)) if values else None
+            group, _, kind = figure.rpartition("_")
+            if group in NESTED:
+                figures.setdefault(group, {})[kind] = middle
+            else:
+                figures[figure] = middle
+        times = self._values(name, "main_time_s")
+        return figures | {
+            "main_time_s_spread": [min(times), max(times)],
+            "laps": [{figure: lap.get(figure) for figure in LAPS} for lap in self.laps[name]],
+        }
+
+    def _values(self, name: str, figure: str) -> list[float]:
+        """A figure of all laps of a schedule that have it."""
+        return [lap[figure] for lap in self.laps[name] if figure in lap]
+
+    def _median(self, name: str, figure: str) -> float:
+        return float(median(self._values(name, figure)))
+
+    def _cell(self, name: str, figure: str, form: str) -> str:
+        number, _, unit = form.partition(" ")
+        values = self._values(name, figure)
+        middle, low, high = (number.format(value) for value in (median(values), min(values), max(values)))
+        middle += unit and f" {unit}"
+        return f"{middle} [{low} - {high}]" if figure in SPREAD and len(values) > 1 else middle

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,24 @@ from tailrace.config import RunConfig
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import correlation_within_groups
-from tailrace.plan.base import Candidate, Measured, Plan
-from tailrace.plan.problem import Problem
-from tailrace.plan.search import search
+from tailrace.plan.candidates import Candidate
+from tailrace.plan.plan import Measured, Problem
+from tailrace.plan.search import Plan, search
 from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
 from tailrace.sim.world import read_lengths, read_recorded
 
-FIGURES = [field.name for field in fields(Measured) if field.name not in ("candidate", "floor")]
+FIGURES = {
+    "step_s": "step_s",
+    "samples_per_s": "samples_per_s",
+    "lag_max": "lag_max",
+    "lag_mean": "lag_mean",
+    "length_bias": "length_bias",
+    "over_bound": "over_bound",
+    "wasted": "waste_share",
+    "kv_share": "kv_share",
+    "trainer_share": "trainer_share",
+}
+"""Figures of a candidate by their keys in the numbers for scripts."""
 
 
 def plan(
@@ -174,16 +185,16 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
 
 
 def _cells(each: Measured) -> tuple[str, ...]:
-    return (
-        f"{each.step_s:,.3g}",
-        f"{each.samples_per_s:,.3g}",
-        f"{each.over_bound:+.0%}",
-        f"{each.lag_max:.0f}",
-        f"{each.length_bias:+.1%}",
-        f"{each.kv_share:.0%}",
-        f"{each.trainer_share:.0%}",
-        str(each.steps),
-    )
+    forms = {
+        "step_s": "{:,.3g}",
+        "samples_per_s": "{:,.3g}",
+        "over_bound": "{:+.0%}",
+        "lag_max": "{:.0f}",
+        "length_bias": "{:+.1%}",
+        "kv_share": "{:.0%}",
+        "trainer_share": "{:.0%}",
+    }
+    return (*(form.format(each.figures[key]) for key, form in forms.items()), str(each.steps))
 
 
 def _exclusions(found: Plan) -> list[str]:
@@ -205,13 +216,13 @@ def _json(found: Plan, devices: int) -> Mapping[str, object]:
 
 def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
     candidate = each.candidate
-    figures = {key: getattr(each, key) for key in FIGURES}
     return {
         "schedule": candidate.work.schedule,
         "parameters": candidate.work.parameters,
         "placement": candidate.kind,
         "rollout_devices": candidate.rollout_devices or devices,
         "tensor_parallel": candidate.tensor_parallel,
-        "bound": asdict(each.floor),
-        **figures,
+        "bound": each.floor._asdict(),
+        "steps": each.steps,
+        **{key: each.figures[figure] for key, figure in FIGURES.items()},
     }

@@ -5,7 +5,6 @@ the same sinks and trackers.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -20,13 +19,12 @@ from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.laps import FIGURES, Lap, LapMeter
+from tailrace.record.figures import QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
+from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.trackers import TrackedRun, check_trackers, open_trackers
-from tailrace.record.user_sinks import open_sinks
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
 
@@ -68,15 +66,15 @@ def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path |
     config = with_published_defaults(config)
     sim = sim_settings(config)
     check_trackers(config.record.trackers)
-    console, meter = open_console(), LapMeter()
+    console = open_console()
     summary = Summary(folder / "summary.json" if folder else None)
-    sinks: list[Sink] = [meter]
+    sinks: list[Sink] = []
     if folder:
         sinks += _files(config, RunFolder(folder), console)
     sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
     seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
-    console.print(_table(name, _set_up(sim), seconds, totals, meter.lap()))
+    console.print(_table(name, _set_up(sim), seconds, totals, summary.lap()))
     note_default_costs(config.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
@@ -102,17 +100,16 @@ def _set_up(sim: SimSettings) -> str:
     return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
 
 
-def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Lap) -> Table:
+def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Row) -> Table:
     table = Table("figure", Column(name, justify="right"), title=set_up, title_justify="left")
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
-    for figure in fields(summary.round):
-        value = getattr(summary.round, figure.name)
-        table.add_row(f"{figure.name}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    table.add_row("samples/s", f"{lap.samples_per_s:,.2f}")
-    table.add_row("seconds per 1,000 samples", f"{1000 / lap.samples_per_s:,.1f}")
-    table.add_row("tokens/s", f"{lap.tokens_per_s:,.0f}")
-    for label, name, form in FIGURES:
-        table.add_row(label, form.format(getattr(lap, name)))
+    for key, value in summary.round.items():
+        table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
+    table.add_row("samples/s", f"{lap['samples_per_s']:,.2f}")
+    table.add_row("seconds per 1,000 samples", f"{1000 / lap['samples_per_s']:,.1f}")
+    table.add_row("tokens/s", f"{lap['tokens_per_s']:,.0f}")
+    for key, (label, form) in QUALITIES.items():
+        table.add_row(label, form.format(lap[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")

@@ -37,15 +37,14 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_
 from tailrace.ledger.sqlite import create_store, has_begun, has_trained, open_store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
+from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
-from tailrace.record.rows import EvaluationRow, Row
 from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
+from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.record.trackers import TrackedRun, open_trackers
-from tailrace.record.user_sinks import open_sinks
 from tailrace.reward.functions import WithFailureLimit
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
@@ -252,9 +251,9 @@ async def _train(
 def _best(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
     """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there."""
     found = [
-        (row.accuracy, row.round)
+        (row["eval/accuracy"], int(row["round"]))
         for row in earlier
-        if isinstance(row, EvaluationRow) and (folder.checkpoints / checkpoint_name(row.round)).is_dir()
+        if "eval/accuracy" in row and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
     ]
     return max(found, key=lambda each: each[0], default=None)
 

@@ -31,7 +31,7 @@ from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
-from tailrace.record.lags import Lags
+from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, ComputeAdvantages, PartialRolloutBuffer, Pool

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from tailrace.record.events import Interval
-from tailrace.record.rows import CALLS
+from tailrace.record.figures import CALLS
 from tailrace.record.timeline import ServedRequest, Timeline, verb_of
 
 SILENT_S = 15.0

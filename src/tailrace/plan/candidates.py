@@ -1,19 +1,24 @@
-"""The candidates of a cluster: every schedule on every division of the devices for which it is made.
+"""The candidates of a cluster: every schedule on every division of the devices for which it is made, and what
+bounds their times: the lengths of the responses, without running a simulation.
 
 Schedules whose times cannot differ here are represented by one: `conventional` shuffles what `serial` trains,
 `rolloutpipe` trains later what `rolloutpipe_eager` accumulates, `seer` orders requests only where they wait
 for slots, and `streamrl` needs rows that come again.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import ceil, inf
+from statistics import fmean
+from typing import Any
 
-from tailrace.plan.base import Candidate, Work
-from tailrace.plan.workload import Workload
+from tailrace.data.base import Epochs
 from tailrace.rollout.placement import Kind
+from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.settings import SimClusterSettings, SimSettings
+from tailrace.sim.world import Lengths, SimPrompts
+from tailrace.types import Group, Sample, SampleId
 
 LAGS = (1, 3)
 """Bounds of lag that are tried, besides 0 and none."""
@@ -25,6 +30,143 @@ WIDTHS = (1.5, 2, 3, 4)
 """Groups in flight, as multiples of those of a step."""
 PARTS = 16
 """Divisions of more devices than this differ by one part of so many."""
+
+
+def response_lengths(sim: SimSettings, group_size: int, prompts: Iterable[int], seed: int) -> list[list[int]]:
+    """Return the lengths of the responses to prompts, with the weights that a run begins with."""
+    length_of, rows = Lengths(sim.lengths, seed), sim.lengths.rows
+    drawn = SimPrompts(sim.lengths.prompt_tokens, Epochs(rows, seed) if rows else None)
+    groups = [Group(drawn[index], group_size, []) for index in prompts]
+    return [
+        [length_of(Sample(SampleId(group.prompt.index, 0, k), group)) for k in range(group_size)]
+        for group in groups
+    ]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The responses of the first prompts.
+
+    Args:
+        groups: the lengths of each group's responses, in tokens.
+        prompt_tokens: of each prompt.
+    """
+
+    groups: Sequence[Sequence[int]]
+    prompt_tokens: int
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Of a response."""
+        return fmean(fmean(group) for group in self.groups)
+
+    @cached_property
+    def mean_context(self) -> float:
+        """Positions of a running request, mean over its decode steps."""
+        squares = fmean(fmean(tokens**2 for tokens in group) for group in self.groups)
+        return self.prompt_tokens + squares / self.mean_tokens / 2
+
+    @cached_property
+    def longest_of_group(self) -> float:
+        """Mean over groups."""
+        return self.longest(1)
+
+    def longest(self, num_groups: int) -> float:
+        """Longest response of a rollout of so many groups, mean over rollouts."""
+        return fmean(max(rollout) for rollout in self._rollouts(num_groups))
+
+    def longest_of_race(self, wanted: int, launched: int) -> float:
+        """Longest trained response of a round of tail batching (RollPacker 3), mean over rounds: the first of
+        the launched groups win, and the others have a round of their own when there are enough."""
+        longest, deferred, rounds = self._longest, list[int](), list[int]()
+        for first in range(0, len(longest) - launched + 1, launched):
+            ordered = sorted(longest[first : first + launched])
+            rounds.append(ordered[wanted - 1])
+            deferred += ordered[wanted:]
+            if len(deferred) >= wanted:
+                rounds.append(max(deferred[:wanted]))
+                del deferred[:wanted]
+        return fmean(rounds)
+
+    def longest_of_step(self, num_groups: int, groups_per_step: int) -> float:
+        """Longest response of a step, where the groups of a rollout are trained from short to long and each
+        step starts the rest again; mean over steps."""
+        ordered = [sorted(rollout) for rollout in self._rollouts(num_groups)]
+        return fmean(fmean(rollout[groups_per_step - 1 :: groups_per_step]) for rollout in ordered)
+
+    @cached_property
+    def _longest(self) -> list[int]:
+        return [max(group) for group in self.groups]
+
+    def _rollouts(self, num_groups: int) -> list[list[int]]:
+        """The longest response of each group, by rollout. What is too short for one is left out."""
+        last = max(1, len(self._longest) - num_groups + 1)
+        return [self._longest[first : first + num_groups] for first in range(0, last, num_groups)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A schedule with its parameters, and what bounds its time.
+
+    Args:
+        label: tells it from the schedule's other candidates; the same on every division of the devices.
+        lag: largest age of a trained token, in optimizer steps.
+        steps: optimizer steps of a round, which ends with a publication.
+        alive: groups that are generated at the same time, at most.
+        waited_tokens: the longest response that an optimizer step waits for, on average.
+        stops: the engines wait while the trainer steps and publishes.
+        cycle: rounds after which the schedule is where it began.
+    """
+
+    schedule: str
+    parameters: Mapping[str, Any]
+    label: str = ""
+    lag: float = 0
+    steps: int = 1
+    alive: float = inf
+    waited_tokens: Callable[[Workload], float] = lambda load: 0.0
+    stops: bool = True
+    cycle: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}, {self.label}" if self.label else self.schedule
+
+    def ready(self) -> Schedule:
+        """The schedule, ready to run."""
+        return partial(SCHEDULES[self.schedule], **self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule on a division of the devices.
+
+    Args:
+        rollout_devices: devices that generate; None: all generate and train in turn.
+        tensor_parallel: devices of one engine.
+    """
+
+    work: Work
+    kind: Kind
+    rollout_devices: int | None
+    tensor_parallel: int
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the trainer."""
+        return 2 if self.kind == "elastic" else 1
+
+    def name(self, devices: int) -> str:
+        """The schedule and the devices in words."""
+        return f"{self.work.name} ({self.division(devices)})"
+
+    def division(self, devices: int) -> str:
+        """The devices in words."""
+        if self.rollout_devices is None:
+            words = "in turn" if self.kind == "colocated" else "elastic"
+        else:
+            words = f"{self.rollout_devices} + {devices - self.rollout_devices}"
+        return f"{words}, TP {self.tensor_parallel}" if self.tensor_parallel > 1 else words
 
 
 def candidates(

@@ -1,35 +1,60 @@
-"""The search: bounds, then successive halving over optimizer steps in virtual time.
+"""The search: bounds, a short run of the promising candidates in virtual time, a long one of the best.
 
-A candidate whose bound (bounds.py) is worse than what another one reaches cannot win. A schedule is about as
+A candidate whose bound (plan.py) is worse than what another one reaches cannot win. A schedule is about as
 many seconds above its bound on one division of the devices as on another. So those are measured first, over
-few steps, that are predicted to be the fastest. The best of them are measured over more, and the best of
-these over all (successive halving; Jamieson and Talwalkar, Non-stochastic Best Arm Identification and
-Hyperparameter Optimization, 2016). All candidates train the same prompts, with the same lengths of their
-responses.
+few steps, that are predicted to be the fastest; and the best of them over all steps. All candidates train the
+same prompts, with the same lengths of their responses.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from math import ceil, inf
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 from tailrace.errors import ConfigError
-from tailrace.plan.base import Candidate, Measured, Plan
-from tailrace.plan.candidates import LAGS
-from tailrace.plan.problem import Entry, Problem
-from tailrace.plan.words import reasons
+from tailrace.plan.candidates import LAGS, Candidate
+from tailrace.plan.plan import Entry, Measured, Problem
 
-RUNGS = ((1 / 8, 6), (1 / 4, 3))
-"""Share of the steps over which candidates are measured, and how many of them are measured over more."""
+SHARE = 1 / 8
+"""Of the steps: over so many all promising candidates are measured."""
 FEWEST_STEPS = 8
-"""Of the first rung."""
+"""The least of them."""
 FILLS = 32
-"""Steps of which the shares are at least, as a multiple of those in flight."""
+"""Steps of which they are the share at least, as a multiple of those in flight."""
+FINALISTS = 6
+"""Candidates that are measured over all steps."""
 LEAST = 8
 """Candidates that are measured at least."""
 MARGIN = 1.25
-"""How much slower than the best a candidate may be over few steps, or be predicted to be."""
+"""How much slower than the best a candidate may be predicted to be."""
+BUSY = 0.85
+"""Share of the time from which a side counts as busy."""
 
 Pair = tuple[Entry, Measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's answer.
+
+    Args:
+        ranking: all candidates that were measured, the best first. Those that were measured over more steps
+            come first.
+        reasons: what limits the cluster, one sentence each.
+        candidates: how many there were.
+        excluded: how many of them each limit excluded, by the limit in words.
+        pruned: how many were not measured, because their bound or the schedule on another division
+            predicts that they lose.
+    """
+
+    ranking: Sequence[Measured]
+    reasons: Sequence[str]
+    candidates: int
+    excluded: Mapping[str, int]
+    pruned: int
+
+    @property
+    def best(self) -> Measured:
+        return self.ranking[0]
 
 
 def search(problem: Problem) -> Plan:
@@ -39,40 +64,40 @@ def search(problem: Problem) -> Plan:
         ConfigError: no candidate fits the devices, or none is within the limits.
     """
     entries, excluded = problem.entries()
-    (share, number), (more, last) = RUNGS
     num_excluded = excluded.total()
-    first, others, biased = _promising(problem, entries, _share(problem, share))
+    first, others, biased = _promising(problem, entries)
     if not first:
         found = f"it excludes all {len(entries)} candidates that fit the devices"
         raise ConfigError("plan.max_length_bias", problem.max_length_bias, found, "raise it")
-    second = _again(problem, first, number, _share(problem, more))
-    final = _again(problem, second, last, problem.steps)
     if biased:
         excluded[f"plan.max_length_bias = {problem.max_length_bias:g}"] = biased
-    ranking: dict[Candidate, Measured] = {}
-    for entry, measured in (*final, *second, *first):
-        ranking.setdefault(entry.candidate, measured)
-    ranked = list(ranking.values())
-    longest = [each for each in ranked if each.steps == ranked[0].steps]
+    final = [problem.measure(entry, problem.steps) for entry, _ in first[:FINALISTS]]
+    longest = sorted((each for each in final if not is_biased(problem, each)), key=lambda each: each.step_s)
+    known = {each.candidate for each in longest}
+    ranking = [*longest, *(each for _, each in first if each.candidate not in known)]
     fair = [*others, *(entry for entry, _ in first)]
     floors = {entry.candidate: problem.floor(entry, problem.steps).step_s for entry in fair}
-    why = reasons(problem, floors, longest)
-    return Plan(ranked, why, len(entries) + num_excluded, excluded, len(others))
+    why = reasons(problem, floors, longest or ranking[:1])
+    return Plan(ranking, why, len(entries) + num_excluded, excluded, len(others))
 
 
 def is_biased(problem: Problem, measured: Measured) -> bool:
-    return abs(measured.length_bias) > problem.max_length_bias
+    return abs(measured.figures["length_bias"]) > problem.max_length_bias
 
 
-def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[list[Pair], list[Entry], int]:
-    """Measure the candidates that are predicted to be within the margin of the best.
+def _promising(problem: Problem, entries: Sequence[Entry]) -> tuple[list[Pair], list[Entry], int]:
+    """Measure the candidates over few steps that are predicted to be within the margin of the best.
 
-    The length bias is the schedule's, and not that of a division. One that is above the limit is not measured
-    on the other divisions.
+    A schedule with a lag of n steps has up to n + 1 in flight, and the steps in which they fill up say
+    little. The length bias is the schedule's, and not that of a division: one that is above the limit is not
+    measured on the other divisions.
 
     Returns:
         Those that were measured, the best first; those that were not; how many are above the limit.
     """
+    in_flight = min(problem.max_lag, max(LAGS)) + 1
+    steps = max(FEWEST_STEPS, round(SHARE * max(problem.steps, FILLS * in_flight)))
+    steps = min(problem.steps, steps)
     waiting, best_s = list(entries), inf
     excess_s: dict[str, float] = {}
     floors = {entry: problem.floor(entry, steps).step_s for entry in entries}
@@ -99,31 +124,84 @@ def _promising(problem: Problem, entries: Sequence[Entry], steps: int) -> tuple[
     return sorted(found, key=lambda pair: pair[1].step_s), waiting, num_biased
 
 
-def _again(problem: Problem, pairs: Sequence[Pair], number: int, steps: int) -> list[Pair]:
-    """Measure the best ones over more steps. The best comes first."""
-    found = [(entry, problem.measure(entry, steps)) for entry in finalists(pairs, number)]
-    within = [pair for pair in found if not is_biased(problem, pair[1])]
-    return sorted(within, key=lambda pair: pair[1].step_s)
+def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:
+    """Return what makes the best candidate the best, and what it could gain, one sentence each.
+
+    Args:
+        floors: the bounds on the seconds of a step of all candidates within the limits that fit the devices.
+        measured: those that were measured over all steps, the best first.
+    """
+    best, least_s = measured[0], min(floors.values())
+    return [
+        _ratio(problem, best),
+        f"no candidate has a bound below {least_s:.3g} s a step: no schedule gains more than "
+        f"{max(1.0, best.step_s / least_s):.1f}x over the best, which takes {best.step_s:.3g} s",
+        _bottleneck(best),
+        _tail(problem),
+        *_others(best, measured),
+        *_on_policy(best, floors, measured),
+    ]
 
 
-def finalists(pairs: Sequence[Pair], number: int) -> list[Entry]:
-    """Return the best ones. At most half, rounded up, are on separate devices, or on shared ones, as long as
-    there are others within the margin: what misleads about one candidate does about others like it."""
-    chosen: list[Entry] = []
-    alike: Counter[bool] = Counter()
-    most_s = MARGIN * min((measured.step_s for _, measured in pairs), default=0.0)
-    for entry, measured in pairs:
-        is_separate = entry.candidate.kind == "disaggregated"
-        if alike[is_separate] < ceil(number / 2) and measured.step_s <= most_s:
-            alike[is_separate] += 1
-            chosen.append(entry)
-    chosen += [entry for entry, _ in pairs if entry not in chosen]
-    return chosen[:number]
+def _devices(problem: Problem, best: Measured) -> tuple[int, int, int]:
+    """Return how many devices there are, generate and train."""
+    assert problem.sim.cluster
+    num, generating = problem.sim.cluster.devices, best.candidate.rollout_devices
+    return num, generating or num, num - (generating or 0)
 
 
-def _share(problem: Problem, share: float) -> int:
-    """Return the steps of a rung: a schedule with a lag of n steps has up to n + 1 in flight, and the steps
-    in which they fill up say little."""
-    lag = min(problem.max_lag, max(LAGS))
-    steps = max(FEWEST_STEPS, round(share * max(problem.steps, FILLS * (lag + 1))))
-    return min(problem.steps, steps)
+def _ratio(problem: Problem, best: Measured) -> str:
+    num, generating, training = _devices(problem, best)
+    generation, trained = best.floor.generation_s * generating, best.floor.training_s * training
+    more, less = ("generation", "the training") if generation >= trained else ("training", "the generation")
+    times = max(generation, trained) / min(generation, trained)
+    return (
+        f"{more} is {times:.1f}x {less}: of {num} devices, a step needs at least {generation:.3g} device "
+        f"seconds for generation and {trained:.3g} for training"
+    )
+
+
+def _bottleneck(best: Measured) -> str:
+    """Which side the best candidate waits for, and what would help."""
+    generating, training = best.floor.generation_s / best.step_s, best.floor.training_s / best.step_s
+    shares = f"its engines are needed for {generating:.0%} of a step and its trainer for {training:.0%}"
+    if best.candidate.rollout_devices is None:
+        side = "generation" if generating > training else "training"
+        return f"{shares}, one after the other on the same devices: {side} takes more of them"
+    if max(generating, training) < BUSY:
+        return f"{shares}: the rest are waits for long responses, rewards and new weights"
+    if generating > training:
+        return f"{shares}: generation limits it; add rollout devices"
+    return f"{shares}: training limits it; add devices to the trainer"
+
+
+def _tail(problem: Problem) -> str:
+    load, groups = problem.load(problem.steps), problem.groups_per_step
+    times = load.longest(groups) / load.mean_tokens
+    number = groups * problem.run.group_size
+    return f"the longest of the {number} responses of a step has {times:.1f}x the mean length"
+
+
+def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
+    """The best on other divisions of the devices."""
+    words = {"disaggregated": "on separate devices", "colocated": "in turn", "elastic": "elastic"}
+    for kind, where in words.items():
+        found = [each for each in measured if each.candidate.kind == kind]
+        if kind != best.candidate.kind and found:
+            yield f"{where} the best is {_compared(found[0], best)}"
+
+
+def _on_policy(
+    best: Measured, floors: Mapping[Candidate, float], measured: Sequence[Measured]
+) -> Iterator[str]:
+    """What training on older tokens gains."""
+    if not best.candidate.work.lag:
+        return
+    if found := [each for each in measured if not each.candidate.work.lag]:
+        yield f"on-policy the best is {_compared(found[0], best)}"
+    elif least := [floor for candidate, floor in floors.items() if not candidate.work.lag]:
+        yield f"by its bound an on-policy schedule takes at least {min(least) / best.step_s:.2f}x the time"
+
+
+def _compared(measured: Measured, best: Measured) -> str:
+    return f"{measured.candidate.work.name}, with {measured.step_s / best.step_s:.2f}x the time"

@@ -29,6 +29,7 @@ from tailrace.record.events import (
     Accumulated,
     EngineStateChanged,
     Event,
+    Moment,
     RequestStarted,
     RoundStarted,
     SampleScored,
@@ -36,7 +37,6 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.intervals import complement, total, union
-from tailrace.record.rows import RoundBound
 from tailrace.record.timeline import Pairs, ServedRequest
 from tailrace.types import SampleId
 
@@ -48,6 +48,17 @@ def _tokens_after(request: ServedRequest, time_s: float) -> float:
     """The tokens gained after a time, as if they were evenly spread over the request."""
     open_s = request.end_s - max(request.start_s, time_s)
     return request.num_gained * open_s / request.duration_s if open_s > 0 else 0.0
+
+
+class RoundBound(Moment, frozen=True):
+    """Why a round takes longer than its lower bound, and the lower bound of the run so far."""
+
+    gap: str
+    """Main time, bound, and what makes the difference, in words."""
+    run_time_s: float
+    """From the start of the first round of this process to the end of the round's last optimizer step."""
+    run_bound_s: float
+    """The lower bound of run_time_s."""
 
 
 @dataclass(slots=True)
@@ -213,7 +224,7 @@ class BoundMeter:
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
         gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
         self._forget(self._trained)
-        return bound_s, RoundBound(gap, run_time_s, run_bound_s)
+        return bound_s, RoundBound(work.start_s + main_time_s, gap, run_time_s, run_bound_s)
 
     # -- the round ---------------------------------------------------------------------------------
 

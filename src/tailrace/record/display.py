@@ -4,8 +4,10 @@ The panel redraws itself in a thread of rich's, ten times a second, so it also s
 for while nothing happens. Events only change a few numbers.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -14,13 +16,129 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.record import events
 from tailrace.record.base import RecordSettings
-from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Waiting
-from tailrace.record.progress import Progress, duration, lengths, number, sparkline, step_line
-from tailrace.record.rows import CALLS, StepRow
+from tailrace.record.events import Event, time_of
+from tailrace.record.figures import CALLS, Row
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
+NUM_REWARDS = 40
+"""Steps whose rewards are drawn."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Updated by events, read at any time."""
+
+    rounds: int
+    """Rounds of the run."""
+    round: int = 0
+    elapsed_s: float = 0.0
+    accuracy: float | None = None
+    generated_per_s: float = 0.0
+    """Tokens a second in this round, counted when a request ends."""
+    rewards: list[float] = field(default_factory=list)
+    row: Row | None = None
+    """The last step."""
+    _generated: int = 0
+    _now_s: float = 0.0
+    _start_s: float | None = None
+    _round_start_s: float = 0.0
+    _first_round: tuple[int, float] | None = None
+    """The first round of this life of the run, and its start."""
+    _expected_end_s: float | None = None
+    _step_s: float = 0.0
+    _wait_s: float = 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the round in which the trainer waited, up to the last step."""
+        return self._wait_s / self._step_s if self._step_s else 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Expected time to the end of the last round, by the mean duration of a round so far, evaluations and
+        checkpoints included; None before the first round has ended."""
+        return None if self._expected_end_s is None else max(0.0, self._expected_end_s - self._now_s)
+
+    def on(self, event: Event) -> None:
+        self._tick(time_of(event))
+        match event:
+            case events.RequestEnded() if event.sample.prompt >= 0:
+                self._generated += event.num_gained
+            case events.RoundStarted():
+                self.round, self._round_start_s, self._generated = event.round, event.time_s, 0
+                self._first_round = self._first_round or (event.round, event.time_s)
+            case events.RoundEnded() if self._first_round:
+                first, start_s = self._first_round
+                round_s = (event.time_s - start_s) / (event.round + 1 - first)
+                self._expected_end_s = event.time_s + round_s * max(0, self.rounds - event.round - 1)
+            case dict() if "loss" in event:
+                self._step(event)
+            case events.Evaluated():
+                self.accuracy = event.accuracy
+
+    def _tick(self, time_s: float) -> None:
+        if self._start_s is None:
+            self._start_s = time_s
+        self._now_s = max(self._now_s, time_s)
+        self.elapsed_s = self._now_s - self._start_s
+        if self._generated and time_s > self._round_start_s:
+            self.generated_per_s = self._generated / (time_s - self._round_start_s)
+
+    def _step(self, row: Row) -> None:
+        if self.row is None or row["round"] != self.row["round"]:
+            self._step_s = self._wait_s = 0.0
+        self.row = row
+        self._step_s += row["time/step"]
+        self._wait_s += row["time/wait"]
+        self.rewards = [*self.rewards, row["reward"]][-NUM_REWARDS:]
+
+
+def step_line(progress: Progress, row: Row) -> str:
+    """One line for a step, for a log."""
+    parts = [
+        f"Step {row['step']:.0f}",
+        f"Round {row['round'] + 1:.0f}/{progress.rounds}",
+        f"{progress.elapsed_s:.1f}s",
+        *([f"ETA {duration(remaining_s)}"] if (remaining_s := progress.remaining_s) is not None else []),
+        f"Loss {number(row['loss'])}",
+        f"Reward {number(row['reward'])}",
+        f"KL {number(row['kl'])}",
+        f"Mismatch KL {number(row['mismatch_kl'])}",
+        f"Entropy {number(row['entropy'])}",
+        f"Length {lengths(row)}",
+        f"{progress.generated_per_s:,.0f} tokens/s",
+        f"Staleness {row['staleness/max']:.0f}",
+        f"Lag {row['lag/max']:.0f}",
+        f"Wait {row['time/wait']:.2f}s of {row['time/step']:.2f}s",
+    ]
+    return " | ".join(parts)
+
+
+def lengths(row: Row) -> str:
+    mean, longest = row["completions/mean_length"], row["completions/max_length"]
+    return f"{mean:.0f} (max {longest:.0f}, {row['completions/clipped_ratio']:.0%} truncated)"
+
+
+def number(value: float) -> str:
+    """Four decimals, or three digits where a number is huge."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: '1:02:05'."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Blocks between the lowest and the highest finite value: '▁▄█'."""
+    halves = [value / 2 for value in values if math.isfinite(value)]  # the range of halves cannot overflow
+    low, high = min(halves, default=0.0), max(halves, default=0.0)
+    share = [(value - low) / (high - low) if high > low else 0.0 for value in halves]
+    return "".join(BLOCKS[int(value * (len(BLOCKS) - 1))] for value in share)
 
 
 @dataclass(slots=True)
@@ -39,44 +157,44 @@ class Notices:
     def of(self, event: Event) -> list[str]:
         """The lines that an event is worth."""
         match event:
-            case Evaluated():
+            case events.Evaluated():
                 accuracy = f"Accuracy {number(event.accuracy)}"
                 return [f"Evaluation | Round {event.round} | {accuracy} | {event.num_samples} samples"]
-            case EngineStateChanged():
+            case events.EngineStateChanged():
                 return [f"{event.engine} is {event.state}: {event.why}"]
-            case Waiting():
+            case events.Waiting():
                 return [f"No step for {event.quiet_s:.0f} s | {event.what}"]
-            case SampleScored(failure=str(reason)) if reason not in self._failures:
+            case events.SampleScored(failure=str(reason)) if reason not in self._failures:
                 self._failures.add(reason)
                 return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
-            case StepRow():
+            case dict() if "loss" in event:
                 return [*self._mismatch(event), *_no_call(event)]
         return []
 
-    def _mismatch(self, row: StepRow) -> list[str]:
+    def _mismatch(self, row: Row) -> list[str]:
         """Alarms where engine and trainer should agree on the log-prob of each token, and do not: on tokens
         of the very weights that are trained. A figure that is not a number is an alarm, too."""
-        kl, ess, limits = row.engine_mismatch_kl, row.ess, self.settings
+        kl, ess, limits = row.get("engine_mismatch_kl"), row["ess"], self.settings
         lines = []
         if kl is not None:
             figures = f"KL {number(kl)} nats a token, limit {limits.alarm_kl}"
-            lines += self._alarm("kl", kl <= limits.alarm_kl, row.step, figures)
-        if row.lag_max == 0:
+            lines += self._alarm("kl", kl <= limits.alarm_kl, row["step"], figures)
+        if row["lag/max"] == 0:
             figures = f"effective sample size {number(ess)}, limit {limits.alarm_ess}"
-            lines += self._alarm("ess", ess >= limits.alarm_ess, row.step, figures)
+            lines += self._alarm("ess", ess >= limits.alarm_ess, row["step"], figures)
         return lines
 
-    def _alarm(self, kind: str, is_well: bool, step: int, figures: str) -> list[str]:
+    def _alarm(self, kind: str, is_well: bool, step: float, figures: str) -> list[str]:
         """One line when an alarm begins; the next one only after it has ended."""
         began = not is_well and kind not in self._alarms
         self._alarms = self._alarms - {kind} if is_well else self._alarms | {kind}
         what = "engine and trainer disagree on tokens of the same weights"
         remedy = "compare their dtype, temperature and weights"
-        return [f"ALARM | Step {step} | {what}: {figures} | {remedy}"] if began else []
+        return [f"ALARM | Step {step:.0f} | {what}: {figures} | {remedy}"] if began else []
 
 
-def _no_call(row: StepRow) -> list[str]:
-    if row.step > 1 or row.rewards.get(CALLS) != 0.0:
+def _no_call(row: Row) -> list[str]:
+    if row["step"] > 1 or row.get(f"rewards/{CALLS}") != 0.0:
         return []
     return [
         "No sample of step 1 calls a tool | look at prompts and answers in samples/; the format of calls "
@@ -115,7 +233,7 @@ class Display:
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
         self._progress.on(event)
-        if isinstance(event, StepRow) and not self._console.is_terminal:
+        if isinstance(event, dict) and "loss" in event and not self._console.is_terminal:
             self.say(step_line(self._progress, event))
         for line in self._notices.of(event):
             self.say(line)
@@ -134,20 +252,20 @@ class Display:
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         grid.add_row("progress", _bar(progress.round / progress.rounds, _expected_end(progress)))
         if row:
-            grid.add_row("reward", f"{number(row.reward)}  {sparkline(progress.rewards)}")
+            grid.add_row("reward", f"{number(row['reward'])}  {sparkline(progress.rewards)}")
         if progress.accuracy is not None:
             grid.add_row("held out", number(progress.accuracy))
         if row:
-            kl = f"KL {number(row.kl)}  mismatch KL {number(row.mismatch_kl)}"
-            grid.add_row("loss", f"{number(row.loss)}  {kl}  entropy {number(row.entropy)}")
+            kl = f"KL {number(row['kl'])}  mismatch KL {number(row['mismatch_kl'])}"
+            grid.add_row("loss", f"{number(row['loss'])}  {kl}  entropy {number(row['entropy'])}")
             grid.add_row("length", lengths(row))
-        staleness = f"staleness {row.staleness_mean:.1f}  lag {row.lag_mean:.1f}" if row else ""
+        staleness = f"staleness {row['staleness/mean']:.1f}  lag {row['lag/mean']:.1f}" if row else ""
         grid.add_row("rollout", f"{progress.generated_per_s:,.0f} tokens/s  {staleness}")
         if row:
             shares = f"computes {1 - progress.wait_share:.0%}, waits {progress.wait_share:.0%}"
             grid.add_row("trainer", _bar(1 - progress.wait_share, shares))
         grid.add_row("waits for", Text(self._waits()))
-        title = f"round {progress.round + 1}/{progress.rounds}  step {row.step if row else 0}"
+        title = f"round {progress.round + 1}/{progress.rounds}  step {row['step'] if row else 0:.0f}"
         return Panel(grid, title=title, title_align="left", subtitle=duration(progress.elapsed_s), width=78)
 
 

@@ -11,8 +11,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.record.lags import Lags
-from tailrace.record.rows import RoundRow, Row
+from tailrace.record.figures import Lags, Row
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Sample, SampleId
 
@@ -309,7 +308,9 @@ def logged(event: Event) -> LoggedEvent | None:
 
 def time_of(event: Event) -> float:
     """When the event happened; for an interval, its end."""
-    return event.end_s if isinstance(event, Interval | Stepped | RoundRow) else event.time_s
+    if isinstance(event, dict):
+        return event["round/end_s"] if "round/time_s" in event else event["time"]
+    return event.end_s if isinstance(event, Interval | Stepped) else event.time_s
 
 
 class Sink(Protocol):

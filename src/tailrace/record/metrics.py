@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object an optimizer step, one an evaluation. `rows.py` has the keys.
+"""metrics.jsonl: one JSON object an optimizer step, one an evaluation. `figures.py` has the keys.
 
 The figures of a round, under "round/", are in the object of its last step. An object is written and flushed
 once the next step, the round's end or an evaluation completes it, so the file of a killed run is good up to
@@ -6,18 +6,28 @@ its last line. A number that is not finite is null.
 """
 
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from tailrace.errors import ConfigError
 from tailrace.record.events import Event
-from tailrace.record.rows import ClosingRow, Counts, EvaluationRow, RoundRow, Row, StepRow, from_json, to_json
+from tailrace.record.figures import Row, joined
+
+_DECODER = msgspec.json.Decoder(dict[str, int | float | None])
+
+
+def read_row(line: bytes) -> Row:
+    """The figures of a line. Raises ValueError or LookupError if it is damaged."""
+    row = {name: nan if value is None else value for name, value in _DECODER.decode(line).items()}
+    if not row.keys() >= {"step", "round"}:
+        raise LookupError("it has no step or no round")
+    return row
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file in their order; none if there is no file.
+    """The rows of a metrics file in their order, one a line; none if there is no file.
 
     Raises:
         ConfigError: a line is damaged.
@@ -25,8 +35,8 @@ def read_rows(path: Path) -> list[Row]:
     rows: list[Row] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            rows += from_json(msgspec.json.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, ValueError) as why:
+            rows.append(read_row(line))
+        except (ValueError, LookupError) as why:
             raise damaged_line(path, line, why) from None
     return rows
 
@@ -38,36 +48,35 @@ def damaged_line(path: Path, line: bytes, why: Exception) -> ConfigError:
 
 
 class JoinedRows:
-    """Sink: gives the rows as flat objects, a step and its round's end in one.
+    """Sink: gives the rows as they are in metrics.jsonl, a step and its round's end in one.
 
     Args:
-        write: takes each object when it is complete.
+        write: takes each row when it is complete.
     """
 
-    def __init__(self, write: Callable[[dict[str, float | None]], None]) -> None:
+    def __init__(self, write: Callable[[Row], None]) -> None:
         self._write = write
-        self._last: StepRow | None = None
+        self._last: Row | None = None
         """The last step's row, until it is known whether it ends its round."""
 
     def on(self, event: Event) -> None:
         match event:
-            case StepRow():
+            case dict() if "loss" in event:
                 self._write_last()
                 self._last = event
-            case RoundRow() if self._last:
-                # One object has both rows, so their counts are added up.
-                self._last = replace(self._last, counts=self._last.counts.plus(event.counts))
-                self._write_last(to_json(replace(event, counts=Counts())))
-            case EvaluationRow() | ClosingRow():
+            case dict() if "round/time_s" in event:
+                self._last = joined(self._last, event) if self._last else None
                 self._write_last()
-                self._write(to_json(event))
+            case dict():
+                self._write_last()
+                self._write(event)
 
     def close(self) -> None:
         self._write_last()
 
-    def _write_last(self, round: dict[str, float | None] | None = None) -> None:
+    def _write_last(self) -> None:
         if self._last:
-            self._write(to_json(self._last) | (round or {}))
+            self._write(self._last)
             self._last = None
 
 
@@ -83,6 +92,6 @@ class MetricsWriter(JoinedRows):
         super().close()
         self._file.close()
 
-    def _append(self, row: dict[str, float | None]) -> None:
+    def _append(self, row: Row) -> None:
         self._file.write(msgspec.json.encode(row) + b"\n")
         self._file.flush()

@@ -1,16 +1,30 @@
-"""summary.json: what a whole run came to, added up from its rows. A resumed run reads the rows that were
-written before it was killed, and counts them, too."""
+"""What a whole run came to (summary.json), and one run of a schedule in a comparison (a lap).
+
+Both follow from the rows by the table in `figures.py`. A resumed run also counts the rows that were written
+before it was killed.
+"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Event
-from tailrace.record.rows import Counts, EvaluationRow, RoundRow, Row, StepRow
+from tailrace.record.figures import (
+    FIGURES,
+    LAPS,
+    Row,
+    counts_of,
+    family,
+    in_family,
+    over_tokens,
+    rounds_of,
+    steps_of,
+    summed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +53,6 @@ class TokenCounts:
     parked: int
     wasted: dict[str, int]
     """By reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ages:
-    """How old what was trained had become: figures of `rows.StepRow`, as means over trained tokens and as
-    maxima over steps."""
-
-    staleness_mean: float
-    staleness_max: float
-    lag_mean: float
-    lag_max: float
-    carried_tokens: float
-    versions_max: float
-    deferrals_max: float
-    rounds_max: float
-    """Rounds from a group's draw to its training."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundMedians:
-    """The median of each figure over the rounds (`rows.RoundRow`); None where no round has it."""
-
-    main_time_s: float | None
-    rollout_time_s: float | None
-    first_dispatch_s: float | None
-    trainer_compute_s: float | None
-    wait_s: float | None
-    waiting_ratio: float | None
-    start_ratio: float | None
-    publish_s: float | None
-    generated_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +91,12 @@ class RunSummary:
     """Samples whose reward failed or timed out, by reason."""
     rows_skipped: dict[str, int]
     """Rows of the data that could not become a prompt, by reason."""
-    ages: Ages
+    ages: dict[str, float]
+    """How old what was trained had become."""
     mismatch_kl: float | None
     """KL of behaviour to current policy, in nats a token; None if there was no step."""
-    round: RoundMedians
+    round: dict[str, float | None]
+    """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
     """None if no round trained."""
 
@@ -126,11 +111,18 @@ class Summary:
             earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
         """
         self._path = path
-        self._rows = list(earlier)
+        self.rows = list(earlier)
+        self.bounds: list[tuple[Row, RoundBound]] = []
+        """The rounds of this process, with what is said of their bounds."""
+        self._bound: RoundBound | None = None
 
     def on(self, event: Event) -> None:
-        if isinstance(event, Row):
-            self._rows.append(event)
+        if isinstance(event, RoundBound):
+            self._bound = event
+        elif isinstance(event, dict):
+            self.rows.append(event)
+            if self._bound and "round/time_s" in event:
+                self.bounds.append((event, self._bound))
 
     def close(self) -> None:
         if self._path:
@@ -140,75 +132,66 @@ class Summary:
 
     def summary(self) -> RunSummary:
         """The summary of all rows so far; complete after `close`."""
-        steps = [row for row in self._rows if isinstance(row, StepRow)]
-        rounds = [row for row in self._rows if isinstance(row, RoundRow)]
-        counted = (row.counts for row in self._rows if not isinstance(row, EvaluationRow))
-        counts = reduce(Counts.plus, counted, Counts())
+        steps, rounds = steps_of(self.rows), rounds_of(self.rows)
+        counts = {name: int(count) for name, count in counts_of(self.rows).items()}
+        filtered, dropped = family(counts, "groups/filtered/"), family(counts, "groups/dropped/")
         return RunSummary(
-            eval=_first_last([row.accuracy for row in self._rows if isinstance(row, EvaluationRow)]),
-            reward=_first_last([row.reward for row in steps]),
+            eval=_first_last([row["eval/accuracy"] for row in self.rows if "eval/accuracy" in row]),
+            reward=_first_last([row["reward"] for row in steps]),
             rounds=len(rounds),
-            steps=steps[-1].step if steps else 0,
+            steps=int(steps[-1]["step"]) if steps else 0,
             groups=GroupCounts(
-                trained=counts.groups_trained,
-                filtered=sum(counts.groups_filtered.values()),
-                dropped=sum(counts.groups_dropped.values()),
-                reasons={f"filtered/{reason}": n for reason, n in counts.groups_filtered.items()}
-                | {f"dropped/{reason}": n for reason, n in counts.groups_dropped.items()},
-                parked=counts.groups_parked or 0,
+                trained=counts.get("groups/trained", 0),
+                filtered=sum(filtered.values()),
+                dropped=sum(dropped.values()),
+                reasons=in_family("filtered/", filtered.items()) | in_family("dropped/", dropped.items()),
+                parked=counts.get("groups/parked", 0),
             ),
             tokens=TokenCounts(
-                generated=counts.generated,
-                trained=sum(row.trained_tokens for row in steps),
-                parked=counts.tokens_parked or 0,
-                wasted=dict(counts.wasted),
+                generated=counts.get("tokens/generated", 0),
+                trained=int(summed(steps, "tokens/trained")),
+                parked=counts.get("tokens/parked", 0),
+                wasted=family(counts, "tail/wasted_tokens/"),
             ),
-            failures=dict(counts.failed),
-            rows_skipped=dict(counts.rows_skipped),
-            ages=Ages(
-                staleness_mean=_mean(steps, "staleness_mean"),
-                staleness_max=_max(steps, "staleness_max"),
-                lag_mean=_mean(steps, "lag_mean"),
-                lag_max=_max(steps, "lag_max"),
-                carried_tokens=_mean(steps, "carried_tokens"),
-                versions_max=_max(steps, "versions_max"),
-                deferrals_max=_max(steps, "deferrals_max"),
-                rounds_max=_max(steps, "age_max"),
-            ),
-            mismatch_kl=_mean(steps, "mismatch_kl") if steps else None,
-            round=RoundMedians(**{each.name: _median(rounds, each.name) for each in fields(RoundMedians)}),
-            bound=_bound(rounds),
+            failures=family(counts, "completions/failed/"),
+            rows_skipped=family(counts, "rows/skipped/"),
+            ages={
+                each.kept["ages"]: each.total(steps, each.name)
+                for each in FIGURES
+                if each.total and "ages" in each.kept
+            },
+            mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
+            round={
+                each.kept["round"]: _median(rounds, each.name) for each in FIGURES if "round" in each.kept
+            },
+            bound=self._bound_summary(rounds),
+        )
+
+    def lap(self, warm_up_rounds: int = 0) -> Row:
+        """The figures of the lap by their keys there. At least one counted round has trained.
+
+        Args:
+            warm_up_rounds: first rounds of which only the counts count.
+        """
+        rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
+        return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
+
+    def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
+        if not self.bounds:
+            return None
+        times = [(row["round/bound_s"], row["round/main_time_s"]) for row in rounds if "round/bound_s" in row]
+        _, last = self.bounds[-1]
+        _, worst = max(self.bounds, key=lambda each: each[0]["round/main_time_s"] - each[0]["round/bound_s"])
+        return BoundSummary(
+            bound_s=median(bound_s for bound_s, _ in times),
+            share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in times),
+            run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
+            worst=worst.gap,
         )
 
 
-def _bound(rounds: Sequence[RoundRow]) -> BoundSummary | None:
-    bounds = [(row.bound_s, row.main_time_s) for row in rounds if row.bound_s is not None]
-    told = [(row.main_time_s - (row.bound_s or 0.0), row.bound) for row in rounds if row.bound]
-    if not told:
-        return None
-    _, last = told[-1]
-    _, worst = max(told, key=lambda pair: pair[0])
-    return BoundSummary(
-        bound_s=median(bound_s for bound_s, _ in bounds),
-        share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in bounds),
-        run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
-        worst=worst.gap,
-    )
-
-
-def _mean(steps: Sequence[StepRow], figure: str) -> float:
-    """Mean over trained tokens."""
-    num_tokens = sum(row.trained_tokens for row in steps)
-    total: float = sum(getattr(row, figure) * row.trained_tokens for row in steps)
-    return total / max(1, num_tokens)
-
-
-def _max(steps: Sequence[StepRow], figure: str) -> float:
-    return max((float(getattr(row, figure)) for row in steps), default=0.0)
-
-
-def _median(rounds: Sequence[RoundRow], figure: str) -> float | None:
-    values = [value for row in rounds if (value := getattr(row, figure)) is not None]
+def _median(rounds: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rounds if name in row]
     return median(values) if values else None
 
 

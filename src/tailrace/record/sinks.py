@@ -1,8 +1,9 @@
-"""Experiment trackers as sinks: trackio, wandb and TensorBoard.
+"""Sinks that a user asks for: own ones (`[record] sinks = ["mine.py:sink"]`), and the experiment trackers
+trackio, wandb and TensorBoard.
 
-A tracker gets the objects of metrics.jsonl under the same names, which are TRL's where TRL has the figure. A
-figure that is not finite is left out. Each life of a run is a run of its own in trackio and wandb, in one
-group. TensorBoard drops the steps that a resumed run makes again.
+A sink that raises is disabled, and the run goes on without it. A tracker gets the objects of metrics.jsonl
+under the same names. A figure that is not finite is left out. Each life of a run is a run of its own in
+trackio and wandb, in one group. TensorBoard drops the steps that a resumed run makes again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,70 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tailrace.errors import ConfigError
+from tailrace.importing import import_function
 from tailrace.record.base import TrackerName
-from tailrace.record.events import Sink
+from tailrace.record.events import Event, Sink
+from tailrace.record.figures import Row
 from tailrace.record.metrics import JoinedRows
-from tailrace.record.user_sinks import GuardedSink
 
-KEY = "record.trackers"
+SINKS, TRACKERS = "record.sinks", "record.trackers"
+
+
+def import_sinks(specs: Sequence[str]) -> list[Callable[[Path], Sink]]:
+    """The functions that the config names. Raises a ConfigError for one that cannot be imported."""
+    return [import_function(spec, SINKS) for spec in specs]
+
+
+def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -> list[Sink]:
+    """Make the sinks that the config names.
+
+    Args:
+        folder: the output directory of the run, which each function is given.
+        say: shows the line that tells of a sink's failure.
+
+    Raises:
+        ConfigError: a function cannot be imported, raises, or returns something that is no sink.
+    """
+    sinks: list[Sink] = []
+    for spec, function in zip(specs, import_sinks(specs), strict=True):
+        try:
+            sink = function(folder)
+        except Exception as why:
+            problem = f"it raised {type(why).__name__}: {why}"
+            raise ConfigError(SINKS, spec, problem, "mend it, or remove it from the list") from why
+        if not callable(getattr(sink, "on", None)) or not callable(getattr(sink, "close", None)):
+            problem = f"it returned a {type(sink).__name__}, which is no sink"
+            raise ConfigError(SINKS, spec, problem, "return an object with on(event) and close()")
+        sinks.append(GuardedSink(sink, spec, say))
+    return sinks
+
+
+class GuardedSink:
+    """Sink: passes events to a user's sink until that raises; from then on it gets none, and the run goes
+    on."""
+
+    def __init__(self, sink: Sink, name: str, say: Callable[[str], None]) -> None:
+        self._sink: Sink | None = sink
+        self._name, self._say = name, say
+
+    def on(self, event: Event) -> None:
+        if self._sink:
+            try:
+                self._sink.on(event)
+            except Exception as why:
+                self._disable(f"on({type(event).__name__})", why)
+
+    def close(self) -> None:
+        if self._sink:
+            try:
+                self._sink.close()
+            except Exception as why:
+                self._disable("close()", why)
+
+    def _disable(self, call: str, why: Exception) -> None:
+        """The sink is not closed: it is in an unknown state."""
+        self._sink = None
+        self._say(f"Sink {self._name} is disabled | {call} raised {type(why).__name__}: {why}")
 
 
 @dataclass(frozen=True)
@@ -107,7 +166,7 @@ class TensorBoard:
         self._writer.close()
 
 
-TRACKERS: Mapping[TrackerName, Callable[[TrackedRun], Tracker]] = {
+_TRACKERS: Mapping[TrackerName, Callable[[TrackedRun], Tracker]] = {
     "trackio": Trackio,
     "wandb": Wandb,
     "tensorboard": TensorBoard,
@@ -124,7 +183,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
     for name in names:
         if find_spec(name) is None:
             remedy = f"pip install 'tailrace[{name}]', or remove it from the list"
-            raise ConfigError(KEY, name, f"the package {name} is not installed", remedy)
+            raise ConfigError(TRACKERS, name, f"the package {name} is not installed", remedy)
 
 
 def open_trackers(names: Sequence[TrackerName], run: TrackedRun, say: Callable[[str], None]) -> list[Sink]:
@@ -140,10 +199,12 @@ def open_trackers(names: Sequence[TrackerName], run: TrackedRun, say: Callable[[
     sinks: list[Sink] = []
     for name in names:
         try:
-            tracker = TRACKERS[name](run)
+            tracker = _TRACKERS[name](run)
         except Exception as why:
             problem = f"it cannot begin a run ({type(why).__name__}: {why})"
-            raise ConfigError(KEY, name, problem, f"see the documentation of {name}, or remove it") from why
+            raise ConfigError(
+                TRACKERS, name, problem, f"see the documentation of {name}, or remove it"
+            ) from why
         sinks.append(GuardedSink(TrackerSink(tracker), name, say))
     return sinks
 
@@ -159,7 +220,7 @@ class TrackerSink(JoinedRows):
         super().close()
         self._tracker.finish()
 
-    def _log(self, row: Mapping[str, float | None]) -> None:
-        figures = {key: value for key, value in row.items() if value is not None and isfinite(value)}
+    def _log(self, row: Row) -> None:
+        figures = {key: value for key, value in row.items() if isfinite(value)}
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
         self._tracker.log(figures, step, wall_time)

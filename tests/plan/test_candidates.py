@@ -4,10 +4,8 @@ from math import inf
 
 import pytest
 
-from tailrace.plan.base import Candidate, Work
-from tailrace.plan.bounds import floor
-from tailrace.plan.candidates import candidates, divisions
-from tailrace.plan.workload import Workload, response_lengths
+from tailrace.plan.candidates import Candidate, Work, Workload, candidates, divisions, response_lengths
+from tailrace.plan.plan import floor
 from tailrace.rollout.placement import Kind
 from tailrace.sim.settings import (
     SimClusterSettings,

@@ -1,0 +1,272 @@
+"""What a plan is asked for, the candidates that can be built, and what they take in virtual time.
+
+The least time of an optimizer step follows from the rates of a set-up and the lengths of its responses.
+Decode steps that an engine needs for its share of the tokens of an optimizer step, at least:
+
+    tokens / batch                       the batch is limited by slots and KV cache
+    groups * longest of a group / alive  a group is alive until its longest response ends (Little's law)
+    longest that the step waits for      in a schedule that waits for it
+
+Each decode step reads the weights, and each token adds its own part, so the time of generation is a closed
+formula (sim/engine.py). A schedule whose engines stop also waits for a reward. Left out are prefills,
+preemptions, waits for a bound on staleness, and that engines drain at different times: they only add to it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import inf
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
+
+from tailrace.algo.advantages import GRPO
+from tailrace.assembly.simulation import simulate
+from tailrace.controller.base import RunSettings
+from tailrace.errors import ConfigError
+from tailrace.plan.candidates import Candidate, Workload, candidates, response_lengths
+from tailrace.record.events import Event, GroupEnded, Stepped
+from tailrace.record.figures import Row
+from tailrace.rollout.placement import Shared
+from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.schedules import Schedule
+from tailrace.sim.cluster import rates, trainer_memory_share
+from tailrace.sim.settings import SimEngineSettings, SimSettings
+
+WARM_UP = 0.25
+"""Share of the rounds that does not count: a schedule that never stops begins with short responses. It has
+whole cycles of a schedule, because the rounds of one differ."""
+
+
+class Floor(NamedTuple):
+    """The least time of one optimizer step of a candidate, in seconds."""
+
+    generation_s: float
+    """Of the engines alone."""
+    training_s: float
+    """Of the trainer alone, optimizer step included."""
+    step_s: float
+    """Of both, as the schedule combines them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A candidate in virtual time.
+
+    Args:
+        steps: optimizer steps of the run.
+        figures: those of `measure`, and step_s: seconds of an optimizer step; kv_share: KV cache that the
+            requests in flight fill, with responses of mean length; trainer_share: memory of the trainer's
+            devices that its state fills.
+    """
+
+    candidate: Candidate
+    floor: Floor
+    steps: int
+    figures: Row
+
+    @property
+    def step_s(self) -> float:
+        return self.figures["step_s"]
+
+
+def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_step: int) -> Floor:
+    """Return the least time of one optimizer step.
+
+    Args:
+        sim: of the candidate, with its rates.
+    """
+    work, engines, trainer = candidate.work, sim.engines, sim.trainer
+    samples = groups_per_step * len(load.groups[0])
+    alive_steps = groups_per_step * load.longest_of_group / work.alive
+    busy_s = generation_seconds(engines, load, samples, alive_steps)
+    waited_steps = max(alive_steps, work.waited_tokens(load))
+    generation_s = generation_seconds(engines, load, samples, waited_steps)
+    pass_s = samples * (load.mean_tokens + load.prompt_tokens) / trainer.tokens_per_s
+    last_s, others_s = trainer.step_s / work.steps, trainer.step_s * (work.steps - 1) / work.steps
+    publish_s, load_s = trainer.publish_s / work.steps, engines.load_s / work.steps
+    reward_s = sim.rewards.median_s / work.steps if sim.rewards.code is None else 0.0
+    switch_s = (engines.sleep_s + engines.wake_s) / work.steps
+    match candidate.kind:
+        case "colocated":
+            step_s = generation_s + reward_s + pass_s + others_s + last_s + publish_s + switch_s
+        case "elastic":  # the devices of engines that are idle train
+            step_s = max(generation_s + reward_s, busy_s + pass_s) + others_s + last_s + publish_s + switch_s
+        case "disaggregated" if work.stops:
+            step_s = max(generation_s + reward_s, pass_s + others_s) + last_s + publish_s + load_s
+        case "disaggregated":
+            step_s = max(generation_s + load_s, pass_s + others_s + last_s + publish_s)
+    return Floor(generation_s, pass_s + trainer.step_s, step_s)
+
+
+def generation_seconds(cost: SimEngineSettings, load: Workload, samples: int, steps: float) -> float:
+    """Return the least time in which the engines generate some samples.
+
+    Args:
+        steps: decode steps that are needed at least, whatever the batch.
+    """
+    count = cost.count or 1
+    tokens = samples * load.mean_tokens / count
+    room = max(1.0, cost.kv_tokens / load.mean_context)
+    steps = max(steps, tokens / min(cost.slots or room, room))
+    base_s = max(cost.base_s * steps, cost.compute_s * tokens)
+    return cost.overhead_s * steps + base_s + (cost.slope_s + cost.context_s * load.mean_context) * tokens
+
+
+class TrainedLengths:
+    """Sink: the lengths of the responses that each step trained, and the prompts whose groups have ended."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.ended: list[int] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, GroupEnded):
+            self.ended.append(event.prompt)
+        elif isinstance(event, Stepped):
+            self.steps.append([sample.num_tokens for sample in event.samples])
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **options: Any) -> Row:
+    """Run a schedule in virtual time.
+
+    Args:
+        settings: its rounds are those of the whole run.
+        options: of `assembly.simulation.simulate`.
+
+    Returns:
+        The figures of the lap after the warm-up, and of the whole run: length_bias, without the prompts that
+        are in flight at its end, because they would be trained later; step_spread, the standard deviation of
+        the mean lengths of the optimizer steps as a share of their mean; and over_bound.
+    """
+    lengths = TrainedLengths()
+    simulated = simulate(schedule, sim, settings, sinks=(lengths,), **options)
+    lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
+    bias = fmean(chain.from_iterable(lengths.steps)) / fmean(chain.from_iterable(lengths_of_all)) - 1.0
+    means = [fmean(step) for step in lengths.steps]
+    return simulated.lap | {
+        "length_bias": bias,
+        "step_spread": pstdev(means) / fmean(means),
+        "over_bound": simulated.over_bound,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A candidate that can be built.
+
+    Args:
+        sim: with the rates of its devices.
+    """
+
+    candidate: Candidate
+    sim: SimSettings
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is asked for.
+
+    Args:
+        sim: devices and lengths, with slots and a length limit.
+        run: group size and seed.
+        groups_per_step: groups of an optimizer step. What is learnt depends on it, so it is given.
+        steps: optimizer steps over which the best candidates are measured.
+        max_lag: largest age of a trained token, in optimizer steps.
+        max_length_bias: largest length bias, as a share.
+        reference: whether the algorithm needs a reference model.
+        progress: is told in words what is measured next.
+    """
+
+    sim: SimSettings
+    run: RunSettings
+    groups_per_step: int
+    steps: int = 64
+    max_lag: float = inf
+    max_length_bias: float = 0.02
+    reference: bool = False
+    compute_advantages: ComputeAdvantages = GRPO
+    progress: Callable[[str], None] = lambda words: None
+
+    def load(self, steps: int) -> Workload:
+        """The responses to the prompts of the first optimizer steps."""
+        if steps not in self._loads:
+            prompts = range(steps * self.groups_per_step)
+            groups = response_lengths(self.sim, self.run.group_size, prompts, self.run.seed)
+            self._loads[steps] = Workload(groups, self.sim.lengths.prompt_tokens)
+        return self._loads[steps]
+
+    @cached_property
+    def _loads(self) -> dict[int, Workload]:
+        return {}
+
+    def floor(self, entry: Entry, steps: int) -> Floor:
+        """The least time of one of the first optimizer steps."""
+        return floor(entry.candidate, entry.sim, self.load(steps), self.groups_per_step)
+
+    def entries(self) -> tuple[list[Entry], Counter[str]]:
+        """Return the candidates within max_lag that fit the devices, and how many others each limit
+        excludes.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        entries: list[Entry] = []
+        excluded: Counter[str] = Counter()
+        refusals: list[ConfigError] = []
+        for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
+            if candidate.work.lag > self.max_lag:
+                excluded[f"plan.max_lag = {self.max_lag:g}"] += 1
+                continue
+            try:
+                sim = self._sim_of(candidate)
+            except ConfigError as why:
+                refusals.append(why)
+                excluded[f"{why.key}: {why.problem}"] += 1
+                continue
+            entries.append(Entry(candidate, sim))
+        if not entries:
+            raise refusals[-1]
+        return entries, excluded
+
+    def measure(self, entry: Entry, steps: int) -> Measured:
+        """Run a candidate for some optimizer steps in virtual time."""
+        work, group_size = entry.candidate.work, self.run.group_size
+        assert entry.sim.cluster
+        self.progress(f"{entry.candidate.name(entry.sim.cluster.devices)} over {steps} optimizer steps")
+        rounds = max(1, steps // work.steps)
+        endless = {"rounds": rounds, "give_up_s": 1e9, "patience_s": 1e9}
+        figures = measure(
+            work.ready(),
+            entry.sim,
+            self.run.model_copy(update=endless),
+            shared=Shared(entry.candidate.kind),
+            replicas=entry.candidate.replicas,
+            reference=self.reference,
+            warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
+            compute_advantages=self.compute_advantages,
+        )
+        figures |= {
+            "step_s": self.groups_per_step * group_size / figures["samples_per_s"],
+            "kv_share": self._kv_share(entry),
+            "trainer_share": trainer_memory_share(entry.sim.cluster),
+        }
+        return Measured(entry.candidate, self.floor(entry, steps), steps, figures)
+
+    def _sim_of(self, candidate: Candidate) -> SimSettings:
+        assert self.sim.cluster
+        division = {
+            "rollout_devices": candidate.rollout_devices,
+            "tensor_parallel": candidate.tensor_parallel,
+        }
+        cluster = self.sim.cluster.model_copy(update=division)
+        return rates(self.sim.model_copy(update={"cluster": cluster}))
+
+    def _kv_share(self, entry: Entry) -> float:
+        engines = entry.sim.engines
+        alive = entry.candidate.work.alive * self.run.group_size / (engines.count or 1)
+        return min(alive, engines.slots or alive) * self.load(self.steps).mean_context / engines.kv_tokens

@@ -1,0 +1,488 @@
+"""The figures of a run: one table of their names, units, meanings, and of what several rows come to.
+
+A row is a dict of figures by name: one an optimizer step, one a round, one an evaluation, and one for what
+was counted at the end. `steps.StepMeter` makes rows, and every sink receives them. metrics.jsonl,
+summary.json, the comparison of schedules, the planner and docs/metrics.md follow from the table. Names
+are those of TRL where TRL has the figure, then those of prime-rl and verl.
+
+Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
+schedules promise. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several
+steps, too.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.types import Sample
+
+N = TypeVar("N", int, float)
+
+Row: TypeAlias = dict[str, float]
+"""Figures by name. A step's row has "loss", a round's "round/time_s", an evaluation's "eval/accuracy". A
+figure that is not known is left out; one that is not finite is NaN, and null in metrics.jsonl."""
+Rows: TypeAlias = Sequence[Row]
+Total: TypeAlias = Callable[[Rows, str], float]
+"""What a figure comes to over rows."""
+
+CALLS = "environment/calls"
+"""Calls of tools in a sample: the figure "rewards/environment/calls" in runs of the environment "tools"."""
+TENTHS = 10
+
+
+def summed(rows: Rows, name: str) -> float:
+    """The sum over the rows that have the figure."""
+    return sum(row.get(name, 0) for row in rows)
+
+
+def largest(rows: Rows, name: str) -> float:
+    """The largest value; 0 if no row has the figure."""
+    return float(max((row[name] for row in rows if name in row), default=0.0))
+
+
+def over_tokens(rows: Rows, name: str) -> float:
+    """Mean over trained tokens."""
+    return _weighted(rows, name, "tokens/trained")
+
+
+def over_samples(rows: Rows, name: str) -> float:
+    """Mean over trained samples."""
+    return _weighted(rows, name, "samples/trained")
+
+
+def over_steps(rows: Rows, name: str) -> float:
+    """Mean over optimizer steps."""
+    return statistics.fmean(row[name] for row in rows if name in row)
+
+
+def over_rounds(rows: Rows, name: str) -> float:
+    """Mean over rounds. A round that lacks the figure counts as 0."""
+    return statistics.fmean(row.get(name, 0.0) for row in rounds_of(rows))
+
+
+def over_time(rows: Rows, name: str) -> float:
+    """Sum of the rounds' figure over the whole time of the rounds, in which the time between rounds counts:
+    schedules that never stop generate in it."""
+    rounds = rounds_of(rows)
+    whole_s = rounds[-1]["round/end_s"] - rounds[0]["round/end_s"] + rounds[0]["round/time_s"]
+    return summed(rounds, name) / whole_s
+
+
+def over_rollouts(rows: Rows, name: str) -> float:
+    """Sum of the rounds' figure over the time of the rollouts; over the whole time if one never stops."""
+    rounds = rounds_of(rows)
+    if not all(row.get("round/rollout_time_s") for row in rounds):
+        return over_time(rows, name)
+    return summed(rounds, name) / summed(rounds, "round/rollout_time_s")
+
+
+def per_sample(rows: Rows, name: str) -> float:
+    """Sum of the rounds' figure over their trained samples."""
+    return summed(rows, name) / summed(rows, "round/num_samples")
+
+
+def per_thousand_samples(rows: Rows, name: str) -> float:
+    """Sum of the rounds' figure over the thousands of their trained samples."""
+    return 1000.0 * per_sample(rows, name)
+
+
+def of_generated(rows: Rows, name: str) -> float:
+    """Sum of a family of counts over all generated tokens."""
+    generated = summed(rows, "tokens/generated")
+    return sum(family(counts_of(rows), name).values()) / generated if generated else 0.0
+
+
+def _weighted(rows: Rows, name: str, weight: str) -> float:
+    found = [row for row in rows if name in row]
+    return sum(row[name] * row[weight] for row in found) / max(1, sum(row[weight] for row in found))
+
+
+class Figure(NamedTuple):
+    """One line of the table."""
+
+    group: str
+    """Which rows have it: those of a step, an evaluation, ..."""
+    name: str
+    """Its key in a row. One that ends with "/" is a family: every key that begins so."""
+    unit: str
+    total: Total | None
+    """What it comes to over several rows, where it is asked for."""
+    kept: Mapping[str, str]
+    """Its keys in sections of summary.json ("ages", "round") and in the figures of a lap ("lap")."""
+    meaning: str
+
+
+TABLE = """
+# row
+step | optimizer steps | - | - | So far, this row's included.
+round | - | - | - | Index of the round; of an evaluation, the one that is about to start.
+time | s | - | - | On the run's clock; of a step, its end.
+wall_time | s | - | - | Unix time; in virtual time, virtual seconds.
+# step
+num_tokens | tokens | - | - | Trained so far, prompts and completions, as TRL counts: cumulative.
+tokens/trained | tokens | summed | - | Completion tokens of the step.
+samples/trained | samples | summed | - | Samples of the step.
+reward | - | - | - | Mean over samples.
+rewards/ | - | - | - | Mean of each of several reward functions by its name, and of each number that functions
+    report, over the samples that have it.
+reward/source/ | - | - | - | Mean reward of each data source that has a name.
+reward_std | - | - | - | Standard deviation of the rewards in a group, mean over groups.
+frac_reward_zero_std | share | - | - | Groups whose rewards are all equal: they have no gradient.
+completions/mean_length | tokens | - | - | Mean length of the completions of the step.
+completions/min_length | tokens | - | - | The shortest completion of the step.
+completions/p50_length | tokens | - | - | Median length of the completions of the step.
+completions/p90_length | tokens | - | - | 90th percentile of their lengths.
+completions/p99_length | tokens | - | - | 99th percentile of their lengths.
+completions/max_length | tokens | - | - | The longest completion of the step.
+completions/clipped_ratio | share | over_samples | lap.truncated_share | Samples that ended at the length
+    limit.
+num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
+num_turns/max | turns | - | - | The most turns of a sample.
+num_branches/mean | branches | - | - | Branches of a sample, mean: 1, and 1 more for each time that its
+    history was rewritten.
+num_branches/max | branches | - | - | The most branches of a sample.
+environment_tokens/mean | tokens | - | - | Tokens of the environment in a sample: context that is not trained.
+    A new branch counts whole.
+tools/call_frequency | calls | - | - | Calls of the environment in a sample, mean, as TRL counts.
+loss | - | - | - | Mean over trained tokens.
+grad_norm | - | - | - | Global norm of the gradient before clipping.
+learning_rate | - | - | - | Of the optimizer step.
+entropy | nats a token | - | - | Entropy of the policy at the sampling temperature.
+clip_ratio/region_mean | share | - | - | Tokens whose gradient the clip removed.
+kl | nats a token | - | - | KL of the current policy to the reference model; 0 without a reference.
+mismatch_kl | nats a token | over_tokens | lap.mismatch_kl | KL of the behaviour policy (engine) to the
+    current one (trainer). The age of the tokens is in it.
+engine_mismatch_kl | nats a token | - | - | The same over samples generated entirely by the weights that are
+    trained: the numerical difference of engine and trainer. Left out if the step has no such samples.
+ess | share | over_steps | lap.ess_mean | Effective sample size of the trained tokens.
+ess/guard | share | - | - | The smallest effective sample size that the schedule asked for before this step.
+value_loss | - | - | - | Loss of the critic.
+skipped | - | - | - | 1 if the gradient was not finite and the weights stayed as they were.
+staleness/mean | publications | over_tokens | ages.staleness_mean lap.staleness_mean | Publications between
+    the weights that produced a token and the published ones.
+staleness/max | publications | largest | ages.staleness_max lap.staleness_max | The largest of a token.
+lag/mean | optimizer steps | over_tokens | ages.lag_mean lap.lag_mean | Optimizer steps between the weights
+    that produced a token and those that were trained.
+lag/max | optimizer steps | largest | ages.lag_max lap.lag_max | The largest of a token.
+lag/tenth/ | optimizer steps | - | - | Mean lag of each tenth of the response, 0 to 9 (PipelineRL, Fig. 3a).
+carried/tokens | share | over_tokens | ages.carried_tokens lap.carried_tokens | Tokens that are older than the
+    published weights.
+carried/samples | share | over_samples | lap.carried_samples | Samples that have such a token.
+versions/mean | versions | - | - | Versions of the weights that produced a sample, mean.
+versions/max | versions | largest | ages.versions_max | The most of a sample.
+deferrals/mean | - | - | - | How often a group was parked or deferred, mean over groups.
+deferrals/max | - | largest | ages.deferrals_max lap.deferrals_max | The most of a group.
+age/mean | rounds | - | - | Rounds since a group was drawn, mean over groups.
+age/max | rounds | largest | ages.rounds_max | The most of a group.
+time/step | s | - | - | Since the last step's end or the round's start: time/train + time/wait. Publishing and
+    evaluation are not in it.
+time/wait | s | - | - | Part of time/step in which the trainer did not compute.
+time/train | s | - | - | Part of time/step in which the trainer computed.
+time/controller_lag | s | - | - | The latest that the controller's event loop ran since the last step.
+perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
+# evaluation
+eval/accuracy | - | - | - | Mean reward on held-out prompts.
+eval/mean_tokens | tokens | - | - | Mean length of the completions.
+eval/num_samples | samples | - | - | Samples of the evaluation.
+eval/ | - | - | - | avg@n and pass@k of each named data source; of `all` where a prompt has several samples.
+# count
+tokens/generated | tokens | summed | - | Tokens of training samples, counted when their request leaves an
+    engine.
+tail/wasted_tokens/ | tokens | of_generated | lap.waste_share | Tokens that will never be trained, by reason.
+completions/failed/ | samples | summed | - | Samples whose reward failed or timed out, by reason.
+groups/trained | groups | summed | - | Groups that were trained.
+groups/filtered/ | groups | summed | - | Groups that were filtered, by reason.
+groups/dropped/ | groups | summed | - | Groups that were dropped, by reason.
+rows/skipped/ | rows | summed | - | Rows of the data that could not become a prompt, by reason.
+engines/died/ | deaths | summed | - | Deaths of engines, by engine.
+engines/preempted/ | requests | summed | - | Requests preempted because the KV cache was full, by engine.
+groups/parked | groups | summed | - | Neither trained nor given up at the end of the run; only in the last
+    row.
+tokens/parked | tokens | summed | - | Tokens of these groups.
+# round
+round/end_s | s | - | - | End of the round on the run's clock.
+round/time_s | s | - | - | From its start to its end, publishing included.
+round/main_time_s | s | over_rounds | round.main_time_s lap.main_time_s | From the round's start to the end of
+    its last optimizer step, publishing left out.
+round/bound_s | s | over_rounds | lap.bound_s | Lower bound on main_time_s.
+round/rollout_time_s | s | over_rounds | round.rollout_time_s lap.rollout_time_s | From the round's start to
+    the end of the last request that started in it. Left out where requests outlive their round, as in
+    schedules that never stop generating.
+round/first_dispatch_s | s | over_rounds | round.first_dispatch_s lap.first_dispatch_s | From the round's
+    start to the start of the first accumulation.
+round/trainer_compute_s | s | over_rounds | round.trainer_compute_s lap.trainer_compute_s | Main time in which
+    the trainer computes.
+round/wait_s | s | - | round.wait_s | All other main time: wait_s + trainer_compute_s = main_time_s.
+round/waiting_ratio | share | over_rounds | round.waiting_ratio lap.waiting_ratio | wait_s over main_time_s:
+    the headline of RolloutPipe 5.1.
+round/start_ratio | share | - | round.start_ratio | first_dispatch_s over main_time_s (RolloutPipe eq. 4). It
+    leaves out the waits between two dispatches.
+round/publish_s | s | - | round.publish_s | Publishing of weights.
+round/changed_weights | share | - | - | Weights whose bfloat16 value changed from one publication to the next,
+    by 65,536 elements of each larger tensor; mean over the round's publications. Left out in a simulation.
+round/num_steps | optimizer steps | - | - | Of the round.
+round/num_groups | groups | - | - | Trained groups.
+round/num_samples | samples | - | - | Trained samples.
+round/num_tokens | tokens | - | - | Trained completion tokens.
+round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
+round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
+    rollout_time_s; over the whole round where that is left out.
+round/reward | - | over_rounds | lap.reward | Mean over samples.
+round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
+round/completions/min_length | tokens | - | - | The shortest completion of the round.
+round/completions/p50_length | tokens | - | - | Median length of the completions of the round.
+round/completions/p90_length | tokens | - | - | 90th percentile of their lengths.
+round/completions/p99_length | tokens | - | - | 99th percentile of their lengths.
+round/completions/max_length | tokens | - | - | The longest completion of the round.
+round/first_step_length | tokens | - | - | Mean length of the first step's samples. Training in order of
+    completion takes the short ones first.
+round/last_step_length | tokens | - | - | Mean length of the last step's samples.
+# lap
+round/num_samples | samples/s | over_time | lap.samples_per_s | Trained samples over the whole time of the
+    rounds and of the time between them.
+round/num_tokens | tokens/s | over_time | lap.tokens_per_s | Trained tokens over the same time.
+round/num_tokens | tokens/s | over_rollouts | lap.rollout_tokens_per_s | Trained tokens over the time of the
+    rollouts; over the whole time if the rollout never stops.
+round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Main time of all rounds over the
+    thousands of trained samples.
+round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
+round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
+- | share | - | lap.length_bias | Mean trained length over the mean length without interruptions, minus 1.
+    Only the planner and benchmarks/race measure it.
+- | s | - | lap.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race measures
+    it.
+"""
+"""name | unit | what it comes to over rows | its keys elsewhere | meaning
+
+A lap, which `tailrace compare --json` and the planner have, has what figures come to over its rows, and a
+comparison the median of laps. In summary.json, section "ages" has what figures come to over all rows, and
+section "round" has medians over rounds. Figures of the group "row" are in every row. Counts are of what
+happened since the last row. Those of a round that trained, the measures of RolloutPipe 5.1, are in the object
+of its last step. Percentiles are nearest-rank: each is a length that occurred. Figures of the group "lap" are
+in no row: they are second totals of figures of rounds, or are measured outside of the run.
+"""
+
+
+def _figures() -> Iterator[Figure]:
+    group = ""
+    for line in TABLE.strip().replace("\n    ", " ").splitlines():
+        if line.startswith("# "):
+            group = line.removeprefix("# ")
+            continue
+        name, unit, total, kept, meaning = (cell.strip("-") for cell in line.split(" | "))
+        keys = dict(key.split(".") for key in kept.split())
+        yield Figure(group, name, unit, TOTALS[total] if total else None, keys, meaning)
+
+
+LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
+TOTALS: Mapping[str, Total] = {
+    total.__name__: total
+    for total in (
+        summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_rollouts,
+        per_sample, per_thousand_samples, of_generated,
+    )
+}  # fmt: skip
+_ALL = list(_figures())
+FIGURES = [figure for figure in _ALL if figure.group != "lap"]
+"""What rows have, in the order of metrics.jsonl."""
+LAPS: Mapping[str, Figure] = {figure.kept["lap"]: figure for figure in _ALL if "lap" in figure.kept}
+"""The figures of a lap by their key there."""
+
+TIMES = {
+    "main_time_s": ("main time a round", "{:.2f} s"),
+    "main_s_per_1000_samples": ("per 1,000 samples", "{:.2f} s"),
+    "bound_s": ("bound of its own rounds", "{:.2f} s"),
+    "waiting_ratio": ("waiting ratio", "{:.3f}"),
+    "first_dispatch_s": ("first dispatch", "{:.2f} s"),
+    "trainer_compute_s": ("trainer compute", "{:.2f} s"),
+    "rollout_time_s": ("rollout", "{:.2f} s"),
+    "reward": ("reward", "{:.3f}"),
+    "samples_per_s": ("samples/s", "{:.1f}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "rollout_tokens_per_s": ("rollout tokens/s", "{:,.0f}"),
+}
+QUALITIES = {
+    "staleness_max": ("staleness, max (publications)", "{:.0f}"),
+    "lag_mean": ("lag, mean (optimizer steps)", "{:.2f}"),
+    "lag_max": ("lag, max (optimizer steps)", "{:.0f}"),
+    "ess_mean": ("effective sample size", "{:.3f}"),
+    "carried_tokens": ("carried tokens", "{:.1%}"),
+    "carried_samples": ("carried samples", "{:.1%}"),
+    "length_mean": ("length, mean (tokens)", "{:,.0f}"),
+    "length_max": ("length, max (tokens)", "{:,.0f}"),
+    "truncated_share": ("truncated samples", "{:.1%}"),
+    "waste_share": ("wasted tokens", "{:.1%}"),
+}
+"""The label and the format of figures of a lap in tables that are printed."""
+
+_RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
+
+
+@cache
+def _rank(name: str) -> int:
+    """The place in the table of a figure, or of the family that it belongs to."""
+    while name and name not in _RANKS:
+        name = name.rstrip("/").rpartition("/")[0]
+        name += "/" * bool(name)
+    return _RANKS.get(name, len(_RANKS))
+
+
+def _is_count(name: str) -> bool:
+    rank = _rank(name)
+    return rank < len(FIGURES) and FIGURES[rank].group == "count"
+
+
+def ordered(row: Mapping[str, float]) -> Row:
+    """The row in the order of the table."""
+    return dict(sorted(row.items(), key=lambda item: _rank(item[0])))
+
+
+def counts_of(rows: Iterable[Row]) -> Row:
+    """What the rows counted, added up."""
+    counts: Row = {}
+    for row in rows:
+        for name, value in row.items():
+            if _is_count(name):
+                counts[name] = counts.get(name, 0) + value
+    return counts
+
+
+def joined(step: Row, end: Row) -> Row:
+    """The row of a step and that of the round which it ends, as one row."""
+    counts = {name: value for name, value in counts_of([step, end]).items() if value}
+    return ordered({name: value for name, value in (step | end).items() if not _is_count(name)} | counts)
+
+
+def family(row: Mapping[str, N], prefix: str) -> dict[str, N]:
+    """The figures of a family by the rest of their names."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in row.items()
+        if name.startswith(prefix) and _rank(name) == _RANKS[prefix]
+    }
+
+
+def in_family(prefix: str, values: Iterable[tuple[object, N]]) -> dict[str, N]:
+    """Values by the rest of their names, as figures of a family."""
+    return {f"{prefix}{name}": value for name, value in values}
+
+
+def steps_of(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if "loss" in row]
+
+
+def rounds_of(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if "round/time_s" in row]
+
+
+# -- statistics --------------------------------------------------------------------------------------------
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value; NaN where it is not finite."""
+    result = statistics.mean(values)  # its sum does not overflow, unlike that of fmean
+    return result if math.isfinite(result) else math.nan
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation (divided by n - 1); 0 if all values are equal, NaN where it is not finite."""
+    if len(set(values)) == 1:
+        return 0.0
+    centre = mean(values)
+    # hypot scales its arguments: the squares of deviations above 1e154 would overflow.
+    result = math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)
+    return result if math.isfinite(result) else math.nan
+
+
+def length_figures(prefix: str, lengths: Sequence[int]) -> Row:
+    """The statistics of at least one length, in any order."""
+    ordered = sorted(lengths)
+    p50, p90, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 90, 99))
+    values = (statistics.fmean(ordered), ordered[0], p50, p90, p99, ordered[-1])
+    return {f"{prefix}{kind}_length": value for kind, value in zip(LENGTHS, values, strict=True)}
+
+
+def episode_figures(samples: Sequence[Sample]) -> Row:
+    """The figures of the episodes of at least one sample; none if no sample is an episode of turns."""
+    if not any(sample.turns for sample in samples):
+        return {}
+    num_turns = [len(sample.turns) - bool(sample.opening_ids) for sample in samples]
+    num_branches = [len(sample.branches) for sample in samples]
+    tokens = [sample.num_observation_tokens - len(sample.opening_ids) for sample in samples]
+    calls = [sum(len(turn.results) for turn in sample.turns) for sample in samples]
+    return {
+        "num_turns/mean": statistics.fmean(num_turns),
+        "num_turns/max": max(num_turns),
+        "num_branches/mean": statistics.fmean(num_branches),
+        "num_branches/max": max(num_branches),
+        "environment_tokens/mean": statistics.fmean(tokens),
+        "tools/call_frequency": statistics.fmean(calls),
+    }
+
+
+@dataclass(slots=True)
+class Lags:
+    """Counts of the tokens of an optimizer step by their age, added up while the step is accumulated."""
+
+    publications: Counter[int] = field(default_factory=Counter)
+    """Tokens by staleness."""
+    steps: Counter[int] = field(default_factory=Counter)
+    """Tokens by lag."""
+    carried: int = 0
+    """Samples that have a token older than the published weights."""
+    _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
+
+    def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
+        """Count the tokens of a sample that is about to be trained.
+
+        Args:
+            version: the version that is published when the sample is trained.
+            steps_since: the number of optimizer steps since a version was published.
+        """
+        self.carried += any(span.version < version for span in sample.spans)
+        start, size = 0, sample.num_tokens / TENTHS
+        for span in sample.spans:
+            lag, end = steps_since(span.version), start + span.num_tokens
+            self.publications[version - span.version] += span.num_tokens
+            self.steps[lag] += span.num_tokens
+            self._pieces.append((size, start, end, lag))
+            start = end
+
+    def figures(self, num_samples: int) -> Row:
+        total = self.publications.total()
+        return {
+            "staleness/mean": _mean_of(self.publications),
+            "staleness/max": max(self.publications, default=0),
+            "lag/mean": _mean_of(self.steps),
+            "lag/max": max(self.steps, default=0),
+            **in_family("lag/tenth/", enumerate(self.profile)),
+            "carried/tokens": 1.0 - self.publications[0] / total if total else 0.0,
+            "carried/samples": self.carried / num_samples,
+        }
+
+    @property
+    def profile(self) -> list[float]:
+        """Mean lag of each tenth of the response, in optimizer steps (PipelineRL, Fig. 3a)."""
+        num_tokens, lags = self.tokens_by_tenth, np.array([lag for *_, lag in self._pieces], float)
+        return list(map(float, lags @ num_tokens / num_tokens.sum(0).clip(1e-9)))
+
+    @property
+    def tokens_by_tenth(self) -> NDArray[np.float64]:
+        """[spans, TENTHS]: tokens of each counted span in each tenth of its response."""
+        size, start, end, _ = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
+        tenth = np.arange(TENTHS)
+        overlap = np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)
+        return np.asarray(overlap.clip(0.0), float)
+
+
+def _mean_of(counts: Counter[int]) -> float:
+    total = counts.total()
+    return sum(number * count for number, count in counts.items()) / total if total else 0.0

@@ -1,0 +1,158 @@
+"""The table of figures, the statistics that rows are made of, and how old tokens are."""
+
+import math
+
+import pytest
+
+from tailrace.record.figures import (
+    FIGURES,
+    LAPS,
+    Lags,
+    Row,
+    counts_of,
+    family,
+    joined,
+    length_figures,
+    mean,
+    ordered,
+    over_tokens,
+    standard_deviation,
+)
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+
+def sample_of(*spans: tuple[int, int]) -> Sample:
+    """A sample of (version, tokens) spans."""
+    sample = Sample(SampleId(0, 0, 0), Group(Prompt(0, [1]), 1, []))
+    for version, num_tokens in spans:
+        sample.grow(num_tokens, version)
+    return sample
+
+
+def test_tokens_are_counted_by_publications_and_by_optimizer_steps() -> None:
+    """Versions 0, 1, 2 were published after 0, 4 and 6 steps; now there are 7."""
+    lags = Lags()
+    for sample in (sample_of((0, 5), (2, 3)), sample_of((1, 2))):
+        lags.add(sample, 2, lambda version: 7 - [0, 4, 6][version])
+    assert lags.publications == {2: 5, 0: 3, 1: 2}
+    assert lags.steps == {7: 5, 1: 3, 3: 2}
+    figures = lags.figures(num_samples=2)
+    assert (figures["lag/mean"], figures["lag/max"], figures["staleness/max"]) == (4.4, 7, 2)
+    assert (figures["carried/tokens"], figures["carried/samples"]) == (0.7, 1.0)
+
+
+def test_the_profile_is_the_mean_lag_of_each_tenth_of_the_response() -> None:
+    lags = Lags()
+    lags.add(sample_of((0, 5), (1, 15)), 1, lambda version: 1 - version)
+    assert lags.profile == pytest.approx([1, 1, 0.5, 0, 0, 0, 0, 0, 0, 0])
+    assert lags.tokens_by_tenth.sum() == pytest.approx(20)
+    lags.add(sample_of((0, 20)), 1, lambda version: 1 - version)
+    assert lags.profile == pytest.approx([1, 1, 0.75] + [0.5] * 7)
+
+
+def test_a_response_of_one_token_covers_every_tenth() -> None:
+    lags = Lags()
+    lags.add(sample_of((0, 1)), 3, lambda version: 3)
+    assert lags.profile == pytest.approx([3.0] * 10)
+
+
+def test_no_tokens_have_no_lag() -> None:
+    lags = Lags()
+    lags.add(sample_of(), 3, lambda version: 3)
+    assert lags.profile == [0.0] * 10 and lags.figures(1)["lag/mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1.0, 2.0, 6.0], 3.0),
+        ([1e308] * 8, 1e308),
+        ([1.7e308, -1.7e308], 0.0),
+        ([math.inf, 1.0], math.nan),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+    ],
+)
+def test_a_mean_is_finite_or_nan(values: list[float], expected: float) -> None:
+    assert mean(values) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1.0, 3.0], math.sqrt(2)),
+        ([2.0], 0.0),
+        ([1e308] * 8, 0.0),
+        ([1e308, 0.0], 1e308 / math.sqrt(2)),
+        ([1.7e308, -1.7e308], math.nan),
+        ([math.inf, 0.0], math.nan),
+    ],
+)
+def test_a_deviation_is_finite_or_nan(values: list[float], expected: float) -> None:
+    assert standard_deviation(values) == pytest.approx(expected, nan_ok=True)
+
+
+def test_percentiles_are_lengths_that_occurred() -> None:
+    lengths = list(range(100, 0, -1))
+    kinds = ("mean", "min", "p50", "p90", "p99", "max")
+    assert list(length_figures("", lengths).items()) == [
+        (f"{kind}_length", value) for kind, value in zip(kinds, (50.5, 1, 50, 90, 99, 100), strict=True)
+    ]
+    assert set(length_figures("", [7]).values()) == {7}
+
+
+def test_every_figure_stands_once_in_the_table_with_a_meaning() -> None:
+    names = [figure.name for figure in FIGURES]
+    assert len(set(names)) == len(names)
+    assert all(figure.meaning.endswith(".") for figure in (*FIGURES, *LAPS.values()))
+
+
+def test_a_row_has_the_order_of_the_table_and_families_keep_theirs() -> None:
+    row: Row = {
+        "round/reward": 1,
+        "groups/trained": 2,
+        "rewards/b": 3,
+        "rewards/a": 4,
+        "loss": 5,
+        "reward": 6,
+    }
+    assert list(ordered(row)) == [
+        "reward",
+        "rewards/b",
+        "rewards/a",
+        "loss",
+        "groups/trained",
+        "round/reward",
+    ]
+
+
+def test_a_family_has_no_figure_of_another_one() -> None:
+    row: Row = {
+        "eval/accuracy": 0.5,
+        "eval/gsm8k/pass@4": 0.25,
+        "groups/filtered/old": 2,
+        "groups/trained": 1,
+    }
+    assert family(row, "eval/") == {"gsm8k/pass@4": 0.25}
+    assert family(row, "groups/filtered/") == {"old": 2}
+
+
+def test_counts_of_a_step_and_of_its_rounds_end_are_added_and_figures_are_not() -> None:
+    step: Row = {"step": 3, "loss": 0.5, "groups/trained": 1, "groups/dropped/old": 2}
+    end: Row = {"round": 1, "round/time_s": 4.0, "groups/trained": 2, "engines/died/a": 1}
+    assert counts_of([step, end]) == {"groups/trained": 3, "groups/dropped/old": 2, "engines/died/a": 1}
+    assert list(joined(step, end).items()) == [
+        ("step", 3),
+        ("round", 1),
+        ("loss", 0.5),
+        ("groups/trained", 3),
+        ("groups/dropped/old", 2),
+        ("engines/died/a", 1),
+        ("round/time_s", 4.0),
+    ]
+
+
+def test_a_mean_over_tokens_weighs_steps_by_what_they_trained() -> None:
+    rows: list[Row] = [{"tokens/trained": 30, "ess": 1.0}, {"tokens/trained": 10, "ess": 0.6}, {"time": 1.0}]
+    assert over_tokens(rows, "ess") == pytest.approx(0.9)
+    assert over_tokens([], "ess") == 0.0
