@@ -52,16 +52,6 @@ def estimate(
     return trainer_memory(config, QWEN3, adapter=adapter, longest=longest, is_first=is_first)
 
 
-def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:
-    shape = ModelShape.read(model_path)
-    block = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
-    assert shape.block_parameters == block
-    assert shape.outside_parameters == 24 * 32 + 32, "the tied head counts once"
-    assert shape.num_parameters == 2 * block + 24 * 32 + 32
-    assert (shape.num_layers, shape.query_size, shape.kv_size, shape.mlp_size) == (2, 32, 16, 48)
-    assert shape.stored_bytes == 4 * shape.num_parameters
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_weights_gradients_and_moments_are_divided_among_the_ranks(ranks: int) -> None:
     settings = TrainerSettings(ranks=ranks, activation_checkpointing=True, max_tokens_per_microbatch=16_384)

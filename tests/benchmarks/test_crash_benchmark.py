@@ -40,7 +40,7 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     timelines = RunTimelines(victim.folder / "events.jsonl")
     timelines.update()
     dead = [each for process in timelines.all for each in process.states if each.state == "dead"]
-    assert [each.why for each in dead] == ["signal SIGKILL"]
+    assert ["signal SIGKILL" in each.why for each in dead] == [True]
 
 
 def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its_sample() -> None:
