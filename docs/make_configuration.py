@@ -43,7 +43,7 @@ SCHEDULES_HEADER = """\
 They are keys of `[schedule]`, beside its `name`. [Choosing a schedule](choosing-a-schedule.md) describes each
 schedule."""
 SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
-PARAMETER_TABLE = "|parameter|of|values|meaning|\n|---|---|---|---|"
+PARAMETER_TABLE = "|parameter|values|meaning|\n|---|---|---|"
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 TAGS = ("kind", "transport")
@@ -176,25 +176,23 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _schedules() -> Iterator[str]:
-    """Yield the parameters of each schedule, then the meaning of each parameter."""
-    of: dict[Row, list[str]] = {}
+    """Yield the parameters of each schedule, then the meaning of each parameter in the first that has it."""
+    meanings: dict[tuple[str, str], str] = {}
     lines = []
     for name, schedule in SCHEDULES.items():
         hints, arguments = get_type_hints(schedule, include_extras=True), _arguments(schedule)
         shown = []
         for parameter in list(inspect.signature(schedule).parameters.values())[1:]:  # the first is the run
-            hint, meaning = hints[parameter.name], arguments.get(parameter.name, "")
-            row = Row(parameter.name, "", _allowed(hint), _short(meaning[:1].upper() + meaning[1:]))
-            of.setdefault(row, []).append(name)
-            required = parameter.default is inspect.Parameter.empty
-            shown.append(
-                f"`{row.name}`" if required else f"`{row.name} = {_value(parameter.default).strip('`')}`"
-            )
+            meaning = arguments.get(parameter.name, "")
+            key = (parameter.name, _allowed(hints[parameter.name]))
+            meanings.setdefault(key, _short(meaning[:1].upper() + meaning[1:]))
+            given = "" if parameter.default is inspect.Parameter.empty else _value(parameter.default)
+            shown.append(f"`{parameter.name} = {given.strip('`')}`" if given else f"`{parameter.name}`")
         lines.append(f"|`{name}`|{', '.join(shown)}|")
     yield SCHEDULES_HEADER
     yield "\n".join([SCHEDULE_TABLE, *lines])
-    rows = sorted(of.items(), key=lambda item: item[0].name)
-    yield "\n".join([PARAMETER_TABLE, *(str(row._replace(default=", ".join(names))) for row, names in rows)])
+    rows = (f"|`{name}`|{allowed}|{meaning}|" for (name, allowed), meaning in sorted(meanings.items()))
+    yield "\n".join([PARAMETER_TABLE, *rows])
 
 
 def _arguments(function: object) -> Mapping[str, str]:

@@ -26,8 +26,7 @@ def test_the_committed_page_is_the_generated_one(tmp_path: Path) -> None:
         "|`path`|required|path|A JSONL file, a parquet file, or a Hugging Face dataset folder.|",
         "|`checkpoint_every`|`0`|integer ≥0|Rounds between checkpoints. 0: only at the end of the run, ",
         '|`target_modules`|`"all-linear"`|`all-linear`, list of strings|',
-        "|`groups_per_round`|april, tailrace_on_policy|integer ≥1|Groups trained in a round (N).|",
-        "|`groups_per_round`|serial, rolloutpipe, rolloutpipe_eager, seer|integer ≥1|",
+        "|`groups_per_round`|integer ≥1|Groups of a rollout (R).|",
     ],
 )
 def test_a_row_has_default_values_and_meaning(row: str) -> None:
