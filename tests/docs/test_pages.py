@@ -116,7 +116,7 @@ def test_keys_of_the_config_that_a_page_names_exist(page: Path) -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "Makefile", ROOT / ".ci" / "run"], ids=page_name)
 def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     paths = re.findall(r"\b((?:examples|benchmarks|reproductions|tests)/[\w/]+\.\w+)", text)
