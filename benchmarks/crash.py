@@ -289,16 +289,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    with suppress(FileNotFoundError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+    """Those of each thread: the kernel lists them by the thread that has started them."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError):
+            found += map(int, children.read_text().split())
+    return found
 
 
 def engines_of(pid: int, kind: str) -> list[int]:
     """The engines that a controller has at present, those that start included."""
-    if kind == "native":
-        return [engine for server in running(pid, "fork_server") for engine in running(server, "comm engine")]
-    return [server for parent in running(pid, "server_child") for server in children_of(parent)]
+    engines = [engine for server in running(pid, "forkserver") for engine in running(server, "comm engine")]
+    return engines if kind == "native" else [server for parent in engines for server in children_of(parent)]
 
 
 def running(pid: int, word: str) -> list[int]:

@@ -31,9 +31,8 @@ from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
 from tailrace.memory import ITEM_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId
-from tailrace.workers.messages import TrainerJob
-from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 
 PROMPT_TOKENS = 8
 WORD_IDS = 1000
@@ -112,8 +111,8 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
         published_dtype=config.engine.dtype,
     )
     spawner = LocalSpawner(folder / "logs")
-    named = [await TrainerProcess.spawn(name, own, spawner) for name, own in processes_of(job)]
-    trainer = RemoteTrainer(named)
+    workers = [await spawner.start(name, TrainerWorker, own) for name, own in trainer_jobs(job)]
+    trainer = RemoteTrainer(workers, job)
     num_tokens = config.trainer.max_tokens_per_microbatch
     try:
         await trainer.ready()
@@ -121,12 +120,12 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
         for step in range(2):
             if step and beside:
                 written = await trainer.save(folder / "checkpoint")
-            units = [make_group(step * len(named) + index, num_tokens) for index in range(len(named))]
+            units = [make_group(step * len(workers) + index, num_tokens) for index in range(len(workers))]
             await trainer.accumulate(units, version=0)
             await trainer.step()
         await trainer.publish(1)
         await (written or await trainer.save(folder / "checkpoint"))
-        return [peak_bytes(each.process.pid) for each in named]
+        return [peak_bytes(each.process.pid) for each in workers]
     finally:
         await trainer.close()
 

@@ -33,7 +33,7 @@ from tailrace.errors import SandboxFailed
 from tailrace.reward.base import CodeSettings
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import TimeLimit
-from tailrace.workers.orphans import adopt_orphans, children_of
+from tailrace.workers.process_tree import adopt_orphans, children_of
 
 LIMIT_S = 1.0
 SLACK_S = 1.0

@@ -43,11 +43,10 @@ from tailrace.weights.base import (
     ProcessGroupSettings,
     SharedMemorySettings,
 )
-from tailrace.workers.engine import RemoteEngine
+from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.workers.http_engines import HttpEngines
-from tailrace.workers.messages import EngineJob, TrainerJob
-from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 
 NUM_SEQUENCES, NUM_TOKENS = 32, 192
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
@@ -85,7 +84,8 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
     logs = folder / "logs"
     engine_job = EngineJob(model=model, engine=NativeEngineSettings(), sampling=SAMPLING, report_every_s=0.0)
     async with AsyncExitStack() as stack:
-        native = await RemoteEngine.spawn("engine-0", engine_job, LocalSpawner(logs))
+        worker = await LocalSpawner(logs).start("engine-0", EngineWorker, engine_job)
+        native = RemoteEngine(worker, engine_job)
         stack.push_async_callback(native.close)
         trainers = {}
         files = FilesystemSettings(folder=folder / "weights")
@@ -100,7 +100,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 published_dtype="float32",
             )
             trainers[name] = RemoteTrainer(
-                [await TrainerProcess.spawn(f"trainer-{name}", job, LocalSpawner(logs))]
+                [await LocalSpawner(logs).start(f"trainer-{name}", TrainerWorker, job)], job
             )
             stack.push_async_callback(trainers[name].close)
         await asyncio.gather(native.ready(), *(trainer.ready() for trainer in trainers.values()))

@@ -51,7 +51,7 @@ INSIDES = {
     # The endpoint of agents has the requests, replies and guard of the engine's.
     ("environments", "engine.serve"),
     # The program of an agent ends with the controller.
-    ("environments", "workers.orphans"),
+    ("environments", "workers.process_tree"),
     # Losses and advantages are pure functions that the trainer applies.
     ("trainer", "algo"),
     # A procedural prompt brings its own scorer.
@@ -204,7 +204,7 @@ def test_only_workers_on_a_cluster_import_ray() -> None:
         for name, tree in TREES.items()
         if "ray" in {each.partition(".")[0] for each in names_imported(ast.walk(tree))}
     }
-    assert importers == {"workers.ray", "workers.node"}
+    assert importers == {"workers.ray"}
     assert {importer for importer, other in EDGES if other == "workers.ray"} == {"workers.hosts"}
 
 

@@ -161,13 +161,12 @@ def _parser(*, is_served: bool) -> argparse.ArgumentParser:
     perfetto = "write the events of one run for ui.perfetto.dev instead"
     where.add_argument("--perfetto", type=Path, metavar="F.json", help=perfetto)
 
-    summary = "do the work of one stage of a run that has a [broker], from any host"
+    summary = "do the work of one role of a run on another host, which names it in host.join"
     sub = add("join", "workers.join:join", summary, config="", takes="")
-    sub.add_argument("stage", choices=("trainer", "reference"))
-    sub.add_argument(
-        "--broker", dest="url", required=True, metavar="URL", help="redis://HOST:PORT/0, as broker.url"
-    )
-    sub.add_argument("--run", required=True, metavar="NAME", help="name of the run's output directory")
+    sub.add_argument("role", choices=("trainer", "reference", "engine", "reward"))
+    sub.add_argument("address", metavar="HOST:PORT", help="as host.listen of the run")
+    found = "the token that the run prints; without it: $TAILRACE_JOIN_TOKEN"
+    sub.add_argument("--token", metavar="T", help=found)
 
     summary = "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights"
     sub = add("serve", "commands.serve:run", summary, config="", takes="")

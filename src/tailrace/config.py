@@ -38,7 +38,7 @@ from tailrace.settings import (
 from tailrace.sim.settings import SimSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
-from tailrace.workers.base import AnyHostSettings, BrokerSettings, LocalHostSettings
+from tailrace.workers.base import AnyHostSettings, LocalHostSettings
 
 COUNTERPARTS: Mapping[str, str] = {
     "trainer.learning_rate": "lr learning_rate",
@@ -137,7 +137,6 @@ class RunConfig(Settings):
     weights: Resumable[WeightsSettings] = SharedMemorySettings()
     placement: Resumable[PlacementSettings] = PlacementSettings()
     host: Resumable[AnyHostSettings] = LocalHostSettings()
-    broker: Resumable[BrokerSettings] = BrokerSettings()
     ledger: Resumable[LedgerSettings] = LedgerSettings()
     record: Resumable[RecordSettings] = RecordSettings()
     sim: Resumable[SimSettings] = SimSettings()

@@ -30,10 +30,23 @@ TailraceError
 
 import difflib
 from collections.abc import Collection
+from typing import Self
 
 
 class TailraceError(Exception):
-    """The base class of all errors of this package."""
+    """The base class of all errors of this package.
+
+    Attributes:
+        arguments: with which it was made, by position; with `named`, those by name, it can be made again.
+    """
+
+    def __new__(cls, *arguments: object, **named: object) -> Self:
+        error = super().__new__(cls, *arguments)
+        error.arguments, error.named = arguments, named
+        return error
+
+    arguments: tuple[object, ...]
+    named: dict[str, object]
 
 
 class ConfigError(TailraceError):

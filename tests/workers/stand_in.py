@@ -1,43 +1,37 @@
-"""A worker process that behaves as its job says: python -m stand_in."""
+"""A worker that behaves as its job says."""
 
-import sys
 import time
 from typing import Literal
 
-import msgspec
-
-from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.child import begin, end_with_controller
-from tailrace.workers.messages import Done, Job, Ready
-
-
-class Obey(msgspec.Struct, tag=True):
-    """Answered by Done."""
+from tailrace.workers.calls import Connection, Job, Worker
 
 
 class StandInJob(Job):
     manner: Literal["start for ever", "obey", "raise", "work for ever", "stay", "babble"]
 
 
-def main() -> None:
-    if "start for ever" in sys.argv[2]:
-        time.sleep(1000)
-    end, job = begin(StandInJob)
-    end_with_controller(end)
-    channel = WorkerChannel(end, msgspec.msgpack.Decoder(Obey))
-    channel.send(Ready())
-    for _ in channel:
+class StandIn(Worker):
+    job_type = StandInJob
+
+    def __init__(self, job: StandInJob, connection: Connection) -> None:
+        self._job, self._connection = job, connection
+
+    @classmethod
+    def load_job(cls, job: StandInJob, connection: Connection) -> "StandIn":
+        while job.manner == "start for ever":
+            time.sleep(1)
+        return cls(job, connection)
+
+    def serve(self, connection: Connection) -> None:
+        super().serve(connection)
+        while self._job.manner == "stay":
+            time.sleep(1)
+
+    def obey(self) -> None:
         print("was asked to obey")
-        if job.manner == "raise":
+        if self._job.manner == "raise":
             raise ValueError("the model melted")
-        if job.manner == "babble":
-            end.sendall(b"\x01\x00\x00\x00\xc1")
-        while job.manner == "work for ever":
+        if self._job.manner == "babble":
+            self._connection.socket.sendall(b"\x01\x00\x00\x00\xc1")
+        while self._job.manner == "work for ever":
             sum(range(1000))
-        channel.send(Done())
-    while job.manner == "stay":
-        time.sleep(1)
-
-
-if __name__ == "__main__":
-    main()

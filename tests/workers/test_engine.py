@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worker_cases import DEADLINE_S, process_of
+from worker_cases import DEADLINE_S, process_of, start_engine
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.episodes import answer
@@ -29,9 +29,7 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.reference import TorchReference
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Weights
-from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.engine import EngineJob, RemoteEngine
 
 Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
@@ -53,7 +51,7 @@ def job(model: Path, *, report_every_s: float = 0.5, health_timeout_s: float = 6
 
 @asynccontextmanager
 async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[RemoteEngine]]:
-    engines = [await RemoteEngine.spawn(f"engine-{number}", job, LocalSpawner(logs)) for number in range(num)]
+    engines = [await start_engine(f"engine-{number}", job, logs) for number in range(num)]
     try:
         await asyncio.gather(*(engine.ready() for engine in engines))
         yield engines
@@ -67,7 +65,7 @@ async def supervised(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list
         return SupervisedEngine(
             name,
             job.engine.max_num_seqs,
-            lambda: RemoteEngine.spawn(name, job, LocalSpawner(logs)),
+            lambda: start_engine(name, job, logs),
             TokenCounter(),
         )
 
@@ -287,14 +285,14 @@ def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
     async def main() -> None:
         samples = fresh_samples(4)
         async with opened(1, job(model), tmp_path) as (remote,):
-            os.kill(remote.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
+            os.kill(remote.worker.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
             generations = [asyncio.create_task(remote.generate(sample)) for sample in samples]
             await asyncio.sleep(0.1)
             generations[3].cancel()
-            os.kill(remote.process.pid, signal.SIGKILL)
+            os.kill(remote.worker.process.pid, signal.SIGKILL)
             errors = await asyncio.gather(*generations, return_exceptions=True)
             assert [type(error) for error in errors] == [EngineDied] * 3 + [asyncio.CancelledError]
-            assert f"engine-0 (process {remote.process.pid}) ended: signal SIGKILL" in str(errors[0])
+            assert f"engine-0 (process {remote.worker.process.pid}) ended: signal SIGKILL" in str(errors[0])
             assert await remote.died() == str(errors[0])
             assert remote.usage().num_counted is None
             for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):

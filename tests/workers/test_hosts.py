@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.settings import (
+    EngineSettings,
     NativeEngineSettings,
     SamplingSettings,
     VllmEngineSettings,
@@ -21,12 +23,11 @@ from tailrace.weights.base import (
     SharedMemorySettings,
     WeightsSettings,
 )
-from tailrace.workers.base import BrokerSettings, LocalHostSettings, RayHostSettings, RoleResources
-from tailrace.workers.bundles import Bundles, plan_bundles, trainer_names
-from tailrace.workers.hosts import check_host, where_workers_run
-from tailrace.workers.messages import EngineJob, TrainerJob
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.trainer import processes_of
+from tailrace.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings, RoleResources
+from tailrace.workers.engine import EngineJob
+from tailrace.workers.hosts import Bundles, check_host, plan_bundles, where_workers_run
+from tailrace.workers.server import ServerJob
+from tailrace.workers.trainer import TrainerJob, process_names, trainer_jobs
 
 RAY, STREAM = RayHostSettings(), ProcessGroupSettings()
 
@@ -60,10 +61,11 @@ def test_nothing_is_reserved_for_the_reference_that_a_trainer_with_an_adapter_is
     assert [bundles.role for bundles in found] == ["trainer", "engine", "reward"]
 
 
-def test_the_bundles_of_the_trainer_have_the_names_of_its_processes() -> None:
-    for settings in (TrainerSettings(), TrainerSettings(ranks=2), TrainerSettings(ranks=2, replicas=2)):
-        with_settings = job(STREAM).model_copy(update={"trainer": settings})
-        assert trainer_names(settings) == [name for name, _ in processes_of(with_settings)]
+def test_each_process_of_the_trainer_has_its_name_and_its_place() -> None:
+    settings = TrainerSettings(ranks=2, replicas=2)
+    jobs = trainer_jobs(job(STREAM).model_copy(update={"trainer": settings}))
+    assert [name for name, _ in jobs] == process_names(settings)
+    assert [(each.replica, each.rank) for _, each in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_servers_that_somebody_else_runs_are_not_placed() -> None:
@@ -96,22 +98,48 @@ def test_a_server_on_another_node_listens_on_the_address_of_its_node() -> None:
     assert server.folders() == {"engine.python": Path("/venv/bin")}
 
 
+def joining(*roles: str) -> LocalHostSettings:
+    return LocalHostSettings.model_validate({"join": roles, "listen": "0.0.0.0:7777"})
+
+
+VLLM = VllmEngineSettings(urls=("http://10.0.0.7:8000",))
+
+
 @pytest.mark.parametrize(
-    ("key", "weights", "broker"),
+    ("key", "host", "weights", "engine"),
     [
-        ("weights.transport", SharedMemorySettings(), BrokerSettings()),
-        ("broker.url", STREAM, BrokerSettings(url="redis://host:1/0")),
+        ("weights.transport", RAY, SharedMemorySettings(), NativeEngineSettings()),
+        ("weights.transport", joining("trainer"), SharedMemorySettings(), NativeEngineSettings()),
+        ("weights.transport", joining("engine"), SharedMemorySettings(), NativeEngineSettings()),
+        ("weights.host", joining("engine"), STREAM, NativeEngineSettings()),
+        ("host.join", joining("engine"), FilesystemSettings(), VLLM),
     ],
 )
-def test_what_cannot_be_honoured_on_other_nodes_is_refused(
-    key: str, weights: WeightsSettings, broker: BrokerSettings
+def test_what_cannot_be_honoured_on_other_hosts_is_refused(
+    key: str, host: AnyHostSettings, weights: WeightsSettings, engine: EngineSettings
 ) -> None:
     pytest.importorskip("ray")
     with pytest.raises(ConfigError) as refused:
-        check_host(RAY, weights=weights, broker=broker)
+        check_host(host, weights=weights, engine=engine)
     assert refused.value.key == key
-    check_host(LocalHostSettings(), weights=weights, broker=broker)
-    check_host(RAY, weights=FilesystemSettings(), broker=BrokerSettings())
+
+
+def test_what_can_be_honoured_on_other_hosts_is_taken() -> None:
+    pytest.importorskip("ray")
+    native = NativeEngineSettings()
+    for host in (LocalHostSettings(), joining("reward"), joining("reference")):
+        check_host(host, weights=SharedMemorySettings(), engine=native)
+    for host in (RAY, joining("trainer"), joining("trainer", "engine")):
+        check_host(host, weights=STREAM, engine=native)
+    check_host(joining("engine"), weights=ProcessGroupSettings(host="10.0.0.7"), engine=native)
+
+
+@pytest.mark.parametrize(
+    "given", [{"join": ["engine"]}, {"listen": "0.0.0.0:1"}, {"join": [], "listen": "7777"}]
+)
+def test_an_address_without_roles_and_roles_without_an_address_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LocalHostSettings.model_validate(given)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +147,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         ConfigError, match=r"host\.kind = 'ray': Ray is not installed; pip install 'tailrace\[ray\]'"
     ):
-        check_host(RAY, weights=STREAM, broker=BrokerSettings())
+        check_host(RAY, weights=STREAM, engine=NativeEngineSettings())
 
 
 def test_a_file_with_rewards_is_in_the_working_directory_of_a_worker_on_another_node() -> None:

@@ -18,7 +18,7 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerD
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
-from tailrace.workers import process as process_module
+from tailrace.workers import calls
 
 Execute = Callable[[Any], Any]
 
@@ -83,7 +83,7 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
                     await opened.trainer.step()
                 weights = await opened.trainer.publish(3)  # a refusal leaves it as it was
                 pids = pids_of(opened)
-                os.kill(opened.trainer.processes[0].process.pid, signal.SIGKILL)
+                os.kill(opened.trainer.workers[0].process.pid, signal.SIGKILL)
                 await asyncio.get_running_loop().create_future()
         await until_gone(*pids)
         assert not Path(weights.location).parent.exists()
@@ -94,7 +94,7 @@ def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
 def test_one_bad_job_ends_all_the_others(
     model_path: Path, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "CLOSE_S", 0.1)  # the others are still loading
+    monkeypatch.setattr(calls, "CLOSE_S", 0.1)  # the others are still loading
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"reward\.function"):
@@ -116,13 +116,13 @@ def test_an_error_in_the_block_is_raised_as_it_is(execute: Execute) -> None:
 CONTROLLER = """
 import asyncio, os, sys
 from pathlib import Path
-from tailrace.workers.orphans import children_of
+from multiprocessing import active_children
 from worker_cases import make_samples, pids_of, workers
 
 async def main():
     async with workers(Path(sys.argv[1]), Path(sys.argv[2])) as opened:
         weights = await opened.trainer.publish(1)
-        scorers = [child for child in children_of(os.getpid()) if child not in pids_of(opened)]
+        scorers = [each.pid for each in active_children() if each.pid not in pids_of(opened)]
         print(weights.location, *pids_of(opened), *scorers, flush=True)
         while True:
             await asyncio.gather(*(opened.engines[0].generate(sample) for sample in make_samples(64)))

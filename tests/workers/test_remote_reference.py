@@ -18,9 +18,8 @@ from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.reference import TorchReference
 from tailrace.types import Sample
-from tailrace.workers.messages import ReferenceJob
-from tailrace.workers.reference import RemoteReference
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 
 Execute = Callable[[Any], Any]
 
@@ -28,12 +27,12 @@ Execute = Callable[[Any], Any]
 @asynccontextmanager
 async def open_reference(model: Path, folder: Path) -> AsyncIterator[RemoteReference]:
     job = ReferenceJob(model=model, trainer=TrainerSettings(), temperature=0.7)
-    reference = await RemoteReference.spawn("reference", job, LocalSpawner(folder))
+    worker = await LocalSpawner(folder).start("reference", ReferenceWorker, job)
     try:
-        await reference.ready()
-        yield reference
+        await worker.ready()
+        yield RemoteReference(worker)
     finally:
-        await reference.close()
+        await worker.close()
 
 
 def finished_samples(num: int) -> list[Sample]:
@@ -57,7 +56,7 @@ def test_samples_get_the_log_probs_of_the_model_until_the_process_is_killed(
             await asyncio.sleep(0)
             tasks[2].cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
-            os.kill(reference.process.pid, signal.SIGKILL)
+            os.kill(reference._worker.process.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
                 await reference.logprobs(samples[0])
         assert isinstance(found[2], asyncio.CancelledError)

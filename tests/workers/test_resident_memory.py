@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from worker_cases import DEADLINE_S, process_of
+from worker_cases import DEADLINE_S, process_of, start_engine
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
@@ -16,9 +16,7 @@ from tailrace.engine.base import TokenCounter
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import Evicted, NotWoken
-from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.engine import EngineJob
 
 PAGE = 4096
 LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -65,9 +63,7 @@ def test_a_sleeping_engine_gives_back_its_weights_and_cache_and_goes_on_with_equ
 
     async def main() -> None:
         logs = tmp_path / "logs"
-        engine = SupervisedEngine(
-            "engine", 8, lambda: RemoteEngine.spawn("engine", job, LocalSpawner(logs)), TokenCounter()
-        )
+        engine = SupervisedEngine("engine", 8, lambda: start_engine("engine", job, logs), TokenCounter())
         await engine.open()
         try:
             whole, interrupted = fresh_samples(8), fresh_samples(8)
@@ -106,11 +102,11 @@ def test_an_engine_without_the_memory_to_wake_says_so_and_sleeps_on(tmp_path: Pa
     job = EngineJob(model=tmp_path, engine=NativeEngineSettings(), sampling=sampling)
 
     async def main() -> None:
-        engine = await RemoteEngine.spawn("engine", job, LocalSpawner(tmp_path / "logs"))
+        engine = await start_engine("engine", job, tmp_path / "logs")
         try:
             await engine.ready()
             await engine.sleep()
-            pid = engine.process.pid
+            pid = engine.worker.process.pid
             present = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * PAGE
             no_limit = resource.prlimit(pid, resource.RLIMIT_AS)
             resource.prlimit(pid, resource.RLIMIT_AS, (present + weight_bytes(tmp_path) // 2, no_limit[1]))

@@ -17,10 +17,11 @@ from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed, WorkerDied
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings, Scores
 from tailrace.types import Sample
-from tailrace.workers.messages import ScorerJob
-from tailrace.workers.reward import Outcome, RemoteScorer, RewardPool
-from tailrace.workers.reward_child import MAX_LOG_BYTES, copy_bounded
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.calls import RemoteWorker
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.process_tree import children_of
+from tailrace.workers.reward import RewardPool
+from tailrace.workers.reward_process import MAX_LOG_BYTES, RewardJob, RewardWorker, copy_bounded
 
 Execute = Callable[[Any], Any]
 ROWS = RowsSettings(path=Path("rows.jsonl"))
@@ -28,19 +29,19 @@ ROWS = RowsSettings(path=Path("rows.jsonl"))
 
 def job(
     function: str = "score", timeout_s: float = 60.0, on_timeout: Literal["zero", "drop"] = "drop"
-) -> ScorerJob:
+) -> RewardJob:
     name = f"reward_cases:{function}"
     reward = RewardSettings(function=name, timeout_s=timeout_s, on_timeout=on_timeout)
-    return ScorerJob(reward=reward, data=ROWS)
+    return RewardJob(reward=reward, data=ROWS)
 
 
-def pool_of(*scorers: RemoteScorer, settings: RewardSettings | None = None) -> RewardPool:
+def pool_of(*scorers: RemoteWorker, settings: RewardSettings | None = None) -> RewardPool:
     return RewardPool(scorers, Letters(), settings or RewardSettings(on_timeout="drop"))
 
 
 @asynccontextmanager
-async def scorer(job: ScorerJob, logs: Path) -> AsyncIterator[RemoteScorer]:
-    scorer = await RemoteScorer.spawn("scorer-0", job, LocalSpawner(logs))
+async def scorer(job: RewardJob, logs: Path) -> AsyncIterator[RemoteWorker]:
+    scorer = await LocalSpawner(logs).start("scorer-0", RewardWorker, job)
     try:
         await scorer.ready()
         yield scorer
@@ -61,19 +62,17 @@ async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
     return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
 
 
-def made(one: RemoteScorer, word: str) -> Outcome:
-    return one.call(Call("", word, [], "stop", {}))
+def made(one: RemoteWorker, word: str) -> asyncio.Future[Scores]:
+    return one.begin(RewardWorker.score, Call("", word, [], "stop", {}))
 
 
-async def server_of(one: RemoteScorer) -> int:
+async def server_of(one: RemoteWorker) -> int:
     """The process that makes its calls."""
     return await reward_of(one, "pid")
 
 
-async def reward_of(one: RemoteScorer, word: str) -> int:
-    scores = await made(one, word)
-    assert isinstance(scores, Scores)
-    return int(scores.reward)
+async def reward_of(one: RemoteWorker, word: str) -> int:
+    return int((await made(one, word)).reward)
 
 
 def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
@@ -92,8 +91,8 @@ def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(
             assert await pool.score(episode) == 5 + len("what?") / 8 + 1
             assert (episode.text, episode.num_tokens) == ("right", 3), "the environment's text is scored, too"
             asked: list[str] = []
-            call = one.call
-            one.call = lambda call_: (asked.append(call_.completion), call(call_))[1]  # type: ignore
+            begin = one.begin
+            one.begin = lambda method, call: (asked.append(call.completion), begin(method, call))[1]  # type: ignore
             words = ["one", "two", "three", "four"]
             assert await outcomes(pool, *words) == [len(word) + 5 / 8 for word in words]
             assert asked == words
@@ -180,8 +179,10 @@ def test_a_process_that_the_import_started_lives_on_when_a_call_is_killed(
     async def main() -> None:
         async with scorer(job("pool_lives"), tmp_path) as one:
             assert await outcomes(pool_of(one), "a") == [1.0]
-            assert one._server is not None
-            os.kill(one._server, signal.SIGKILL)
+            (loader,) = children_of(one.process.pid)
+            (importer,) = children_of(loader)
+            (server,) = (child for child in children_of(importer) if os.getpgid(child) == child)
+            os.kill(server, signal.SIGKILL)
             while (again := (await outcomes(pool_of(one), "a"))[0]) == "died":
                 pass
             assert again == 1.0
@@ -277,7 +278,7 @@ def test_values_of_several_functions_and_what_they_report_come_with_the_reward(
     settings = RewardSettings(functions=functions)
 
     async def main() -> None:
-        async with scorer(ScorerJob(reward=settings, data=ROWS), tmp_path) as one:
+        async with scorer(RewardJob(reward=settings, data=ROWS), tmp_path) as one:
             (sample,) = saying("four")
             assert await pool_of(one).score(sample) == 2 * 4.625 + 3.0
             assert sample.reward_metrics == {"score": 4.625, "letters": 3.0, "letters/different": 4.0}
@@ -342,7 +343,7 @@ def test_a_scorer_that_dies_as_a_whole_ends_the_run(tmp_path: Path, execute: Exe
             server = await server_of(one)
             call = made(one, "lock")
             await asyncio.sleep(0.1)
-            one.process.kill()
+            one.kill()
             with pytest.raises(WorkerDied, match=r"scorer-0 .* signal SIGKILL"):
                 await call
             await until_gone(server)

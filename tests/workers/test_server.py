@@ -14,9 +14,8 @@ import pytest
 from worker_cases import is_running
 
 from tailrace.errors import WorkerDied
-from tailrace.workers.server import ManagedServer, free_port
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.server import ManagedServer, ServerJob, free_port
 
 Execute = Callable[[Any], Any]
 SERVER = """
@@ -38,7 +37,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 async def spawn(code: str, logs: Path, start_s: float = 60.0) -> ManagedServer:
     port = free_port()
     job = ServerJob(command=(sys.executable, "-c", code, str(port)), env={"COLOUR": "red"})
-    return await ManagedServer.spawn("engine-3", job, LocalSpawner(logs), port=port, start_s=start_s)
+    return await ManagedServer.start("engine-3", job, LocalSpawner(logs), port, start_s)
 
 
 async def pids(server: ManagedServer) -> list[int]:

@@ -1,14 +1,11 @@
 """The trainer as a group of processes: one answer, one error, and the process to blame when one is lost."""
 
 import asyncio
-import gc
 import os
 import signal
-import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +19,9 @@ from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings
-from tailrace.workers import trainer
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.messages import Done, Stranded, TrainerJob
-from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess, processes_of
+from tailrace.workers.calls import RemoteWorker
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, Stranded, TrainerJob, TrainerWorker, trainer_jobs
 
 Execute = Callable[[Any], Any]
 
@@ -51,46 +46,25 @@ async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[
         weights=SharedMemorySettings(),
         published_dtype="float32",
     )
-    processes = [
-        await TrainerProcess.spawn(name, each, LocalSpawner(logs)) for name, each in processes_of(job)
-    ]
-    trainer = RemoteTrainer(processes)
+    spawner = LocalSpawner(logs)
+    processes = [await spawner.start(name, TrainerWorker, each) for name, each in trainer_jobs(job)]
+    trainer = RemoteTrainer(processes, job)
     try:
         await trainer.ready()
-        async with ended_by_death([each.process for each in processes]):
+        async with ended_by_death(processes):
             yield trainer
     finally:
         await trainer.close()
 
 
-class Silent(Conversation):
-    """A worker that does not answer."""
-
-    def _write(self, message: object) -> None:
-        pass
-
-
-def test_a_rank_that_has_ended_cannot_be_asked(execute: Execute) -> None:
-    async def main() -> None:
-        ranks = [SimpleNamespace(process=Silent(name)) for name in ("first", "second")]
-        ranks[1].process._ended("second ended")
-        with pytest.raises(WorkerDied, match="second ended"):
-            trainer._ask(ranks, Done(), Done)  # type: ignore[arg-type]
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        execute(main())
-        gc.collect()
-    assert not [each for each in caught if "never awaited" in str(each.message)]
-
-
 def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once(execute: Execute) -> None:
     async def main() -> None:
-        job = TrainerJob.model_construct()
-        rank = TrainerProcess(Silent("trainer-0-0"), job)
+        job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2))
+        ranks = [RemoteWorker(name, TrainerWorker, job) for name in ("trainer-0-0", "trainer-0-1")]
+        trainer = RemoteTrainer(ranks, job)
         for where in ("a checkpoint", "a step"):
-            rank.process.on_message(Stranded(where))
-        assert rank.stranded.result().error == "a checkpoint"
+            ranks[0].on_event(Stranded(where))
+        assert trainer._stranded == {ranks[0]: "a checkpoint"}
 
     execute(main())
 
@@ -124,11 +98,11 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
                     await (await trainer.save(tmp_path / "file"))
                 assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
                 assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
-                pids = [each.process.pid for each in trainer.processes]
+                pids = [each.process.pid for each in trainer.workers]
                 os.kill(pids[1], signal.SIGSTOP)
                 await trainer.accumulate([unit(2, 5)], version=1)
                 raise AssertionError("the stopped rank has answered")
-        assert "trainer_child.py" in str(died.value), "the stack of the stopped rank"
+        assert "workers/trainer.py" in str(died.value), "the stack of the stopped rank"
         await until_gone(*pids)
 
     execute(main())

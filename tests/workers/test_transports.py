@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from worker_cases import start_engine
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
@@ -28,10 +29,9 @@ from tailrace.weights.base import (
     SharedMemorySettings,
     WeightsSettings,
 )
-from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.messages import EngineJob, TrainerJob
-from tailrace.workers.spawner import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerProcess
+from tailrace.workers.engine import EngineJob, RemoteEngine
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 
 Execute = Callable[[Any], Any]
 SAMPLING = SamplingSettings(max_completion_tokens=300)
@@ -74,11 +74,9 @@ async def started(
         published_dtype="float32",
         seed=seed,
     )
-    trainer = RemoteTrainer([await TrainerProcess.spawn("trainer", job, LocalSpawner(logs))])
+    trainer = RemoteTrainer([await LocalSpawner(logs).start("trainer", TrainerWorker, job)], job)
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
-    engines = [
-        await RemoteEngine.spawn(f"engine-{n}", engine_job, LocalSpawner(logs)) for n in range(num_engines)
-    ]
+    engines = [await start_engine(f"engine-{n}", engine_job, logs) for n in range(num_engines)]
     for engine in engines:
         engine.send = trainer.send
     try:
@@ -95,7 +93,7 @@ def test_a_publication_without_room_is_an_error_with_its_remedy_and_the_trainer_
         folder = FilesystemSettings(folder=tmp_path / "weights")
         for settings, remedy in ((SharedMemorySettings(), "--shm-size"), (folder, "must fit there")):
             async with started(models, settings, tmp_path, 0) as (trainer, _):
-                pid = trainer.processes[0].process.pid
+                pid = trainer.workers[0].process.pid
                 limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
                 with pytest.raises(TransferFailed, match=remedy):
                     await trainer.publish(1)
@@ -162,21 +160,21 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
             with pytest.raises(WeightsRefused, match=f"1 of another shape: {first.name}"):
                 await engine.load(misshapen, kv="keep")
 
-            os.kill(engine.process.pid, signal.SIGSTOP)
+            os.kill(engine.worker.process.pid, signal.SIGSTOP)
             loading = asyncio.create_task(engine.load(weights, kv="keep"))
             with pytest.raises(TransferFailed, match="engine-1 did not take version 1"):
                 await trainer.send(weights, engine._link)
-            os.kill(engine.process.pid, signal.SIGCONT)
+            os.kill(engine.worker.process.pid, signal.SIGCONT)
             with pytest.raises(TransferFailed, match="version 1"):
                 await loading
             assert await completions(engine) == old
 
             await check_requests_under_way_go_on(trainer, engines, expected)
 
-            os.kill(dying.process.pid, signal.SIGSTOP)
+            os.kill(dying.worker.process.pid, signal.SIGSTOP)
             loading = asyncio.create_task(dying.load(weights, kv="keep"))
             await asyncio.sleep(0.1)
-            os.kill(dying.process.pid, signal.SIGKILL)
+            os.kill(dying.worker.process.pid, signal.SIGKILL)
             with pytest.raises(EngineDied, match="engine-0"):
                 await loading
             await engine.load(weights, kv="recompute")
@@ -203,7 +201,7 @@ def test_engines_load_and_live_while_the_trainer_computes(
                 await engine.load(weights, kv="recompute")
                 assert await completions(engine) == expected
             assert not training.done()
-            trainer.processes[0].process.kill()
+            trainer.workers[0].kill()
             with pytest.raises(WorkerDied):
                 await training
 

@@ -18,9 +18,9 @@ from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings, WeightsSettings
-from tailrace.workers.base import BrokerSettings
-from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.process import WorkerProcess
+from tailrace.workers.base import LocalHostSettings
+from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
+from tailrace.workers.process import LocalProcess, LocalSpawner
 
 VOCABULARY = 32
 TRAINER = TrainerSettings(learning_rate=1e-2)
@@ -81,7 +81,7 @@ async def workers(
     algorithm: AlgorithmSettings | None = None,
     trainer: TrainerSettings | None = None,
     weights: WeightsSettings | None = None,
-    broker: BrokerSettings | None = None,
+    host: LocalHostSettings | None = None,
 ) -> AsyncIterator[Workers]:
     config = RunConfig(
         run=RunSettings(rounds=1, group_size=2),
@@ -93,18 +93,22 @@ async def workers(
         weights=weights or SharedMemorySettings(),
         reward=RewardSettings(function=function),
         data=RowsSettings(path=Path("rows.jsonl")),
-        broker=broker or BrokerSettings(),
+        host=host or LocalHostSettings(),
     )
     async with open_workers(config, folder, Letters()) as opened:
         yield opened
 
 
 def pids_of(opened: Workers) -> list[int]:
-    return [opened.trainer.processes[0].process.pid, *(process_of(engine).pid for engine in opened.engines)]
+    return [opened.trainer.workers[0].process.pid, *(process_of(engine).pid for engine in opened.engines)]
 
 
-def process_of(engine: SupervisedEngine) -> WorkerProcess:
+def process_of(engine: SupervisedEngine) -> LocalProcess:
     """The process of an engine's present life."""
     life = engine._life
     assert isinstance(life, RemoteEngine)
-    return life.process
+    return life.worker.process
+
+
+async def start_engine(name: str, job: EngineJob, logs: Path) -> RemoteEngine:
+    return RemoteEngine(await LocalSpawner(logs).start(name, EngineWorker, job), job)

@@ -97,7 +97,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     import_sinks(config.record.sinks)
     check_trackers(config.record.trackers)
     check_placement(config)
-    check_host(config.host, weights=config.weights, broker=config.broker)
+    check_host(config.host, engine=config.engine, weights=config.weights)
     if config.host.kind != "local":
         return Fitted(config)
     prompt_tokens = max((len(prompt.ids) for prompt in usable_prompts(prompts, MEASURED_PROMPTS)), default=0)
@@ -108,15 +108,11 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
 
 def _check_trainer(config: RunConfig) -> None:
     assert config.model
-    if config.host.kind == "local":  # other nodes may have others
+    if config.host.starts("trainer"):  # other hosts may have others
         check_device("trainer.device", config.trainer.device)
     if config.trainer.lora:
         kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
         check_lora(config.model.path, config.trainer.lora, **kinds)
-    num = config.trainer.ranks * config.trainer.replicas
-    if num > 1 and config.broker.url and "trainer" in config.broker.joined:
-        problem = f"the trainer has {num} processes (trainer.ranks, trainer.replicas), and one can join"
-        raise ConfigError("broker.joined", "trainer", problem, "leave it out, or train in one process")
 
 
 def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
@@ -141,7 +137,7 @@ def _check_engine(config: RunConfig) -> None:
     match config.engine:
         case NativeEngineSettings(device=device):
             check_model(config.model.path)
-            if config.host.kind == "local":
+            if config.host.starts("engine"):
                 check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)

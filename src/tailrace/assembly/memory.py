@@ -51,22 +51,22 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
     """
     assert config.model
     path, trainer, engine = config.model.path, config.trainer, config.engine
-    shape, joined = ModelShape.read(path), config.broker.joined if config.broker.url else ()
+    shape = ModelShape.read(path)
     longest = longest_sample(config, prompt_tokens)
     modules = adapted_modules(path, trainer.lora) if trainer.lora else {}
     rank = trainer.lora.rank if trainer.lora else 0
     adapter = sum(rank * (outputs + inputs) for outputs, inputs in modules.values())
-    if "trainer" not in joined:
+    if config.host.starts("trainer"):
         for is_first in (True, False):
             process = trainer_memory(config, shape, adapter=adapter, longest=longest, is_first=is_first)
             if process.num:
                 yield process
-    if isinstance(engine, NativeEngineSettings) or not engine.urls:
+    if config.host.starts("engine") if isinstance(engine, NativeEngineSettings) else not engine.urls:
         kept = sum(outputs * inputs for outputs, inputs in modules.values()) if trainer.adapter else 0
         yield engine_memory(
             shape, engine, context=longest, adapted_parameters=kept, has_cuda=engines_on_gpu(config)
         )
-    if config.algorithm.needs_reference and not trainer.lora and "reference" not in joined:
+    if config.algorithm.needs_reference and not trainer.lora and config.host.starts("reference"):
         yield _reference_memory(shape, trainer)
     if isinstance(config.weights, SharedMemorySettings):
         versions = (KEPT_VERSIONS + 1) * _published_bytes(config, shape, adapter)

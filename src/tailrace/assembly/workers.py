@@ -1,13 +1,12 @@
 """The workers of a run: engines, trainer, reward workers, judges and reference, each a process of its own."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tailrace.assembly.environments import calls_reward_functions
 from tailrace.assembly.placement import device_map
@@ -24,18 +23,15 @@ from tailrace.model_folder import context_length
 from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.trainer.base import Reference
 from tailrace.weights.base import in_run_folder
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.engine import RemoteEngine
-from tailrace.workers.hosts import open_spawner, where_workers_run
+from tailrace.workers.calls import Job, RemoteWorker, Worker
+from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
+from tailrace.workers.hosts import Spawner, open_spawner, where_workers_run
 from tailrace.workers.http_engines import HttpEngines
-from tailrace.workers.judge import RemoteJudge
-from tailrace.workers.judge_messages import judge_jobs
-from tailrace.workers.messages import EngineJob, Job, ReferenceJob, ScorerJob, TrainerJob
-from tailrace.workers.reference import RemoteReference
-from tailrace.workers.remote import RemoteWorker
-from tailrace.workers.reward import RemoteScorer, RewardPool
-from tailrace.workers.spawner import Spawner
-from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerProcess, processes_of
+from tailrace.workers.judge import JudgeWorker, RemoteJudge, judge_jobs
+from tailrace.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
+from tailrace.workers.reward import RewardPool
+from tailrace.workers.reward_process import RewardJob, RewardWorker
+from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +45,6 @@ class Workers:
     judges: tuple[RemoteJudge, ...]
     reference: Reference | None
     """None where the algorithm needs no reference model."""
-
-
-W = TypeVar("W", bound=RemoteWorker[Any])
 
 
 @asynccontextmanager
@@ -74,9 +67,6 @@ async def open_workers(
         EnginesLost: all engines were dead for `engine.give_up_s`.
     """
     devices = device_map(config)
-    for stage in config.broker.joined if config.broker.url else ():
-        words = f"tailrace join {stage} --broker {config.broker.url} --run {folder.name}"
-        print(f"tailrace: waiting for: {words}", file=sys.stderr)
     opened = open_spawner(
         config.host,
         engine=config.engine,
@@ -84,7 +74,6 @@ async def open_workers(
         reward=config.reward,
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
-        checkpoints=life is not None,
     )
     with trainer_cpus_reserved(devices):
         async with opened as spawner, _started(config, folder, tokenizer, life, devices, spawner) as workers:
@@ -102,17 +91,13 @@ async def _started(
 ) -> AsyncIterator[Workers]:
     assert config.model and config.data and config.sampling
     model, data, engine, sampling = config.model.path, config.data, config.engine, config.sampling
-    trainer, algorithm, broker = config.trainer, config.algorithm, config.broker
+    trainer, algorithm = config.trainer, config.algorithm
     reward = where_workers_run(config.host, config.reward)
-    started: list[RemoteWorker[Any]] = []
+    started: list[RemoteWorker] = []
 
-    async def start(kind: type[W], name: str, job: Job, devices: Devices | None = None) -> W:
+    async def start(kind: type[Worker], name: str, job: Job, devices: Devices | None = None) -> RemoteWorker:
         job = job.model_copy(update={"health_timeout_s": config.host.health_timeout_s})
-        if broker.url and name in broker.joined:
-            worker = await kind.join(name, job, broker, run=folder.name)
-        else:
-            worker = await kind.spawn(name, job, spawner, devices)
-        started.append(worker)
+        started.append(worker := await spawner.start(name, kind, job, devices))
         return worker
 
     def supervised(number: int, devices: Devices | None) -> SupervisedEngine:
@@ -125,9 +110,9 @@ async def _started(
             job = EngineJob(
                 threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
             )
-            process = await RemoteEngine.spawn(name, job, spawner, devices)
-            process.send = remote_trainer.send
-            return process
+            remote = RemoteEngine(await spawner.start(name, EngineWorker, job, devices), job)
+            remote.send = remote_trainer.send
+            return remote
 
         supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
         return supervised_engine
@@ -140,20 +125,22 @@ async def _started(
         sampling=sampling,
         weights=in_run_folder(config.weights, folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
+        checkpoints=folder.absolute() if life is not None else None,
         seed=config.run.seed,
     )
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
-    scorer_job = ScorerJob(reward=reward, data=data)
+    reward_job = RewardJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
+    closing = [each.close for each in engines]
     try:
-        # They come first: the others wait until torch is imported.
         num_scorers = reward.workers if calls_reward_functions(config) else 0
-        scorers = [await start(RemoteScorer, f"scorer-{i}", scorer_job) for i in range(num_scorers)]
-        ranks = zip(processes_of(trainer_job), devices.trainer, strict=True)
-        processes = [await start(TrainerProcess, name, job, each) for (name, job), each in ranks]
-        remote_trainer = RemoteTrainer(processes)
+        scorers = [await start(RewardWorker, f"scorer-{i}", reward_job) for i in range(num_scorers)]
+        ranks = zip(trainer_jobs(trainer_job), devices.trainer, strict=True)
+        processes = [await start(TrainerWorker, name, job, each) for (name, job), each in ranks]
+        remote_trainer = RemoteTrainer(processes, trainer_job)
+        closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
             context, fills_context = context_length(model), isinstance(config.environment, EpisodeSettings)
             longest = partial(
@@ -173,19 +160,22 @@ async def _started(
                 trainer=remote_trainer,
                 trainer_settings=trainer,
             )
-        judges = [await start(RemoteJudge, f"judge-{each.judge.name}", each) for each in judge_jobs(reward)]
+        judges = [
+            RemoteJudge(await start(JudgeWorker, f"judge-{job.judge.name}", job), job.judge)
+            for job in judge_jobs(reward)
+        ]
         reference: Reference | None = None
         if algorithm.needs_reference and trainer.lora:
             reference = AdapterOff(remote_trainer)
         elif algorithm.needs_reference:
-            reference = await start(RemoteReference, "reference", reference_job)
+            reference = RemoteReference(await start(ReferenceWorker, "reference", reference_job))
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.give_up_s)
-        async with ended_by_death([worker.process for worker in started], watched):
+        async with ended_by_death(started, watched):
             rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
             yield Workers(tuple(engines), remote_trainer, rewards, tuple(judges), reference)
     finally:
-        await asyncio.gather(*(worker.close() for worker in started), *(each.close() for each in engines))
+        await asyncio.gather(*(worker.close() for worker in started), *(close() for close in closing))
 
 
 async def _all_done(*starts: Coroutine[Any, Any, None]) -> None:
@@ -200,7 +190,7 @@ async def _all_done(*starts: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def ended_by_death(
-    processes: Iterable[Conversation], watched: Coroutine[Any, Any, None] | None = None
+    processes: Iterable[RemoteWorker], watched: Coroutine[Any, Any, None] | None = None
 ) -> AsyncIterator[None]:
     """Cancel the block when a process ends, or when the watch over the engines gives up.
 

@@ -23,9 +23,8 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.model_folder import context_length, read_config
 from tailrace.settings import Settings
-from tailrace.workers.messages import EngineJob
-from tailrace.workers.served_engine import ServedEngine
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine
+from tailrace.workers.process import LocalSpawner
 
 S = TypeVar("S", bound=Settings)
 
@@ -110,7 +109,8 @@ async def _serve(
         bind(settings.host, settings.port, "--host, --port") as bound,
         TemporaryDirectory(prefix="tailrace-serve-") as logs,
     ):
-        process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
+        worker = await LocalSpawner(Path(logs)).start("engine", EngineWorker, job)
+        process = ServedEngine(worker, job)
         try:
             await process.ready()
             server = HttpServer(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)

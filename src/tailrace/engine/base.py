@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ignore_end_of_text: bool = False
 
 
-class GenerationRequest(msgspec.Struct, tag=True, frozen=True):
+class GenerationRequest(msgspec.Struct, frozen=True):
     """Start a completion, or continue one.
 
     Args:

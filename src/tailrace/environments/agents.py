@@ -32,7 +32,7 @@ from tailrace.environments.tools import PARSERS, in_thread
 from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.importing import import_function
 from tailrace.types import Prompt
-from tailrace.workers import orphans
+from tailrace.workers import process_tree
 
 STOP_S = 5.0
 """Seconds in which agents that are stopped must end; one that does not is left alone."""
@@ -234,7 +234,7 @@ async def _run_command(command: Sequence[str], task: AgentTask) -> float | None:
     parent = os.getpid()
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", orphans.__file__, *command),
+            *(sys.executable, "-I", "-S", process_tree.__file__, *command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
@@ -245,7 +245,7 @@ async def _run_command(command: Sequence[str], task: AgentTask) -> float | None:
                 "OPENAI_MODEL": MODEL,
             },
             start_new_session=True,
-            preexec_fn=lambda: orphans.signal_on_parent_death(signal.SIGTERM, parent),
+            preexec_fn=lambda: process_tree.signal_on_parent_death(signal.SIGTERM, parent),
         )
     )
     try:
@@ -260,7 +260,7 @@ async def _run_command(command: Sequence[str], task: AgentTask) -> float | None:
         await process.wait()
     text = output.decode(errors="replace")
     if process.returncode:
-        raise ProgramFailed(f"{orphans.exit_cause(process.returncode)}\n{text[-MAX_OUTPUT:]}")
+        raise ProgramFailed(f"{process_tree.exit_cause(process.returncode)}\n{text[-MAX_OUTPUT:]}")
     return _reward(text)
 
 

@@ -169,7 +169,7 @@ class Call(msgspec.Struct, array_like=True):
         return {**self.row, **{name: getattr(self, name) for name in OWN_ARGUMENTS}}
 
 
-class Scores(msgspec.Struct, array_like=True, tag=True):
+class Scores(msgspec.Struct, array_like=True):
     """What the reward functions said of one completion."""
 
     reward: float

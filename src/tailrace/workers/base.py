@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, Field, Tag, model_validator
+from typing_extensions import override
 
 from tailrace.settings import Settings, default_tag
+
+Role = Literal["trainer", "reference", "engine", "reward"]
 
 
 class HostSettings(Settings):
@@ -18,12 +21,32 @@ class HostSettings(Settings):
     """Seconds after which a trainer, a reference, a judge or a reward worker that is stopped (SIGSTOP) counts
     as dead; above 0. One that computes for longer does not."""
 
+    def starts(self, role: Role) -> bool:
+        """Whether the run starts the workers of a role on the machine on which it is started."""
+        return False
+
 
 class LocalHostSettings(HostSettings):
     """The machine on which the run is started."""
 
     kind: Literal["local"] = "local"
     """Selects this kind of host."""
+    join: tuple[Role, ...] = ()
+    """Roles whose workers the run does not start: each is a `tailrace join` on any host. With `listen`."""
+    listen: str | None = Field(default=None, pattern=r"^\S+:\d{1,5}$")
+    """Address and port of this host at which workers join, for example "10.0.0.7:7777", or "0.0.0.0:7777" for
+    all its addresses. They show the token in $TAILRACE_JOIN_TOKEN, or the one that the run prints. There is
+    no TLS: a network that others can read is not safe."""
+
+    @override
+    def starts(self, role: Role) -> bool:
+        return role not in self.join
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> "LocalHostSettings":
+        if bool(self.join) != bool(self.listen):
+            raise ValueError("join and listen are set together")
+        return self
 
 
 def _amount(amount: float) -> float:
@@ -69,14 +92,3 @@ AnyHostSettings = Annotated[
     Annotated[LocalHostSettings, Tag("local")] | Annotated[RayHostSettings, Tag("ray")],
     default_tag("local"),
 ]
-
-
-class BrokerSettings(Settings):
-    """PipelineRL's broker: the stages of a run on several hosts, joined by Redis streams."""
-
-    url: str | None = None
-    """The Redis server, for example "redis://10.0.0.7:6379/0". Without it all workers run on this host."""
-    joined: tuple[Literal["trainer", "reference"], ...] = ("trainer",)
-    """Stages that the run does not start itself: each is a `tailrace join` on any host. Used with `url`."""
-    max_records: int = Field(default=64, ge=1, le=65_536)
-    """Unread messages of a stream; the writer then waits. 1 to 65,536."""

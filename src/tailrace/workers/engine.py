@@ -1,14 +1,26 @@
-"""The controller's side of an engine process: samples grow here while the engine generates there."""
+"""An engine in a process of its own, from both sides: samples grow here while the engine generates there.
+
+Finished requests are reported in the iteration in which they end. Unfinished ones are reported every
+`report_every_s`, before a load, and when they are aborted. An idle engine blocks on its connection.
+"""
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tailrace.engine.base import Capabilities, GenerationRequest, TokenCounter, Usage
-from tailrace.errors import EngineDied, TransferFailed, WorkerDied
+import msgspec
+from typing_extensions import override
+
+from tailrace.engine.base import Capabilities, GenerationOutput, GenerationRequest, TokenCounter, Usage
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.errors import EngineDied, NotWoken, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
+from tailrace.trainer.base import LoraSettings
 from tailrace.types import KV, Sample
 from tailrace.weights.base import (
     Link,
@@ -20,9 +32,214 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.engine_process import EngineProcess
-from tailrace.workers.messages import Abort, Done, EngineJob, Load, Report, Sleep, Wake
+from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker
+from tailrace.workers.process import give_memory_back
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.engine.native.engine import NativeEngine
+
+
+class EngineJob(Job):
+    """Serve a model."""
+
+    model: Path
+    engine: NativeEngineSettings
+    sampling: SamplingSettings
+    report_every_s: float = 0.5
+    """Seconds between reports of unfinished requests. Finished requests are reported at once."""
+    adapter: LoraSettings | None = None
+    """New weights come as adapters of these settings. None: they come whole."""
+
+    @override
+    def folders(self) -> Mapping[str, Path]:
+        return {"model.path": self.model}
+
+
+class Alive(msgspec.Struct):
+    """The engine's loop runs, or a part of new weights has arrived."""
+
+
+class Report(msgspec.Struct):
+    """What the engine generated since its last report.
+
+    Args:
+        aborted: ids of aborted requests, whose last outputs have been reported.
+    """
+
+    outputs: list[GenerationOutput]
+    aborted: list[str]
+    usage: Usage
+
+
+class EngineWorker(Worker):
+    """A loop that executes calls, decodes one step and reports."""
+
+    job_type = EngineJob
+    role = "engine"
+    events = (Report, Alive)
+
+    def __init__(
+        self, engine: "NativeEngine", connection: Connection, report_every_s: float, device: str = "cpu"
+    ) -> None:
+        from tailrace.weights.transports import WeightReceiver
+
+        self._engine, self._connection = engine, connection
+        self._report_every_s = report_every_s
+        self._reported_s = time.monotonic()
+        self._outputs: list[GenerationOutput] = []
+        self._aborted: list[str] = []
+        self._paused = False
+        self._receiver = WeightReceiver(device=device)
+
+    @override
+    @classmethod
+    def load_job(cls, job: EngineJob, connection: Connection) -> "EngineWorker":
+        from tailrace.engine.native.engine import NativeEngine
+
+        scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
+        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
+        return cls(engine, connection, job.report_every_s, job.engine.device)
+
+    @override
+    def serve(self, connection: Connection) -> None:
+        while (calls := connection.receive(wait=self._rests())) is not None:
+            for call in calls:
+                connection.execute(self, [call])
+            if not self._rests():
+                self._outputs += self._engine.step()
+            if time.monotonic() - self._reported_s >= self._report_every_s:
+                self._outputs += self._engine.report()
+                self._reported_s = time.monotonic()
+            if self._outputs or self._aborted:
+                self._report()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Generate. The outputs are reported."""
+        self._engine.submit(request)
+
+    def abort(self, id: str) -> None:
+        """End a request now. Its id is reported after its last output."""
+        output = self._engine.abort(id)
+        self._outputs += [output] if output else []
+        self._aborted.append(id)
+
+    def load(self, weights: Weights, link: Link, kv: KV) -> None:
+        """Take new weights. It is alive after each part of them.
+
+        Raises:
+            TransferFailed: they did not arrive; the old weights stay.
+            WeightsRefused: they are not those of the model; the old weights stay.
+        """
+        tensors: dict[str, Tensor] = {}
+        for part in self._receiver.parts(weights, link):
+            tensors |= part
+            self._connection.tell(Alive())  # a transfer may take longer than the health check waits
+        try:
+            self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
+        except ValueError as why:
+            raise WeightsRefused(str(why)) from why
+        self._report()
+
+    def pause(self) -> None:
+        """Generate nothing until `resume`; loads and aborts still happen. All tokens are reported before."""
+        self._set_paused(True)
+
+    def resume(self) -> None:
+        """Generate again."""
+        self._set_paused(False)
+
+    def ping(self) -> None:
+        """Be alive between two decode steps."""
+        self._connection.tell(Alive())
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache. Nothing runs."""
+        self._engine.sleep()
+        give_memory_back()
+
+    def wake(self) -> None:
+        """Take the memory back, with the weights of the model folder. It is alive after each file.
+
+        Raises:
+            NotWoken: there is no memory.
+        """
+        try:
+            self._engine.wake(self.ping)
+        except RuntimeError as why:  # CUDA's OutOfMemoryError is one, and so is that of the host's allocator
+            self._engine.sleep()
+            raise NotWoken(str(why)) from why
+
+    def _rests(self) -> bool:
+        return self._paused or self._engine.idle
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._outputs += self._engine.report()
+        self._report()
+
+    def _report(self) -> None:
+        self._connection.tell(Report(self._outputs, self._aborted, self._engine.usage()))
+        self._outputs, self._aborted = [], []
+
+
+class EngineClient:
+    """What both owners of an engine's process do: take its reports, and see that it answers."""
+
+    def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
+        self.worker, self.job = worker, job
+        worker.on_event = self._on_event
+        self._usage = Usage()
+        """Of the last report."""
+        self._alive: asyncio.Future[None] | None = None
+        """Done when the last ping is answered."""
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        await self.worker.ready()
+
+    async def close(self) -> None:
+        """End the process."""
+        await self.worker.close()
+
+    async def died(self) -> str:
+        """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is
+        stopped or a decode step does not end. It is then killed."""
+        limit_s = self.job.engine.health_timeout_s
+        ended = asyncio.ensure_future(self.worker.last_words())
+        try:
+            while not ended.done():
+                self._alive = alive = self.worker.future()
+                self.worker.send(EngineWorker.ping)
+                await asyncio.wait([alive], timeout=limit_s)
+                if not alive.done():
+                    self.worker.kill()
+                    return (
+                        f"{self.worker.name} did not answer for {limit_s:g} s "
+                        "(engine.health_timeout_s) and was killed"
+                    )
+                await asyncio.wait([ended], timeout=limit_s / 4)
+            return ended.result()
+        except WorkerDied as died:
+            return str(died)
+        finally:
+            ended.cancel()
+
+    def _on_event(self, event: Report | Alive) -> None:
+        if isinstance(event, Report):
+            self._usage = event.usage
+            self._on_report(event)
+        elif self._alive is not None and not self._alive.done():
+            self._alive.set_result(None)
+
+    def _on_report(self, report: Report) -> None:
+        """Handle new tokens and aborts."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -39,7 +256,7 @@ class _Request:
     aborted: asyncio.Future[None] | None = None
 
 
-class RemoteEngine(EngineProcess):
+class RemoteEngine(EngineClient):
     """One process of the embedded engine: an EngineLife (engine/base.py).
 
     Once the process has ended, every method raises EngineDied.
@@ -47,11 +264,11 @@ class RemoteEngine(EngineProcess):
 
     capabilities = Capabilities(exact_versions=True, sleep=True)
 
-    def __init__(self, process: Conversation, job: EngineJob) -> None:
-        super().__init__(process, job)
+    def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
+        super().__init__(worker, job)
         self.counter = TokenCounter()
         self._requests: dict[str, _Request] = {}
-        self._link = new_link(process.name)
+        self._link = new_link(worker.name)
         self.send: Send = _is_in_files
         """The trainer's half of a transfer; the owner sets it."""
 
@@ -61,23 +278,22 @@ class RemoteEngine(EngineProcess):
         id = str(sample.id)
         limit = min(self.job.sampling.max_completion_tokens, sample.turn_limit)
         with _deaths():
-            self.process.send(
-                GenerationRequest(
-                    id,
-                    sample.turn_context_ids,
-                    sample.turn_ids,
-                    sample.turn_seed,
-                    sample.greedy,
-                    temperature=sample.temperature,
-                    max_completion_tokens=int(limit) - sample.turn_start,
-                )
+            request = GenerationRequest(
+                id,
+                sample.turn_context_ids,
+                sample.turn_ids,
+                sample.turn_seed,
+                sample.greedy,
+                temperature=sample.temperature,
+                max_completion_tokens=int(limit) - sample.turn_start,
             )
-            self._requests[id] = request = _Request(sample, self.process.promise())
+            self.worker.send(EngineWorker.submit, request)
+            self._requests[id] = served = _Request(sample, self.worker.future())
             try:
-                await request.ended
+                await served.ended
             except asyncio.CancelledError:
                 with suppress(WorkerDied):  # then there is nothing more to come
-                    await self._abort(id, request)
+                    await self._abort(id, served)
                 raise
             finally:
                 del self._requests[id]
@@ -93,23 +309,21 @@ class RemoteEngine(EngineProcess):
         try:
             await send_and_load(self.send(weights, self._link), self._load(weights, kv))
         except BaseException:  # the link may be in the middle of a transfer
-            self._link = new_link(self.process.name)
+            self._link = new_link(self.worker.name)
             raise
 
     async def sleep(self) -> None:
-        """As EngineLife.sleep."""
         with _deaths():
-            await self.process.ask(Sleep(), Done)
+            await self.worker.call(EngineWorker.sleep)
 
     async def wake(self) -> None:
-        """As EngineLife.wake."""
         with _deaths():
-            await self.process.ask(Wake(), Done)
+            await self.worker.call(EngineWorker.wake)
 
     def usage(self) -> Usage:
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
         requests have ended. A process that has ended cannot tell its own count any more."""
-        num_counted = None if self.process.has_ended else self._usage.num_counted
+        num_counted = None if self.worker.has_ended else self._usage.num_counted
         return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
     @cached_property
@@ -120,11 +334,11 @@ class RemoteEngine(EngineProcess):
 
     async def _load(self, weights: Weights, kv: KV) -> None:
         with _deaths():
-            await self.process.ask(Load(weights, self._link, kv), Done)
+            await self.worker.call(EngineWorker.load, weights, self._link, kv)
 
     async def _abort(self, id: str, request: _Request) -> None:
-        request.aborted = aborted = self.process.promise()
-        self.process.send(Abort(id))
+        request.aborted = aborted = self.worker.future()
+        self.worker.send(EngineWorker.abort, id)
         while not aborted.done():
             try:
                 await asyncio.wait([aborted])
@@ -132,6 +346,7 @@ class RemoteEngine(EngineProcess):
                 continue
         aborted.result()
 
+    @override
     def _on_report(self, report: Report) -> None:
         for output in report.outputs:
             request = self._requests.get(output.id)
@@ -148,6 +363,49 @@ class RemoteEngine(EngineProcess):
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)
+
+
+class ServedEngine(EngineClient):
+    """The engine of an HTTP server: requests go in, outputs come back as they are generated.
+
+    Once the process has ended, every method raises WorkerDied.
+    """
+
+    def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
+        super().__init__(worker, job)
+        self.on_output: Callable[[GenerationOutput], None] = lambda output: None
+        self.on_aborted: Callable[[str], None] = lambda id: None
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.worker.send(EngineWorker.submit, request)
+
+    def abort(self, id: str) -> None:
+        self.worker.send(EngineWorker.abort, id)
+
+    async def pause(self) -> None:
+        await self.worker.call(EngineWorker.pause)
+
+    async def resume(self) -> None:
+        await self.worker.call(EngineWorker.resume)
+
+    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
+        await self.worker.call(EngineWorker.load, weights, link, kv)
+
+    async def sleep(self) -> None:
+        await self.worker.call(EngineWorker.sleep)
+
+    async def wake(self) -> None:
+        await self.worker.call(EngineWorker.wake)
+
+    def usage(self) -> Usage:
+        return self._usage
+
+    @override
+    def _on_report(self, report: Report) -> None:
+        for output in report.outputs:
+            self.on_output(output)
+        for id in report.aborted:
+            self.on_aborted(id)
 
 
 async def _is_in_files(weights: Weights, link: Link) -> None:

@@ -28,9 +28,8 @@ from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
-from tailrace.workers.server import JoinedServer, ManagedServer, free_port
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.spawner import Spawner
+from tailrace.workers.hosts import Spawner
+from tailrace.workers.server import JoinedServer, ManagedServer, ServerJob, free_port
 from tailrace.workers.trainer import RemoteTrainer
 
 
@@ -117,10 +116,7 @@ class HttpEngines:
         launch = self._launch(settings, port, plugins)
         needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
         job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
-        start_s = settings.start_s
-        return await ManagedServer.spawn(
-            name, job, self._spawner, port=port, start_s=start_s, devices=devices
-        )
+        return await ManagedServer.start(name, job, self._spawner, port, settings.start_s, devices)
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
         if isinstance(settings, SglangEngineSettings):

@@ -1,44 +1,173 @@
-"""`tailrace join`: a process that does the work of one stage for runs on other hosts (broker.py)."""
+"""Workers of other hosts: `tailrace join` on those, and the port of the run at which they dial in.
 
-import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+A worker that joins shows the token of the run and its role. The controller gives it the first job of that
+role that has no worker; one too many waits until another dies. If it dies, it is as dead as any other worker:
+the run ends with it, but for an engine, in whose place another one may join.
+"""
 
-import msgspec
+import asyncio
+import hmac
+import os
+import secrets
+import socket
+import sys
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
 
-from tailrace.workers import reference_child, trainer_child
-from tailrace.workers.broker import BrokerChannel, Invitation, connect, reachable
-from tailrace.workers.messages import Job, Refer, ReferenceJob, ToTrainer, TrainerJob
+from tailrace.devices import Devices
+from tailrace.errors import ConfigError, WorkerDied
+from tailrace.workers.base import HostSettings, LocalHostSettings, Role
+from tailrace.workers.calls import Hello, Job, Line, RemoteWorker, Worker
+from tailrace.workers.process import LocalSpawner, start_process
 
-Stage = Literal["trainer", "reference"]
-
-_STAGES: Mapping[Stage, tuple[type[Job], Any, Callable[[Any, Any], None]]] = {
-    "trainer": (TrainerJob, msgspec.msgpack.Decoder(ToTrainer), trainer_child.serve),
-    "reference": (ReferenceJob, msgspec.msgpack.Decoder(Refer), reference_child.serve),
+TOKEN_VARIABLE = "TAILRACE_JOIN_TOKEN"
+REACH_S = 10.0
+"""Seconds in which the address of a run must answer."""
+_KINDS: dict[Role, tuple[str, str]] = {
+    "trainer": ("trainer", "TrainerWorker"),
+    "reference": ("reference", "ReferenceWorker"),
+    "engine": ("engine", "EngineWorker"),
+    "reward": ("reward_process", "RewardWorker"),
 }
 
 
-def join(stage: Stage, url: str, run: str) -> None:
-    """Wait for the run's invitation, and work until its controller is gone.
+def join(role: Role, address: str, token: str | None) -> None:
+    """Do the work of a role for a run on another host, until the run lets go.
 
     Args:
-        url: of the broker.
-        run: name of the run: that of its output directory.
+        address: HOST:PORT of the run.
+        token: None: it is in the environment.
 
     Raises:
-        ConfigError: the broker's client is not installed, or its server cannot be reached.
+        ConfigError: nothing answers at the address, or there is no token.
+        WorkerDied: the process of the worker ended before the run let go.
     """
-    redis, base = connect(url, is_async=False), f"tailrace:{run}:{stage}"
-    with reachable(url):
-        _, record = redis.blpop(f"{base}:invitations")
-    invitation = msgspec.msgpack.decode(record, type=Invitation)
-    kind, decoder, serve = _STAGES[stage]
-    channel = BrokerChannel(redis, f"{base}:{invitation.life}", decoder, invitation.max_records)
-    words = ""
+    host, _, port = address.rpartition(":")
     try:
-        serve(kind.model_validate_json(invitation.job), channel)
-    except BaseException:
-        words = traceback.format_exc()
-        raise
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except (OSError, ValueError) as why:
+        problem = f"no run listens there ({why})"
+        raise ConfigError("HOST:PORT", address, problem, "start the run, or write its host.listen") from None
+    token = token or os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError("--token", "", "there is none", f"write it, or set ${TOKEN_VARIABLE}")
+    asyncio.run(_work(role, (host, int(port)), token))
+
+
+async def _work(role: Role, address: tuple[str, int], token: str) -> None:
+    module, name = _KINDS[role]
+    kind = getattr(import_module(f"tailrace.workers.{module}"), name)
+    job = Job(health_timeout_s=HostSettings().health_timeout_s)  # the true one comes from the controller
+    process = await start_process(role, kind, job, address, Hello(token, role), logs=None, method="spawn")
+    words = await process.ended()
+    if process.exit_code:
+        raise WorkerDied(words)
+
+
+class JoinedProcess:
+    """A Process (calls.py) on another host. Its connection is all that is known of it."""
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        self._worker = worker
+
+    async def ended(self) -> str:
+        """Wait until its connection has ended."""
+        await self._worker.disconnected()
+        return f"{self._worker.name} (joined from {self._worker.address}) has ended; {self.log_end()}"
+
+    def kill(self) -> None:
+        """End the connection, and the worker with it."""
+        self._worker.disconnect()
+
+    def abort(self) -> None:
+        """As Process.abort."""
+        self.kill()
+
+    def resume(self) -> None:
+        """A worker that is stopped is ended by its own host."""
+
+    def log_end(self) -> str:
+        """As Process.log_end."""
+        return "its host has its log"
+
+
+class JoinSpawner:
+    """Starts workers of this host, and waits for those of some roles. Made by `open_joining`."""
+
+    def __init__(self, settings: LocalHostSettings, local: LocalSpawner, token: str) -> None:
+        self._settings, self._local, self._token = settings, local, token
+        self._expected: defaultdict[str, deque[RemoteWorker]] = defaultdict(deque)
+        """Workers that have not joined yet, by role."""
+        self._waiting: defaultdict[str, deque[Line]] = defaultdict(deque)
+        """Connections that have no worker yet, by role."""
+
+    async def start(
+        self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
+    ) -> RemoteWorker:
+        """As Spawner.start."""
+        if kind.role not in self._settings.join:
+            return await self._local.start(name, kind, job, devices)
+        worker = RemoteWorker(name, kind, job)
+        worker.awaited = f"{name} to join: tailrace join {kind.role} {self._settings.listen}"
+        print(f"tailrace: waiting for {worker.awaited}", file=sys.stderr)
+        worker.watch(JoinedProcess(worker))
+        self._expected[kind.role].append(worker)
+        self._match(kind.role)
+        return worker
+
+    def greet(self, line: Line, hello: Hello) -> None:
+        """Take a connection whose first frame has arrived."""
+        if not hmac.compare_digest(hello.token, self._token) or hello.role not in self._settings.join:
+            line.transport.abort()
+            return
+        self._waiting[hello.role].append(line)
+        self._match(hello.role)
+
+    def close(self) -> None:
+        """Send those away that wait in vain."""
+        for lines in self._waiting.values():
+            for line in lines:
+                line.transport.abort()
+
+    def _match(self, role: str) -> None:
+        """Attach what has joined to what is expected, the first to the first."""
+        expected, waiting = self._expected[role], self._waiting[role]
+        while expected and waiting:
+            if not expected[0].is_awaited:
+                expected.popleft()
+            elif waiting[0].transport.is_closing():
+                waiting.popleft()
+            else:
+                waiting.popleft().attach(expected.popleft())
+
+
+@asynccontextmanager
+async def open_joining(
+    settings: LocalHostSettings, local: LocalSpawner
+) -> AsyncIterator[LocalSpawner | JoinSpawner]:
+    """Listen for workers of the roles that join, if there are any.
+
+    Raises:
+        ConfigError: this host cannot listen on the address.
+    """
+    if settings.listen is None:
+        yield local
+        return
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        token = secrets.token_urlsafe(32)
+        print(f"tailrace: token of workers that join: {token}", file=sys.stderr)
+    spawner = JoinSpawner(settings, local, token)
+    host, _, port = settings.listen.rpartition(":")
+    try:
+        server = await asyncio.get_running_loop().create_server(lambda: Line(spawner.greet), host, int(port))
+    except (OSError, OverflowError) as why:
+        problem = f"this host cannot listen there ({why})"
+        raise ConfigError("host.listen", settings.listen, problem, "write an address of it") from None
+    try:
+        yield spawner
     finally:
-        channel.close(words)
+        server.close()
+        spawner.close()

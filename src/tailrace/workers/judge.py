@@ -1,34 +1,63 @@
-"""The controller's side of the process of a judge model."""
+"""A judge model in a process of its own, from both sides."""
 
-import msgspec
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from tailrace.errors import RewardFailed
-from tailrace.reward.base import Call
+from tailrace.reward.base import Call, RewardSettings
 from tailrace.reward.judge import Verdict, messages_of
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.judge_messages import FromJudge, Judged, JudgeJob, Judging
-from tailrace.workers.remote import RemoteWorker
-from tailrace.workers.reward_messages import Failed
+from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker, batched
+
+if TYPE_CHECKING:
+    from tailrace.reward.judge_model import ModelJudge
+
+Messages = list[dict[str, str]]
+"""What the judge reads, as chat messages."""
 
 
-class RemoteJudge(RemoteWorker[JudgeJob]):
+class JudgeJob(Job):
+    """Score completions with a model."""
+
+    judge: LocalJudgeSettings
+
+
+def judge_jobs(reward: RewardSettings) -> list[JudgeJob]:
+    """Return the jobs of the judges that are worker processes."""
+    models = [each for each in reward.judges if isinstance(each, LocalJudgeSettings)]
+    return [JudgeJob(threads=each.threads, judge=each) for each in models]
+
+
+class JudgeWorker(Worker):
+    """A process of a judge model. What arrives while a batch is computed is the next batch."""
+
+    job_type = JudgeJob
+
+    def __init__(self, judge: "ModelJudge") -> None:
+        self._judge = judge
+
+    @override
+    @classmethod
+    def load_job(cls, job: JudgeJob, connection: Connection) -> "JudgeWorker":
+        from tailrace.reward.judge_model import ModelJudge
+
+        return cls(ModelJudge.load(job.judge))
+
+    @batched
+    def score(self, conversations: list[Messages]) -> Iterable[float | RewardFailed]:
+        """Score completions. One that has no score has its failure."""
+        return self._judge.scores(conversations)
+
+
+class RemoteJudge:
     """A Judge (reward/judge.py) in its own process. It has no time limit: its work is bounded by the length
     of the text."""
 
-    module = "tailrace.workers.judge_child"
-    decoder = msgspec.msgpack.Decoder(FromJudge)
-    settings: LocalJudgeSettings
-
-    def __init__(self, process: Conversation, job: JudgeJob) -> None:
-        super().__init__(process, job)
-        self.settings = job.judge
+    def __init__(self, worker: RemoteWorker, settings: LocalJudgeSettings) -> None:
+        self._worker, self.settings = worker, settings
 
     async def judge(self, call: Call) -> Verdict:
         """As Judge.judge. When this is cancelled, the score is computed nevertheless."""
-        messages = messages_of(self.settings, call)
-        match (await self.process.ask(Judging(messages), Judged)).outcome:
-            case Failed() as failed:
-                raise RewardFailed(failed.reason, failed.detail)
-            case float(score):
-                return Verdict(score)
+        return Verdict(await self._worker.call(JudgeWorker.score, messages_of(self.settings, call)))

@@ -1,174 +1,238 @@
-"""A worker process from the controller's side: start, supervision, end.
+"""A worker process on this host: its start, its end, and what watches over it.
 
-WorkerDied shows the exit cause and the end of the worker's log. A worker ends when its controller is gone
-(child.py). Each worker leads a process group, so to kill the group kills what the worker started.
+A worker is forked from a server that has imported torch and the modules of the workers (preload.py), so it
+starts in milliseconds, also an engine that replaces a dead one. It is a new interpreter where the environment
+of the server is not that of the worker.
 
-A worker is a new interpreter (`executed`), or forked from a process that has imported its module (`forked`).
+A worker ends when its controller is gone, also in the middle of work, stopped, or still starting:
+
+- The kernel kills it when its parent dies: the controller, or the fork server, which the kernel kills when
+  the controller dies.
+- A worker that must clean up first is only continued by the kernel, in case it is stopped. A thread of it
+  waits until the connection is closed, cleans up, and kills the process.
+
+WorkerDied shows the exit cause and the end of the worker's log. Each worker leads a process group, so to kill
+the group kills what the worker started. Signals are the controller's to handle: what sends them to every
+process must not take the trainer away before its weights are saved.
 """
 
 import asyncio
+import atexit
+import concurrent.futures
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
 import os
+import queue
 import signal
 import socket
 import sys
-from contextlib import suppress
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any, Literal
 
 from tailrace.devices import Devices
-from tailrace.errors import WorkerDied
-from tailrace.workers.channel import ControllerChannel
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.forked import ForkServer, Start
-from tailrace.workers.messages import Job
-from tailrace.workers.orphans import exit_cause, is_stopped, kill_group, parent_of, signal_on_parent_death
+from tailrace.errors import ConfigError
+from tailrace.workers.calls import Connection, Hello, Job, RemoteWorker, Worker
+from tailrace.workers.process_tree import (
+    exit_cause,
+    is_stopped,
+    kill_group,
+    parent_of,
+    signal_on_parent_death,
+)
 
 LAST_WORDS_BYTES = 8192
 """The end of a worker's log that WorkerDied shows."""
-CLOSE_S = 5.0
-"""Seconds that a worker may take to end before it is killed."""
 LOOK_S = 1.0
 """Seconds between two looks whether a worker is stopped."""
+READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
+"""How the names of variables begin that torch and transformers read when they are imported."""
+Method = Literal["forkserver", "spawn"]
 
 
-class Process(Protocol):
-    """A process that was started."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a new process is told.
 
-    @property
-    def pid(self) -> int: ...
+    Args:
+        name: of the worker, for `ps`, `top` and messages.
+        module: of the worker's class.
+        kind: name of the class.
+        address: where it dials in.
+        environment: all its variables.
+        cpus: it may run on; empty: all.
+        log: receives its output; None: the output is that of its parent.
+    """
 
-    async def wait(self) -> int:
-        """Return the exit code, as `subprocess` gives it."""
+    name: str
+    module: str
+    kind: str
+    address: tuple[str, int]
+    hello: Hello
+    environment: dict[str, str]
+    cpus: tuple[int, ...] = ()
+    log: Path | None = None
 
 
-class Begin(Protocol):
-    """Starts the process of a worker."""
+class LocalSpawner:
+    """Starts workers on this host.
 
-    async def __call__(
-        self, name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices
-    ) -> Process:
-        """Start it.
+    Args:
+        logs: the folder in which `<name>.log` receives the output of each worker.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+
+    async def start(
+        self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
+    ) -> RemoteWorker:
+        """Start a worker with a job.
 
         Args:
-            end: its end of the socket.
-            log: the file that receives its output.
+            devices: what the worker may use of this machine; None: everything.
         """
+        worker = RemoteWorker(name, kind, job)
+        address, token = await worker.listen("127.0.0.1")
+        try:
+            worker.watch(
+                await start_process(name, kind, job, address, Hello(token), logs=self._logs, devices=devices)
+            )
+        except BaseException:
+            worker.expect_no_more()
+            raise
+        return worker
 
 
-class WorkerProcess(Conversation):
-    """One worker process, with a socket to it. Made by `spawn`."""
+async def start_process(
+    name: str,
+    kind: type[Worker],
+    job: Job,
+    address: tuple[str, int],
+    hello: Hello,
+    *,
+    logs: Path | None,
+    devices: Devices | None = None,
+    method: Method | None = None,
+) -> "LocalProcess":
+    """Start the process of a worker. If this is cancelled, the process can dial in nowhere, and ends.
+
+    Args:
+        job: tells the number of threads, and how long it may be stopped.
+        logs: the folder that receives its output; None: its output is that of this process.
+        method: None: it is forked, if the libraries would find the same variables.
+    """
+    begins = 0
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / f"{name}.log").open("ab") as log:
+            begins = log.tell()
+    devices = devices or Devices()
+    start = Start(
+        name,
+        kind.__module__,
+        kind.__qualname__,
+        address,
+        hello,
+        environment(job.threads, devices),
+        devices.cpus,
+        None if logs is None else logs / f"{name}.log",
+    )
+    context: Any = multiprocessing.get_context(method or _method())
+    process: BaseProcess = context.Process(target=_main, args=(start,), name=name)
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def begin() -> None:
+        try:
+            with _without_main():
+                process.start()
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(None)
+
+    _starts(os.getpid()).put(begin)
+    await asyncio.shield(asyncio.wrap_future(started))
+    return LocalProcess(process, start.log, begins, job.health_timeout_s)
+
+
+class LocalProcess:
+    """A Process (calls.py) on this host."""
 
     def __init__(
-        self,
-        name: str,
-        process: Process,
-        end: socket.socket,
-        decoder: msgspec.msgpack.Decoder[Any],
-        log: Path,
-        log_begins: int,
-        health_timeout_s: float | None,
+        self, process: BaseProcess, log: Path | None, log_begins: int, health_timeout_s: float | None
     ) -> None:
-        super().__init__(name)
-        self.pid = process.pid
+        assert process.pid is not None
+        self.name, self.pid = process.name, process.pid
+        self._process, self._health_timeout_s = process, health_timeout_s
         self._log, self._log_begins = log, log_begins
         """The output of this process begins at that byte: a resumed run appends to the file."""
-        self._process, self._health_timeout_s = process, health_timeout_s
-        self._channel = ControllerChannel(
-            end, decoder, lambda message: self.on_message(message), self._give_up
-        )
-        self._watcher = asyncio.create_task(self._watch())
+        self.exit_code = 0
+        """Once it has ended."""
+        self._fault = ""
+        """What it was killed for."""
+        atexit.register(self.kill)  # multiprocessing joins its processes at the end of the interpreter
 
-    @classmethod
-    async def spawn(
-        cls,
-        name: str,
-        module: str,
-        job: Job,
-        decoder: msgspec.msgpack.Decoder[Any],
-        *,
-        logs: Path,
-        devices: Devices | None = None,
-        begin: Begin | None = None,
-    ) -> "WorkerProcess":
-        """Start `python -m module` with a job.
+    async def ended(self) -> str:
+        """Wait until it has ended. Returns the exit cause and the end of the log."""
+        stopped = asyncio.create_task(self._kill_if_stopped())
+        self.exit_code = await self._exit_code()
+        stopped.cancel()
+        atexit.unregister(self.kill)
+        kill_group(self.pid)  # what it has left behind
+        words = f"{self.name} (process {self.pid}) ended: {exit_cause(self.exit_code)}; {self.log_end()}"
+        return f"{self.name} {self._fault}; {words}" if self._fault else words
 
-        Args:
-            decoder: decodes the messages of the worker.
-            logs: the folder in which `<name>.log` receives the worker's output.
-            devices: what the worker may use of this machine; None: everything.
-            begin: starts the process; None: `executed`.
+    def kill(self) -> None:
+        """Send SIGKILL to its process group."""
+        kill_group(self.pid)
+        with suppress(ProcessLookupError):  # it leads no group until it has begun
+            os.kill(self.pid, signal.SIGKILL)
 
-        Raises:
-            WorkerDied: it could not be started.
-        """
-        mine, theirs = socket.socketpair()
-        logs.mkdir(parents=True, exist_ok=True)
-        log = logs / f"{name}.log"
-        with theirs, log.open("ab") as output:
-            begins = output.tell()
-            try:
-                process = await (begin or executed)(
-                    name, module, job, theirs, output.fileno(), devices or Devices()
-                )
-            except BaseException:
-                mine.close()
-                raise
-        return cls(name, process, mine, decoder, log, begins, job.health_timeout_s)
+    def abort(self) -> None:
+        """As Process.abort."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes the stacks
+            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
+
+    def resume(self) -> None:
+        """As Process.resume."""
+        with suppress(OSError):
+            os.killpg(self.pid, signal.SIGCONT)
+            os.kill(parent_of(self.pid), signal.SIGCONT)  # a stopped fork server could not tell its end
 
     def log_end(self) -> str:
-        """As Conversation.log_end."""
+        """As Process.log_end."""
+        if self._log is None:
+            return "its output is above"
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
             if words := file.read(LAST_WORDS_BYTES).decode(errors="replace").strip():
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 
-    def kill_group(self, leader: int) -> None:
-        """As Conversation.kill_group."""
-        kill_group(leader)
-
-    def kill(self) -> None:
-        """Send SIGKILL to its process group."""
-        if not self._words.done():
-            kill_group(self.pid)
-
-    def abort(self, fault: str) -> None:
-        """As Conversation.abort."""
-        self._fault = fault
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes the stacks
-            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
-
-    async def close(self) -> None:
-        """Let the process end, and kill it if it does not within CLOSE_S."""
-        self._channel.finish()
-        with suppress(OSError):
-            os.killpg(self.pid, signal.SIGCONT)  # a stopped process could not end by itself
-            os.kill(parent_of(self.pid), signal.SIGCONT)  # nor could a stopped fork server tell its end
+    async def _exit_code(self) -> int:
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+        sentinel = self._process.sentinel
+        loop.add_reader(sentinel, is_over.set)
         try:
-            await asyncio.wait([self._watcher], timeout=CLOSE_S)
+            await is_over.wait()
         finally:
-            self.kill()
-        await self._watcher
-
-    def _write(self, message: msgspec.Struct) -> None:
-        self._channel.send(message)
-
-    def _give_up(self, defect: Exception) -> None:
-        """Kill the worker after a message that cannot be decoded or handled, so that no request hangs."""
-        self._cause = defect
-        self.kill()
-
-    async def _watch(self) -> None:
-        stopped = asyncio.create_task(self._kill_if_stopped())
-        exit_code = await self._process.wait()
-        stopped.cancel()
-        kill_group(self.pid)  # what it has left behind
-        self._channel.read()
-        self._channel.close()
-        self._ended(self._describe_end(exit_code))
+            loop.remove_reader(sentinel)
+        self._process.join()
+        exit_code = self._process.exitcode
+        self._process.close()
+        # 255 stands for the end of the fork server, with which the kernel kills its workers.
+        return -signal.SIGKILL if exit_code in (None, 255) else exit_code
 
     async def _kill_if_stopped(self) -> None:
         seen_s = 0.0
@@ -179,59 +243,59 @@ class WorkerProcess(Conversation):
                 self._fault = f"was stopped for {self._health_timeout_s:g} s (host.health_timeout_s)"
                 return self.kill()
 
-    def _describe_end(self, exit_code: int) -> str:
-        how = f"{self.name} (process {self.pid}) ended: {exit_cause(exit_code)}"
-        if self._cause is not None:
-            return f"{how}; the controller could not handle its message: {self._cause!r}"
-        return f"{how}; {self.log_end()}"
 
+@cache
+def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
+    """What the thread that starts processes has to do. The kernel ends a fork server together with the thread
+    that has started it, so that is a thread that lives as long as this process.
 
-async def executed(
-    name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices
-) -> Process:
-    """As Begin: a new interpreter."""
-    parent = os.getpid()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, str(end.fileno()), job.model_dump_json()),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=[end.fileno()],
-        env=_environment(job.threads, devices),
-        start_new_session=True,
-        preexec_fn=lambda: signal_on_parent_death(signal.SIGKILL, parent),
-    )
-    if devices.cpus and sys.platform == "linux":
-        os.sched_setaffinity(process.pid, devices.cpus)
-    return process
-
-
-async def forked(name: str, module: str, job: Job, end: socket.socket, log: int, devices: Devices) -> Process:
-    """As Begin: forked from a process that has imported the module.
-
-    Raises:
-        WorkerDied: that process has ended twice.
+    Args:
+        owner: id of this process: a fork has no thread.
     """
-    environment = _environment(job.threads, devices)
-    path = [entry for entry in sys.path if entry]
-    start = Start(
-        name, module, job.model_dump_json(), job.threads, environment, path, os.getcwd(), list(devices.cpus)
-    )
-    # Threads of BLAS libraries would not survive a fork. To ask NVML for GPUs does not initialise CUDA.
-    servers = _environment(1, Devices()) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    for _ in range(2):  # the first may end for want of workers at this moment
-        server = ForkServer.shared(servers, log)
-        with suppress(EOFError):
-            return await server.fork(start, end, log)
-        cause = exit_cause(server.kill())
-    raise WorkerDied(f"{name} was not started: the process that forks workers ended: {cause}")
+    starts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            starts.get()()
+
+    threading.Thread(target=work, name="starts of workers", daemon=True).start()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tailrace.workers.preload"])
+    return starts
 
 
-def _environment(threads: int, devices: Devices) -> dict[str, str]:
+_first_variables: list[object] = []
+
+
+def _method() -> Method:
+    """Return how a worker is started now. The fork server has the variables of the first start of a process,
+    and libraries have read some of them."""
+    read = frozenset(item for item in os.environ.items() if item[0].startswith(READ_AT_IMPORT))
+    _first_variables.append((os.getpid(), read))
+    del _first_variables[1:]
+    return "forkserver" if _first_variables[0] == (os.getpid(), read) else "spawn"
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Start a process that does not import the script or the notebook of the user again. A fork server that
+    is started finds the modules that this process finds."""
+    path = os.environ.get("PYTHONPATH")
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+
+
+def environment(threads: int, devices: Devices) -> dict[str, str]:
     """Return the environment variables of a worker.
 
-    The libraries read thread counts once, when they are loaded. sys.path is the controller's. Output is
-    written to the log at once, and so is the Python stack of a crash.
+    The libraries read thread counts once, when they are loaded. sys.path is the controller's.
     """
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     # The numbers count the devices that the controller sees, which need not be those of the machine.
@@ -244,6 +308,65 @@ def _environment(threads: int, devices: Devices) -> dict[str, str]:
         **visible,
         **dict.fromkeys(counts, str(threads)),
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
     }
+
+
+def _main(start: Start) -> None:
+    """What a new process does."""
+    signal_on_parent_death(signal.SIGKILL, os.getppid())
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    if start.log is not None:
+        with start.log.open("ab") as log:
+            for standard in (1, 2):
+                os.dup2(log.fileno(), standard)
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(start.environment)
+    sys.argv = [start.name]
+    if sys.platform == "linux":
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(start.name[:15])
+        if start.cpus:
+            os.sched_setaffinity(0, start.cpus)
+    kind: type[Worker] = getattr(import_module(start.module), start.kind)
+    work(kind, Connection.dial(start.address, start.hello))
+
+
+def work(kind: type[Worker], connection: Connection) -> None:
+    """Do the job that the controller sends first."""
+    if (job := connection.receive_job(kind.job_type)) is None:
+        raise SystemExit("the controller does not know the token, expects no such worker, or has ended")
+    if torch := sys.modules.get("torch"):  # it read the environment when it was imported
+        if torch.cuda.is_initialized():
+            raise SystemExit(
+                "a module that is imported before workers are forked has initialised CUDA, which then works "
+                "in no worker. bitsandbytes does so: uninstall it, or import it where it is first used"
+            )
+        torch.set_num_threads(job.threads)
+    with connection.refusals():
+        _check_folders(job)
+    kind.run(job, connection)
+
+
+def _check_folders(job: Job) -> None:
+    """Raises a ConfigError if this host lacks a folder that the job needs."""
+    for key, folder in job.folders().items():
+        if not folder.is_dir():
+            problem = f"node {socket.gethostname()} has no such folder"
+            remedy = "put it where every node has it under this path, for example on a shared file system"
+            raise ConfigError(key, str(folder), problem, remedy)
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system and to the GPU. The allocators of glibc and torch keep it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # without CUDA it does nothing
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,9 @@
 """Workers on the nodes of a Ray cluster.
 
-    controller -- RayWorker -- tell(frames), hear() --> NodeActor (node.py) -- socket --> worker process
-
-Each worker has an actor of its own in a bundle of resources. Each role has a placement group, because a group
-has one strategy. Ray carries the messages of messages.py. Weights take their own transport (weights/) and not
-the object store. What a node must import travels in Ray's runtime environment: this package, and the Python
-files that the config names by path.
+Ray places workers and notices that they died. Each worker has an actor of its own in a bundle of resources.
+The actor starts the process of the worker, which dials in at the controller, as a worker of this host does.
+Each role has a placement group, because a group has one strategy. What a node must import travels in Ray's
+runtime environment: this package, and the Python files that the config names by path.
 
 This module imports Ray, so a run that does not use it must not import this module.
 """
@@ -17,143 +15,130 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tailrace
 from tailrace.devices import Devices
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.workers.base import RayHostSettings
-from tailrace.workers.bundles import STRATEGY, Bundles
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.messages import Job, TrainerJob
-from tailrace.workers.node import NodeActor
-from tailrace.workers.process import CLOSE_S
+from tailrace.workers.calls import Hello, Job, RemoteWorker, Worker
+from tailrace.workers.hosts import STRATEGY, Bundles
+from tailrace.workers.process import LocalProcess, start_process
 
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""
 ASK_EVERY_S = 0.1
 """Seconds between two questions whether bundles are placed."""
-_encode = msgspec.msgpack.encode
 
 
-class RayWorker(Conversation):
-    """The controller's side of a worker on another node."""
+class NodeActor:
+    """Starts the process of one worker on its node. The process ends with the actor, and the actor with the
+    node or the run."""
 
-    def __init__(self, name: str, actor: Any, decoder: msgspec.msgpack.Decoder[Any], address: str) -> None:
-        super().__init__(name)
-        self.address = address
-        self._actor, self._decoder = actor, decoder
-        self._unsent: list[bytes] = []
-        self._something = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._tell())]
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
 
-    def log_end(self) -> str:
-        """As Conversation.log_end. The end of the log is part of the last words."""
-        return "its node has its log"
+    async def start(
+        self, name: str, kind: type[Worker], job: Job, address: tuple[str, int], token: str, run: Path
+    ) -> None:
+        """Start the process. It dials in at the controller.
 
-    def kill_group(self, leader: int) -> None:
-        """As Conversation.kill_group."""
-        self._actor.kill_group.remote(leader)
+        Args:
+            run: folder of the run. The log goes to its `logs/` where the node has the folder, else to
+                `tailrace/<name of the run>/logs/` of the folder for temporary files.
+        """
+        folder = run if run.is_dir() else Path(tempfile.gettempdir()) / "tailrace" / run.name
+        self._process = await start_process(
+            name, kind, job, address, Hello(token), logs=folder / "logs", method="spawn"
+        )
 
-    def abort(self, fault: str) -> None:
-        """As Conversation.abort."""
-        self._actor.abort.remote(fault)
+    async def ended(self) -> str:
+        """Wait until the process has ended. Returns how, and where."""
+        assert self._process
+        return f"{await self._process.ended()}\n(on {socket.gethostname()})"
+
+    async def abort(self) -> None:
+        """As Process.abort."""
+        if self._process is not None:
+            self._process.abort()
+
+    async def resume(self) -> None:
+        """As Process.resume."""
+        if self._process is not None:
+            self._process.resume()
+
+
+class RayProcess:
+    """A Process (calls.py) on another node."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name, self._actor = name, actor
+
+    async def ended(self) -> str:
+        """As Process.ended. An actor that cannot be reached is lost, also if only its network fails."""
+        try:
+            words: str = await self._actor.ended.remote()
+        except RayError as why:
+            return f"{self._name} was lost with its actor or its node: {_essence(why)}"
+        self.kill()
+        return words
 
     def kill(self) -> None:
-        """Kill the actor, and the worker with it."""
+        """Kill the actor, and the process with it."""
         ray.kill(self._actor)
-        self._ended(f"{self.name} was killed by its controller")
 
-    async def close(self) -> None:
-        """Let the worker end, and kill it if it does not within CLOSE_S."""
-        if not self.has_ended:
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(2 * CLOSE_S):
-                    await self._actor.close.remote()
-        self.kill()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def abort(self) -> None:
+        """As Process.abort."""
+        self._actor.abort.remote()
 
-    def _write(self, message: msgspec.Struct) -> None:
-        self._unsent.append(_encode(message))
-        self._something.set()
+    def resume(self) -> None:
+        """As Process.resume."""
+        self._actor.resume.remote()
 
-    async def _tell(self) -> None:
-        """Send what there is, in one call at a time: Ray keeps no order between calls of coroutines."""
-        with self._ended_by_ray():
-            while not self.has_ended:
-                await self._something.wait()
-                self._something.clear()
-                frames, self._unsent = self._unsent, []
-                await self._actor.tell.remote(frames)
-
-    async def _hear(self) -> None:
-        with self._ended_by_ray():
-            while not self.has_ended:
-                frames, last_words = await self._actor.hear.remote()
-                try:
-                    for frame in frames:
-                        self.on_message(self._decoder.decode(frame))
-                except Exception as defect:  # no request may hang
-                    self._cause = defect
-                    last_words = f"{self.name}: the controller could not handle its message: {defect!r}"
-                    ray.kill(self._actor)
-                if last_words is not None:
-                    self._ended(last_words)
-
-    @contextmanager
-    def _ended_by_ray(self) -> Iterator[None]:
-        """An actor that cannot be reached counts as lost, also if only its network fails."""
-        try:
-            yield
-        except RayError as why:
-            self._ended(f"{self.name} was lost with its actor or its node: {_essence(why)}")
+    def log_end(self) -> str:
+        """As Process.log_end. The end of the log is part of how it ended."""
+        return "its node has its log"
 
 
 class RaySpawner:
-    """Starts workers on the nodes of a cluster. Made by `open_ray`."""
+    """Starts workers on the nodes of a cluster. Made by `open_ray`.
 
-    def __init__(self, run: Path, checkpoints: bool, places: dict[str, tuple[Any, int, Bundles]]) -> None:
-        self._run, self._checkpoints, self._places = run, checkpoints, places
-        """The placement group of each worker, and its bundle's number in it."""
+    Args:
+        address: of this node, at which workers dial in.
+        places: the placement group of each worker, and its bundle's number in it.
+    """
 
-    async def spawn(
-        self,
-        name: str,
-        module: str,
-        job: Job,
-        decoder: msgspec.msgpack.Decoder[Any],
-        *,
-        devices: Devices | None = None,
-    ) -> Conversation:
-        """As Spawner.spawn. Ray chooses the node and the GPUs.
+    def __init__(self, run: Path, address: str, places: dict[str, tuple[Any, int, Bundles]]) -> None:
+        self._run, self._address, self._places = run, address, places
+
+    async def start(
+        self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
+    ) -> RemoteWorker:
+        """As Spawner.start. Ray chooses the node and the GPUs.
 
         Raises:
-            ConfigError: the node lacks a folder that the job needs.
             WorkerDied: the node was lost.
         """
-        actor = self._create(name)
+        worker, actor = RemoteWorker(name, kind, job), self._create(name)
+        address, token = await worker.listen(self._address)
         try:
-            node, address = await actor.node.remote()
-            await self._check_folders(actor, node, job)
-            await actor.start.remote(name, module, job.at(address), self._run)
-        except RayError as why:
+            await actor.start.remote(name, kind, job, address, token, self._run)
+        except BaseException as why:
+            worker.expect_no_more()
             ray.kill(actor)
-            raise WorkerDied(f"{name}: Ray could not start it: {_essence(why)}") from why
-        except BaseException:
-            ray.kill(actor)
+            if isinstance(why, RayError):
+                raise WorkerDied(f"{name}: Ray could not start it: {_essence(why)}") from why
             raise
-        return RayWorker(name, actor, decoder, address)
+        worker.watch(RayProcess(name, actor))
+        return worker
 
     def _create(self, name: str) -> Any:
         group, number, bundles = self._places[name]
@@ -172,16 +157,6 @@ class RaySpawner:
             .remote()
         )
 
-    async def _check_folders(self, actor: Any, node: str, job: Job) -> None:
-        folders = dict(job.folders())
-        if self._checkpoints and isinstance(job, TrainerJob):
-            folders["--output-dir"] = self._run
-        missing = await actor.missing.remote(list(folders.values()))
-        for key, folder in folders.items():
-            if folder in missing:
-                remedy = "put it where every node has it under this path, for example on a shared file system"
-                raise ConfigError(key, str(folder), f"node {node} has no such folder", remedy)
-
 
 @asynccontextmanager
 async def open_ray(
@@ -189,14 +164,12 @@ async def open_ray(
     bundles: Sequence[Bundles],
     *,
     run: Path,
-    checkpoints: bool,
     files: Sequence[Path],
 ) -> AsyncIterator[RaySpawner]:
     """Connect to the cluster and reserve the bundles; let go of them with the block.
 
     Args:
         run: folder of the run.
-        checkpoints: the trainer writes checkpoints into that folder, which the controller reads.
         files: Python files that workers import. A worker finds them, and the other Python files of their
             folders, in its working directory.
 
@@ -219,7 +192,7 @@ async def open_ray(
                         raise _unplaced(each, group, settings.place_s)
                     await asyncio.sleep(ASK_EVERY_S)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
-            yield RaySpawner(run.absolute(), checkpoints, places)
+            yield RaySpawner(run.absolute(), get_node_ip_address(), places)
         finally:
             for group in groups:
                 with suppress(RayError):

@@ -1,19 +1,62 @@
-"""The controller's side of the reference process."""
+"""The reference model in a process of its own, from both sides."""
 
-import msgspec
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.workers.messages import FromReference, Refer, ReferenceJob, Referred
-from tailrace.workers.remote import RemoteWorker
+from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker, batched
+
+if TYPE_CHECKING:
+    from tailrace.trainer.reference import TorchReference
 
 
-class RemoteReference(RemoteWorker[ReferenceJob]):
+class ReferenceJob(Job):
+    """Compute log-probs of samples under a frozen model."""
+
+    model: Path
+    trainer: TrainerSettings
+    """It uses the trainer's packing, device and precision."""
+    temperature: float
+    """Sampling temperature."""
+
+    @override
+    def folders(self) -> Mapping[str, Path]:
+        return {"model.path": self.model}
+
+
+class ReferenceWorker(Worker):
+    """A process of the reference model. What arrives while a batch is computed is the next batch."""
+
+    job_type = ReferenceJob
+    role = "reference"
+
+    def __init__(self, reference: "TorchReference") -> None:
+        self._reference = reference
+
+    @override
+    @classmethod
+    def load_job(cls, job: ReferenceJob, connection: Connection) -> "ReferenceWorker":
+        from tailrace.trainer.reference import TorchReference
+
+        return cls(TorchReference.load(job.model, job.trainer, temperature=job.temperature))
+
+    @batched
+    def logprobs(self, samples: list[TrainingSample]) -> Iterable[list[float]]:
+        """Compute the log-probs of each sample: [num_tokens]."""
+        return self._reference.logprobs(samples)
+
+
+class RemoteReference:
     """A Reference (trainer/base.py) in its own process."""
 
-    module = "tailrace.workers.reference_child"
-    decoder = msgspec.msgpack.Decoder(FromReference)
+    def __init__(self, worker: RemoteWorker) -> None:
+        self._worker = worker
 
     async def logprobs(self, sample: Sample) -> list[float]:
         """As Reference.logprobs. A call that is cancelled is computed nevertheless."""
-        return (await self.process.ask(Refer(TrainingSample.of(sample)), Referred)).logprobs
+        return await self._worker.call(ReferenceWorker.logprobs, TrainingSample.of(sample))

@@ -1,67 +1,147 @@
-"""Inference servers: those that a run starts and supervises, and those that it joins."""
+"""Inference servers: those that a run starts and supervises, and those that it joins.
+
+The process of a server that the run starts has a parent, a worker that ends with it, and it with the worker.
+The server's own processes may start others, and may be killed at any time. The worker adopts what they leave
+behind. When the controller lets go, or dies, it kills them all. If it is itself killed, a guard kills them.
+"""
 
 import asyncio
+import os
+import shutil
 import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
 
 import httpx
-import msgspec
+from typing_extensions import override
 
 from tailrace.clock import waiting
 from tailrace.devices import Devices
+from tailrace.engine.vllm_server import write_plugin
 from tailrace.errors import WorkerDied
-from tailrace.workers.conversation import Conversation
-from tailrace.workers.server_messages import FromServer, ServerJob
-from tailrace.workers.spawner import Spawner
+from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker
+from tailrace.workers.hosts import Spawner
+from tailrace.workers.process_tree import adopt_orphans, guard_group, kill_descendants
 
 ASK_EVERY_S = 0.25
 """Seconds between two questions to a starting server."""
+LOOPBACK = "127.0.0.1"
+_OURS = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Environment variables that were set for the worker alone (process.py)."""
+
+
+class ServerJob(Job):
+    """Run an inference server."""
+
+    command: tuple[str, ...]
+    """On another host the loopback address in it is that host's own."""
+    env: dict[str, str] = {}
+    """Environment variables beside those of the controller."""
+    plugins: Path | None = None
+    """A folder that is written before the server starts, and removed with it: there this package is a plug-in
+    of vLLM."""
+    needs: dict[str, Path] = {}
+    """As `folders`."""
+
+    @override
+    def folders(self) -> Mapping[str, Path]:
+        return self.needs
+
+    @override
+    def at(self, address: str) -> Self:
+        """The server listens on that address."""
+        command = tuple(address if word == LOOPBACK else word for word in self.command)
+        return self.model_copy(update={"command": command})
+
+
+class ServerWorker(Worker):
+    """The parent of an inference server. It has no methods: the server answers over HTTP."""
+
+    job_type = ServerJob
+
+    @override
+    @classmethod
+    def run(cls, job: ServerJob, connection: Connection) -> None:
+        adopt_orphans()
+        guard_group()
+        if job.plugins:
+            write_plugin(job.plugins)
+
+        def clean_up() -> None:
+            kill_descendants()
+            if job.plugins:
+                shutil.rmtree(job.plugins, ignore_errors=True)
+
+        inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+        server = subprocess.Popen(job.command, env={**inherited, **job.env})
+        connection.end_process_with_controller(clean_up=clean_up)
+
+        def watch() -> None:
+            code = server.wait()
+            clean_up()
+            if code < 0:  # end in the same way
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+
+        threading.Thread(target=watch, name="end with server", daemon=True).start()
+        connection.answer(STARTED, None)
+        connection.receive(wait=True)  # nothing is ever asked: the controller lets go
+        clean_up()
+        os._exit(0)
 
 
 class ManagedServer:
-    """A server that this run has started (engine/http.py: Server)."""
+    """A server that this run has started (engine/http.py: Server).
 
-    def __init__(self, process: Conversation, url: str, start_s: float) -> None:
-        self.url = url
-        self._process, self._start_s = process, start_s
+    Args:
+        worker: its parent, which is connected.
+        port: where it will answer, on the address of its host.
+        start_s: seconds that it may take.
+    """
+
+    def __init__(self, worker: RemoteWorker, port: int, start_s: float) -> None:
+        self.url = f"http://{worker.address}:{port}"
+        self._worker, self._start_s = worker, start_s
 
     @classmethod
-    async def spawn(
+    async def start(
         cls,
         name: str,
         job: ServerJob,
         spawner: Spawner,
-        *,
         port: int,
         start_s: float,
         devices: Devices | None = None,
-    ) -> "ManagedServer":
-        """Start a server in a process group of its own.
-
-        Args:
-            port: where it will answer, on the address of its host.
-            start_s: seconds that it may take.
-        """
-        decoder = msgspec.msgpack.Decoder(FromServer)
-        module = "tailrace.workers.server_child"
-        process = await spawner.spawn(name, module, job, decoder, devices=devices)
-        return cls(process, f"http://{process.address}:{port}", start_s)
+    ) -> Self:
+        """Start a server."""
+        worker = await spawner.start(name, ServerWorker, job, devices)
+        try:
+            await worker.connected()
+        except BaseException:
+            await worker.close()
+            raise
+        return cls(worker, port, start_s)
 
     async def ready(self) -> None:
         """Wait until it answers.
 
         Raises:
+            ConfigError: its host lacks a folder.
             WorkerDied: it ended, with the end of its log, or did not answer in time.
         """
-        ended = asyncio.ensure_future(self._process.last_words())
+        await self._worker.ready()
+        ended = asyncio.ensure_future(self._worker.last_words())
         try:
-            with waiting(f"{self._process.name} to start"):
+            with waiting(f"{self._worker.name} to start"):
                 async with asyncio.timeout(self._start_s), httpx.AsyncClient(trust_env=False) as client:
                     while not ended.done() and not await _is_well(client, self.url):
                         await asyncio.wait([ended], timeout=ASK_EVERY_S)
         except TimeoutError:
-            words = self._process.log_end()
-            problem = f"{self._process.name} did not answer within {self._start_s:g} s (engine.start_s)"
-            raise WorkerDied(f"{problem}; {words}") from None
+            problem = f"{self._worker.name} did not answer within {self._start_s:g} s (engine.start_s)"
+            raise WorkerDied(f"{problem}; {self._worker.process.log_end()}") from None
         finally:
             ended.cancel()
         if ended.done() and not ended.cancelled():
@@ -69,11 +149,11 @@ class ManagedServer:
 
     async def died(self) -> str:
         """Wait until it has ended. Returns its exit cause and the end of its log."""
-        return await self._process.last_words()
+        return await self._worker.last_words()
 
     async def close(self) -> None:
         """Kill it, with all processes that it has started."""
-        await self._process.close()
+        await self._worker.close()
 
 
 class JoinedServer:

@@ -1,136 +1,377 @@
-"""The controller's side of the trainer's processes. Samples are sent to them; weights never come here.
+"""The trainer's processes, from both sides. Samples are sent to them; weights never come to the controller.
 
-Every message goes to all processes that it concerns: the ranks of one replica get the same messages in the
-same order. Rank 0 of replica 0 publishes the weights and sends them.
+Every call goes to all processes that it concerns: the ranks of one replica get the same calls in the same
+order. Rank 0 of replica 0 publishes the weights and sends them.
 """
 
 import asyncio
 import itertools
+import os
 import shutil
-from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import suppress
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
 import msgspec
+from typing_extensions import override
 
-from tailrace.errors import CheckpointError, TransferFailed, WorkerDied
-from tailrace.trainer.base import StepStats
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.engine.settings import SamplingSettings
+from tailrace.errors import CheckpointError, WorkerDied
+from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.weights.base import Link, Weights
-from tailrace.workers import messages
-from tailrace.workers.conversation import Answer, Conversation
-from tailrace.workers.messages import Done, FromTrainer, TrainerJob
-from tailrace.workers.remote import RemoteWorker
+from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightSender, WeightsSettings
+from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker, beside
+from tailrace.workers.process import give_memory_back
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import TCPStore
+
+    from tailrace.trainer.distributed import Ranks
+    from tailrace.trainer.trainer import TorchTrainer
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+Units = list[list[TrainingSample]]
 
 BLAME_S = 2.0
 """Seconds after the first failed collective in which a process may end and show why."""
 
 
-class TrainerProcess(RemoteWorker[TrainerJob]):
-    """One process of the trainer."""
+class TrainerJob(Job):
+    """Train a model."""
 
-    module = "tailrace.workers.trainer_child"
-    decoder = msgspec.msgpack.Decoder(FromTrainer)
-    published: Weights | None = None
-    """What it has published last."""
+    model: Path
+    trainer: TrainerSettings
+    algorithm: AlgorithmSettings
+    sampling: SamplingSettings
+    weights: WeightsSettings
+    published_dtype: DTYPE
+    """The type of the engines' weights."""
+    checkpoints: Path | None = None
+    """The folder of the run, into which it writes checkpoints that the controller reads."""
+    seed: int = 0
+    """Of its random generators."""
+    replica: int = 0
+    rank: int = 0
+    """Of this process among those of its replica."""
+    host: str = "127.0.0.1"
+    """The address of its host under which the other processes of the trainer reach it."""
 
-    def __init__(self, process: Conversation, job: TrainerJob) -> None:
-        super().__init__(process, job)
-        process.on_message = self._on_message
-        self.listening: asyncio.Future[messages.Listening] = process.promise()
-        self.stranded: asyncio.Future[messages.Stranded] = process.promise()
-        self._written: asyncio.Future[str | None] = process.promise()
-        self._numbers = itertools.count()
-        self._sending: dict[int, asyncio.Future[str | None]] = {}
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process has no need of torch.distributed."""
+        return self.trainer.ranks * self.trainer.replicas == 1 and not self.trainer.cpu_offload
 
-    async def send(self, weights: Weights, link: Link) -> None:
-        """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
+    @property
+    def listens(self) -> bool:
+        """Whether the other processes find one another through this one."""
+        return self.replica == self.rank == 0
+
+    @override
+    def folders(self) -> Mapping[str, Path]:
+        folders = {"model.path": self.model}
+        return folders if self.checkpoints is None else {**folders, "--output-dir": self.checkpoints}
+
+    @override
+    def at(self, address: str) -> Self:
+        """A process group whose host is left at its default listens on that address."""
+        weights = self.weights
+        if isinstance(weights, ProcessGroupSettings) and "host" not in weights.model_fields_set:
+            weights = weights.model_copy(update={"host": address})
+        return self.model_copy(update={"weights": weights, "host": address})
+
+
+class Listening(msgspec.Struct):
+    """The other processes of the trainer find one another at this address. It comes before the start."""
+
+    host: str
+    port: int
+
+
+class Stranded(msgspec.Struct):
+    """A collective of the trainer's processes failed: another one has ended, or did not take part in time.
+    The process does nothing more."""
+
+    error: str
+
+
+class TrainerWorker(Worker):
+    """A process of the trainer: executes one call after another, and sends weights beside them.
+
+    Args:
+        sender: None: another process of the trainer has it.
+    """
+
+    job_type = TrainerJob
+    role = "trainer"
+    events = (Listening, Stranded)
+    _store: "TCPStore"
+    _written: Future[None]
+    """Of the last checkpoint that was begun."""
+    _trainer: "TorchTrainer"
+    _publish: "Callable[[Iterable[tuple[str, Tensor]], int], Weights]"
+
+    def __init__(self, job: TrainerJob, connection: Connection, sender: WeightSender | None) -> None:
+        self._job, self._connection, self._sender = job, connection, sender
+        self._received = connection.in_turn(self)
+
+    @override
+    @classmethod
+    def run(cls, job: TrainerJob, connection: Connection) -> None:
+        if not job.listens:
+            connection.end_process_with_controller()
+            cls(job, connection, None)._join_others()
+            return
+        with connection.refusals():
+            sender = _open_sender(job)
+        with closing(sender):
+            connection.end_process_with_controller(clean_up=sender.close)
+            worker = cls(job, connection, sender)
+            worker._train(None) if job.is_alone else worker._join_others()
+
+    def accumulate(self, units: Units) -> None:
+        """Add the gradients of units to their sum."""
+        self._trainer.accumulate(units)
+
+    def ess(self, units: Units) -> float:
+        """Compute the effective sample size of units under the current weights."""
+        return self._trainer.ess(units)
+
+    def step(self) -> StepStats:
+        """Do one optimizer step.
 
         Raises:
-            TransferFailed: the engine did not take the weights.
+            ScheduleError: nothing was accumulated.
         """
-        if not weights.is_streamed:
-            return
-        number = next(self._numbers)
-        self._sending[number] = sent = self.process.promise()
+        return self._trainer.step()
+
+    def logprobs(self, sample: TrainingSample) -> list[float]:
+        """The log-probs of a sample: [num_tokens]."""
+        return self._trainer.logprobs(sample)
+
+    def reference_logprobs(self, sample: TrainingSample) -> list[float]:
+        """As `logprobs`, under the model that LoRA began with."""
+        return self._trainer.reference_logprobs(sample)
+
+    def publish(self, version: int) -> Weights:
+        """Publish the current weights.
+
+        Raises:
+            TransferFailed: there is no room for them.
+        """
+        return self._publish(self._trainer.publish(), version)
+
+    @beside
+    def send(self, version: int, link: Link) -> None:
+        """Send a version to an engine. What is sent is a copy. The engine decides when this ends.
+
+        Raises:
+            TransferFailed: the engine did not take it.
+        """
+        assert self._sender is not None
+        self._sender.send(version, link)
+
+    def release(self) -> None:
+        """Give memory that is not in use back to the device."""
+        give_memory_back()
+
+    def save(self, folder: str) -> None:
+        """Begin a checkpoint. Training may go on when this returns.
+
+        Raises:
+            CheckpointError: it cannot be begun.
+        """
+        write = self._trainer.save(Path(folder))
+        self._written = Future()
+        if self._job.trainer.async_checkpoints:
+            threading.Thread(target=self._write, args=(write, self._written), daemon=True).start()
+        else:
+            self._write(write, self._written)
+
+    @beside
+    def written(self) -> None:
+        """Wait until the checkpoint that was begun is complete.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        self._written.result()
+
+    def restore(self, folder: str) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self._trainer.restore(Path(folder))
+
+    def join(self, host: str, port: int) -> None:
+        """Find the other processes at an address. It comes before the start."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self._store = TCPStore(host, port, is_master=False)
+
+    def _write(self, write: Callable[[], None], written: Future[None]) -> None:
+        """Write a checkpoint. Where another process of the trainer is lost, nothing more is said of it."""
+        from tailrace.trainer.distributed import is_lost_peer
+
         try:
-            self.process.send(messages.Send(number, weights.version, link))
-            failure = await sent
-        finally:
-            del self._sending[number]
-        if failure is not None:
-            raise TransferFailed(failure)
+            write()
+        except CheckpointError as error:
+            written.set_exception(error)
+        except Exception as error:
+            traceback.print_exc()
+            if is_lost_peer(error):
+                self._connection.tell(Stranded(str(error)))
+                return
+            cause = f"{type(error).__name__}: {error}"
+            written.set_exception(
+                CheckpointError(f"the checkpoint cannot be written ({cause}); see the log above")
+            )
+        else:
+            written.set_result(None)
 
-    def next_written(self) -> "asyncio.Future[str | None]":
-        """Return a future of how the next checkpoint fails; None: it does not."""
-        self._written = self.process.promise()
-        return self._written
+    def _join_others(self) -> None:
+        """Train as one of the trainer's processes."""
+        from tailrace.trainer.distributed import joined
 
-    async def close(self) -> None:
-        """End the process and remove the published weights."""
+        with self._failures_told_apart():
+            place = joined(
+                self._job.trainer, self._find_others(), replica=self._job.replica, rank=self._job.rank
+            )
+            with place as ranks, self._failures_told_apart():
+                self._train(ranks)
+
+    def _find_others(self) -> "TCPStore":
+        """Return the store through which the trainer's processes find one another."""
+        from tailrace.trainer.distributed import listen
+
+        if self._job.listens:
+            self._store = listen(self._job.host)
+            self._connection.tell(Listening(self._job.host, self._store.port))
+        elif (join := next(self._received, None)) is not None:
+            self._connection.execute(self, [join])
+        else:
+            sys.exit()  # the controller has ended
+        return self._store
+
+    def _train(self, ranks: "Ranks | None") -> None:
+        """Load the model and execute calls.
+
+        Args:
+            ranks: None: it is alone.
+        """
+        import torch
+
+        from tailrace.trainer.trainer import TorchTrainer
+
+        job = self._job
+        with self._connection.refusals():
+            self._trainer = TorchTrainer.load(
+                job.model,
+                job.trainer,
+                job.algorithm,
+                temperature=job.sampling.temperature,
+                max_completion_tokens=job.sampling.max_completion_tokens,
+                ranks=ranks,
+            )
+        torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
+        self._publish = self._open_publisher()
+        give_memory_back()  # a file of weights is read twice
+        self._connection.answer(STARTED, None)
+        for call in self._received:
+            self._connection.execute(self, [call])
+
+    def _open_publisher(self) -> "Callable[[Iterable[tuple[str, Tensor]], int], Weights]":
+        """Return what publishes. Without a sender this process only helps to gather the weights."""
+        from tailrace.weights.tensors import Publisher
+
+        if self._sender is not None:
+            return Publisher(self._sender, self._job.published_dtype, self._trainer.weights()).publish
+
+        def help_to_gather(tensors: "Iterable[tuple[str, Tensor]]", version: int) -> Weights:
+            if self._job.replica == 0:
+                for _ in tensors:
+                    pass
+            return Weights(version)
+
+        help_to_gather(self._trainer.weights(), 0)
+        return help_to_gather
+
+    @contextmanager
+    def _failures_told_apart(self) -> Iterator[None]:
+        """Tell the controller when a collective fails, and wait for the end: the cause is in another process.
+        After any other error end at once, before this process leaves the others."""
+        from tailrace.trainer.distributed import is_lost_peer
+
         try:
-            await super().close()
-        finally:
-            # A process that was killed did not remove its folder.
-            if self.published is not None and self.job.weights.transport == "shared_memory":
-                shutil.rmtree(Path(self.published.location).parent, ignore_errors=True)
-
-    def _on_message(self, message: msgspec.Struct) -> None:
-        match message:
-            case messages.Sent(number=number, failure=failure):
-                if (sent := self._sending.get(number)) is not None and not sent.done():
-                    sent.set_result(failure)
-            case messages.Written(failure=failure):
-                if not self._written.done():
-                    self._written.set_result(failure)
-            case messages.Listening():
-                self.listening.set_result(message)
-            case messages.Stranded():
-                if not self.stranded.done():  # training and writing a checkpoint may both fail
-                    self.stranded.set_result(message)
-            case _:
-                self.process.answer(message)
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            if not is_lost_peer(error):
+                os._exit(1)
+            self._connection.tell(Stranded(str(error)))
+            for _ in self._received:
+                pass
 
 
-def processes_of(job: TrainerJob) -> list[tuple[str, TrainerJob]]:
-    """Return the name and the job of each process of a trainer, replica by replica, rank by rank."""
-    replicas, ranks = job.trainer.replicas, job.trainer.ranks
-    if replicas * ranks == 1:
-        return [("trainer", job)]
-    return [
-        (f"trainer-{replica}-{rank}", job.model_copy(update={"replica": replica, "rank": rank}))
-        for replica in range(replicas)
-        for rank in range(ranks)
-    ]
+def _open_sender(job: TrainerJob) -> WeightSender:
+    from tailrace.trainer.adapter import peft_config
+    from tailrace.weights.transports import open_sender
+
+    adapter = job.trainer.adapter
+    config = peft_config(job.model, adapter) if adapter else None
+    return open_sender(job.weights, job.model, config, job.trainer.device)
+
+
+def process_names(trainer: TrainerSettings) -> list[str]:
+    """Return the names of a trainer's processes, replica by replica, rank by rank."""
+    if trainer.ranks * trainer.replicas == 1:
+        return ["trainer"]
+    return [f"trainer-{i}-{rank}" for i in range(trainer.replicas) for rank in range(trainer.ranks)]
+
+
+def trainer_jobs(job: TrainerJob) -> list[tuple[str, TrainerJob]]:
+    """Return the name and the job of each process of a trainer, in the order of `process_names`."""
+    names, ranks = process_names(job.trainer), job.trainer.ranks
+    places = [{"replica": number // ranks, "rank": number % ranks} for number in range(len(names))]
+    return [(name, job.model_copy(update=place)) for name, place in zip(names, places, strict=True)]
 
 
 class RemoteTrainer:
     """A Trainer (trainer/base.py) of one or several processes.
 
     Args:
-        processes: replica by replica, rank by rank, as `processes_of`. They may still be starting.
+        workers: replica by replica, rank by rank, as `trainer_jobs`. They may still be starting.
+        job: of any of them.
     """
 
-    def __init__(self, processes: Sequence[TrainerProcess]) -> None:
-        self.processes = tuple(processes)
-        self._first = processes[0]
-        settings = self._first.job.trainer
-        self._replicas = [
-            self.processes[start : start + settings.ranks]
-            for start in range(0, len(processes), settings.ranks)
-        ]
-        self._given = [0] * settings.replicas
+    def __init__(self, workers: Sequence[RemoteWorker], job: TrainerJob) -> None:
+        self.workers = tuple(workers)
+        self._first, self._job = workers[0], job
+        size = job.trainer.ranks
+        self._replicas = [self.workers[start : start + size] for start in range(0, len(workers), size)]
+        self._given = [0] * job.trainer.replicas
         """Tokens of divided units that each replica was given since the last step."""
-        self._first.listening.add_done_callback(self._let_join)
-        for each in processes:
-            each.stranded.add_done_callback(self._find_missing)
+        self._stranded: dict[RemoteWorker, str] = {}
+        """The error of each process that lost another one in a collective."""
+        self._published: Weights | None = None
+        for each in workers:
+            each.on_event = partial(self._on_event, each)
 
     async def ready(self) -> None:
         """Wait until all processes have loaded the model. Raises as RemoteWorker.ready."""
-        await asyncio.gather(*(each.ready() for each in self.processes))
+        await asyncio.gather(*(each.ready() for each in self.workers))
 
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
@@ -141,7 +382,7 @@ class RemoteTrainer:
         shares = zip(self._replicas, self._divide(units, replica), strict=True)
         await asyncio.gather(
             *(
-                _ask(ranks, messages.Accumulate(_training_samples(share, version)), Done)
+                _begin(ranks, TrainerWorker.accumulate, _training_samples(share, version))
                 for ranks, share in shares
                 if share
             )
@@ -149,19 +390,17 @@ class RemoteTrainer:
 
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         """As Trainer.ess, by replica 0."""
-        message = messages.Ess(_training_samples(units, version))
-        return (await _ask(self._replicas[0], message, messages.EssOf))[0].share
+        return (await _begin(self._replicas[0], TrainerWorker.ess, _training_samples(units, version)))[0]
 
     async def logprobs(self, sample: Sample) -> list[float]:
         """The log-probs of a sample's completion tokens under the current weights, at the sampling
         temperature."""
-        message = messages.Refer(TrainingSample.of(sample))
-        return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
+        return (await _begin(self._replicas[0], TrainerWorker.logprobs, TrainingSample.of(sample)))[0]
 
     async def reference_logprobs(self, sample: Sample) -> list[float]:
         """As `logprobs`, under the model that LoRA began with."""
-        message = messages.Refer(TrainingSample.of(sample), without_adapter=True)
-        return (await _ask(self._replicas[0], message, messages.Referred))[0].logprobs
+        asked = TrainingSample.of(sample)
+        return (await _begin(self._replicas[0], TrainerWorker.reference_logprobs, asked))[0]
 
     async def step(self) -> StepStats:
         """As Trainer.step. `compute_s` is that of the slowest process.
@@ -170,36 +409,39 @@ class RemoteTrainer:
             ScheduleError: nothing was accumulated.
         """
         self._given = [0] * len(self._given)
-        answers = await _ask(self.processes, messages.Step(), messages.Stepped)
-        firsts = [answer.stats for answer in answers[:: len(self._replicas[0])]]
+        answers = await _begin(self.workers, TrainerWorker.step)
+        firsts = answers[:: len(self._replicas[0])]
         samples = tuple(itertools.chain.from_iterable(stats.samples for stats in firsts))
-        compute_s = max(answer.stats.compute_s for answer in answers)
-        return replace(firsts[0], samples=samples, compute_s=compute_s)
+        return replace(firsts[0], samples=samples, compute_s=max(stats.compute_s for stats in answers))
 
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish, by the configured transport."""
-        answers = await _ask(self.processes, messages.Publish(version), messages.Published)
-        self._first.published = answers[0].weights
-        return answers[0].weights
+        answers = await _begin(self.workers, TrainerWorker.publish, version)
+        self._published = answers[0]
+        return answers[0]
 
     async def release(self) -> None:
         """As Trainer.release."""
-        await _ask(self.processes, messages.Release(), Done)
+        await _begin(self.workers, TrainerWorker.release)
 
     async def send(self, weights: Weights, link: Link) -> None:
-        """As TrainerProcess.send."""
-        await self._first.send(weights, link)
+        """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
+
+        Raises:
+            TransferFailed: the engine did not take the weights.
+        """
+        if weights.is_streamed:
+            await self._first.call(TrainerWorker.send, weights.version, link)
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """As Trainer.save, by replica 0."""
-        written = [each.next_written() for each in self._replicas[0]]
-        await _ask(self._replicas[0], messages.Save(str(folder)), Done)
+        ranks = self._replicas[0]
+        await _begin(ranks, TrainerWorker.save, str(folder))
 
         async def complete() -> None:
-            for failure in await asyncio.gather(*written):
-                if failure is not None:
-                    raise CheckpointError(failure)
+            await written
 
+        written: asyncio.Future[list[None]] = _begin(ranks, TrainerWorker.written)
         completed = asyncio.ensure_future(complete())
         # asyncio reports an error that nobody awaits, and a run that fails awaits no checkpoint.
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -207,11 +449,16 @@ class RemoteTrainer:
 
     async def restore(self, folder: Path) -> None:
         """As Trainer.restore. The engines get the weights with the next publication."""
-        await _ask(self.processes, messages.Restore(str(folder)), Done)
+        await _begin(self.workers, TrainerWorker.restore, str(folder))
 
     async def close(self) -> None:
-        """End all processes."""
-        await asyncio.gather(*(each.close() for each in self.processes))
+        """End all processes and remove the published weights."""
+        try:
+            await asyncio.gather(*(each.close() for each in self.workers))
+        finally:
+            # A process that was killed did not remove its folder.
+            if self._published is not None and self._job.weights.transport == "shared_memory":
+                shutil.rmtree(Path(self._published.location).parent, ignore_errors=True)
 
     def _divide(self, units: Sequence[Sequence[Sample]], replica: int | None) -> list[list[Sequence[Sample]]]:
         """The units of each replica, in their order."""
@@ -226,29 +473,26 @@ class RemoteTrainer:
             for number in range(len(self._given))
         ]
 
-    def _let_join(self, listening: "asyncio.Future[messages.Listening]") -> None:
-        """Tell the other processes where the first one listens."""
-        if listening.cancelled() or listening.exception():
+    def _on_event(self, worker: RemoteWorker, event: Listening | Stranded) -> None:
+        if isinstance(event, Listening):
+            for each in self.workers[1:]:
+                with suppress(WorkerDied):  # the run ends with it
+                    each.send(TrainerWorker.join, event.host, event.port)
             return
-        address = listening.result()
-        for each in self.processes[1:]:
-            with suppress(WorkerDied):  # the run ends with it
-                each.process.send(messages.Join(address.host, address.port))
-
-    def _find_missing(self, stranded: "asyncio.Future[messages.Stranded]") -> None:
-        """A collective has failed. End the processes that did not take part, unless one ends by itself."""
-        if not stranded.cancelled() and not stranded.exception():
+        if not self._stranded:
             asyncio.get_running_loop().call_later(BLAME_S, self._end_missing)
+        self._stranded.setdefault(worker, event.error)  # training and writing a checkpoint may both fail
 
     def _end_missing(self) -> None:
-        if any(each.process.has_ended for each in self.processes):
+        """A collective has failed. End the processes that did not take part, unless one ends by itself."""
+        if any(each.has_ended for each in self.workers):
             return
-        limit = f"{self._first.job.trainer.collective_timeout_s:g} s (trainer.collective_timeout_s)"
-        missing = [each for each in self.processes if not each.stranded.done()]
+        limit = f"{self._job.trainer.collective_timeout_s:g} s (trainer.collective_timeout_s)"
+        missing = [each for each in self.workers if each not in self._stranded]
         for each in missing:
-            each.process.abort(f"did not take part in a collective within {limit}")
+            each.abort(f"did not take part in a collective within {limit}")
         if not missing:
-            self._first.process.abort(f"failed in a collective: {self._first.stranded.result().error}")
+            self._first.abort(f"failed in a collective: {self._stranded[self._first]}")
 
 
 class AdapterOff:
@@ -263,20 +507,12 @@ class AdapterOff:
         return await self._trainer.reference_logprobs(sample)
 
 
-def _ask(
-    processes: Sequence[TrainerProcess], message: msgspec.Struct, kind: type[Answer]
-) -> "asyncio.Future[list[Answer]]":
-    """Ask processes now, so that all of them are asked everything in one order."""
-    answers: list[Coroutine[Any, Any, Answer]] = []
-    try:
-        for each in processes:
-            answers.append(each.process.asked(message, kind))
-    except WorkerDied:
-        for answer in answers:
-            answer.close()  # otherwise Python warns that it was never awaited
-        raise
-    return asyncio.gather(*answers)
+def _begin(
+    workers: Sequence[RemoteWorker], method: Callable[[Any, *Ts], R], *arguments: *Ts
+) -> "asyncio.Future[list[R]]":
+    """Call a method of several processes now, so that all of them are asked everything in one order."""
+    return asyncio.gather(*(each.begin(method, *arguments) for each in workers))
 
 
-def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> list[list[TrainingSample]]:
+def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> Units:
     return [[TrainingSample.of(sample, published=version) for sample in unit] for unit in units]

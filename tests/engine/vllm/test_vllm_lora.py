@@ -25,9 +25,8 @@ from tailrace.trainer.base import LoraSettings
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 from tailrace.weights.filesystem import FilesystemSender
-from tailrace.workers.server import ManagedServer, free_port
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.server import ManagedServer, ServerJob, free_port
 
 pytestmark = pytest.mark.vllm
 LORA = LoraSettings(rank=4, alpha=8.0, publish="adapter")
@@ -89,7 +88,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         await check_policy(engine, expected, published.publish(), policy_logprobs)
 
     async def begin() -> HttpEngine:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(tmp_path), port=port, start_s=DEADLINE_S)
+        server = await ManagedServer.start("vllm", job, LocalSpawner(tmp_path), port, DEADLINE_S)
         return HttpEngine(
             "vllm",
             server,

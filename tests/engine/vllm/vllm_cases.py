@@ -23,9 +23,8 @@ from tailrace.engine.vllm import Vllm, detect
 from tailrace.engine.vllm_server import VllmInstallation, write_plugin
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Link, Weights, expected_tensors
-from tailrace.workers.server import ManagedServer, free_port
-from tailrace.workers.server_messages import ServerJob
-from tailrace.workers.spawner import LocalSpawner
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.server import ManagedServer, ServerJob, free_port
 
 DEADLINE_S = 300.0
 NUM_TOKENS = 1000
@@ -149,7 +148,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         servers.urls.append(f"http://127.0.0.1:{port}")
 
         async def begin() -> HttpEngine:
-            server = await ManagedServer.spawn(name, job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
+            server = await ManagedServer.start(name, job, LocalSpawner(folder), port, DEADLINE_S)
             return HttpEngine(
                 name,
                 server,
@@ -186,7 +185,7 @@ def running(launch: Launch, port: int, folder: Path) -> Iterator[str]:
     job = ServerJob(command=launch.command, env=dict(launch.env))
 
     async def start() -> ManagedServer:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
+        server = await ManagedServer.start("vllm", job, LocalSpawner(folder), port, DEADLINE_S)
         await server.ready()
         return server
 

@@ -4,7 +4,7 @@ The kernel sends a process a signal of its choice when its parent dies (PR_SET_P
 stopped or still starting. A process that declares itself a subreaper (PR_SET_CHILD_SUBREAPER) becomes the
 parent of all its descendants whose own parent dies, also of those with a session of their own. See prctl(2).
 
-`python orphans.py COMMAND` runs a program, and ends all that it started when it ends, or on SIGTERM.
+`python process_tree.py COMMAND` runs a program, and ends all that it started when it ends, or on SIGTERM.
 """
 
 import ctypes

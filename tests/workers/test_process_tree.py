@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 ADOPTS = """
 import subprocess, sys, time
-from tailrace.workers.orphans import adopt_orphans, children_of, kill_descendants
+from tailrace.workers.process_tree import adopt_orphans, children_of, kill_descendants
 import os
 adopt_orphans()
 spared = subprocess.Popen(["sleep", "1000"])
@@ -34,7 +34,7 @@ def test_a_process_finds_and_kills_what_its_children_left() -> None:
 
 PARENT = """
 import os, signal, sys, time
-from tailrace.workers.orphans import signal_on_parent_death
+from tailrace.workers.process_tree import signal_on_parent_death
 parent = os.getpid()
 read_end, write_end = os.pipe()
 if (child := os.fork()) == 0:
@@ -59,11 +59,11 @@ def test_a_stopped_process_is_killed_when_its_parent_dies() -> None:
 
 
 def test_a_process_whose_parent_is_dead_already_is_killed() -> None:
-    code = "from tailrace.workers.orphans import *; signal_on_parent_death(signal.SIGKILL, 0)"
+    code = "from tailrace.workers.process_tree import *; signal_on_parent_death(signal.SIGKILL, 0)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
 
 
 def test_the_parent_of_this_process_is_found() -> None:
-    from tailrace.workers.orphans import children_of
+    from tailrace.workers.process_tree import children_of
 
     assert os.getpid() in children_of(os.getppid())

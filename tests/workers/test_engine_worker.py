@@ -1,13 +1,12 @@
 """What the engine's loop reports, and when."""
 
 import math
-import socket
 import threading
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors.torch import save_file
+from wire import connected
 
 from helpers.tiny_models import save_tiny_model, tiny_model
 from tailrace.engine.base import GenerationRequest
@@ -15,20 +14,7 @@ from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import Weights, new_link
-from tailrace.workers.channel import WorkerChannel
-from tailrace.workers.engine_child import EngineLoop
-from tailrace.workers.messages import (
-    Alive,
-    Done,
-    FromEngine,
-    Load,
-    Ping,
-    Refused,
-    Report,
-    Sleep,
-    ToEngine,
-    Wake,
-)
+from tailrace.workers.engine import Alive, EngineWorker, Report
 
 LIMIT = 40
 
@@ -39,22 +25,19 @@ def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: 
     save_tiny_model(folder / "model")
     sampling = SamplingSettings(max_completion_tokens=LIMIT)
     engine = NativeEngine.from_pretrained(folder / "model", NativeEngineSettings(), sampling)
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
-        channel = WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine))
-        loop = EngineLoop(engine, channel, report_every_s)
+    with connected(EngineWorker) as (controller, connection):
         for request in requests:
-            controller.send(request)
-        thread = threading.Thread(target=loop.run)
+            controller.call(EngineWorker.submit, request, answered=False)
+        worker = EngineWorker(engine, connection, report_every_s)
+        thread = threading.Thread(target=worker.serve, args=(connection,))
         thread.start()
         reports: list[Report] = []
         num_ended = 0
         while num_ended < len(requests):
-            new = [message for message in controller.receive(wait=True) or () if isinstance(message, Report)]
+            new = [message for message in controller.heard() if isinstance(message, Report)]
             num_ended += sum(output.finish_reason is not None for report in new for output in report.outputs)
             reports += new
-        mine.shutdown(socket.SHUT_WR)
+        controller.finish()
         thread.join()
     return reports
 
@@ -91,21 +74,16 @@ def test_a_file_that_is_read_while_an_engine_wakes_is_a_sign_of_life(tmp_path: P
         tmp_path, NativeEngineSettings(), SamplingSettings(max_completion_tokens=LIMIT)
     )
     num_files = len(list(tmp_path.glob("*.safetensors")))
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
-        loop = EngineLoop(engine, WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine)), 0.0)
-        thread = threading.Thread(target=loop.run)
+    with connected(EngineWorker) as (controller, connection):
+        thread = threading.Thread(target=EngineWorker(engine, connection, 0.0).serve, args=(connection,))
         thread.start()
-        for message in (Sleep(), Wake()):
-            controller.send(message)
-        answers: list[msgspec.Struct] = []
-        while answers.count(Done()) < 2:
-            answers += controller.receive(wait=True) or []
-        mine.shutdown(socket.SHUT_WR)
+        for method in (EngineWorker.sleep, EngineWorker.wake):
+            controller.call(method)
+        answers = controller.until(2)
+        controller.finish()
         thread.join()
     assert num_files > 1
-    assert answers == [Done(), *[Alive()] * num_files, Done()]
+    assert answers == [None, *[Alive()] * num_files, None]
 
 
 def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_cannot_read(
@@ -117,29 +95,21 @@ def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_ca
     engine = NativeEngine.from_pretrained(tmp_path / "model", NativeEngineSettings(), sampling)
     (tmp_path / "torn").write_bytes(b"12345678{")
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "wrong")
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        controller = WorkerChannel(mine, msgspec.msgpack.Decoder(FromEngine))
-        thread = threading.Thread(
-            target=EngineLoop(engine, WorkerChannel(theirs, msgspec.msgpack.Decoder(ToEngine)), 0.0).run
-        )
+    with connected(EngineWorker) as (controller, connection):
+        thread = threading.Thread(target=EngineWorker(engine, connection, 0.0).serve, args=(connection,))
         thread.start()
         link = new_link("engine-0")
-        for message in (
-            Ping(),
-            Load(Weights(1, str(tmp_path / "nowhere")), link, "keep"),
-            Load(Weights(1, str(tmp_path / "torn")), link, "keep"),
-            Load(Weights(1, str(tmp_path / "wrong")), link, "keep"),
-            Ping(),
-        ):
-            controller.send(message)
-        answers: list[msgspec.Struct] = []
-        while len(answers) < 6:
-            answers += controller.receive(wait=True) or []
-        mine.shutdown(socket.SHUT_WR)
+        controller.call(EngineWorker.ping, answered=False)
+        for name in ("nowhere", "torn", "wrong"):
+            controller.call(EngineWorker.load, Weights(1, str(tmp_path / name)), link, "keep")
+        controller.call(EngineWorker.ping)
+        answers = controller.until(4)
+        controller.finish()
         thread.join()
-    assert [type(answer) for answer in answers] == [Alive, Refused, Refused, Alive, Refused, Alive]
-    errors = [answer.error() for answer in answers if isinstance(answer, Refused)]
-    assert [type(error) for error in errors] == [TransferFailed, TransferFailed, WeightsRefused]
+    kinds = [type(answer) for answer in answers]
+    assert kinds == [Alive, TransferFailed, TransferFailed, Alive, WeightsRefused, Alive, type(None)]
+    errors = [
+        str(answer).lower() for answer in answers if isinstance(answer, TransferFailed | WeightsRefused)
+    ]
     for error, words in zip(errors, ("nowhere", "header", "weights are missing"), strict=True):
-        assert words in str(error).lower()
+        assert words in error
