@@ -73,8 +73,17 @@ COUNTERPARTS: Mapping[str, str] = {
     "reward.functions": "reward_funcs",
     "record.trackers": "report_to",
     "nothing: each sample is trained once": "num_iterations ppo_epochs",
+    "run.step_warning_timeout_s": "patience_s",
+    "run.step_timeout_s": "run.give_up_s",
+    "engine.recovery_timeout_s": "engine.give_up_s",
+    "engine.start_timeout_s": "start_s",
+    "reward.judges.retry_timeout_s": "reward.judges.give_up_s",
+    "environment.parking_timeout_s": "grace_s",
+    "environment.episode_timeout_s": "environment.timeout_s",
+    "weights.message_timeout_s": "weights.timeout_s",
+    "host.placement_timeout_s": "place_s",
 }
-"""Our keys, and what TRL and verl call them."""
+"""Our keys, and what TRL, verl and earlier versions call them: a name in any section, or section and name."""
 NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets."""
 
@@ -323,7 +332,8 @@ def _suggest(parts: Sequence[str]) -> str:
     for part in parts[:-1]:
         fields = _fields(sections, part)
         sections = [section for field in fields for section in sections_in(field.annotation)]
-    ours = [key for key, theirs in COUNTERPARTS.items() if parts[-1] in theirs.split()]
+    names = {parts[-1], ".".join(part for part in parts if not part.isdigit())}
+    ours = [key for key, theirs in COUNTERPARTS.items() if names.intersection(theirs.split())]
     if ours:
         return f"here this is {ours[0]}"
     return did_you_mean(parts[-1], dict.fromkeys(key for section in sections for key in section.model_fields))

@@ -353,7 +353,7 @@ def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
         async for _ in run.rounds():
             await run.pool.take(2, lambda ready, wanted: [])
 
-    settings, outcome = change(ONE_ROUND, patience_s=10.0, give_up_s=25.0), Outcome()
+    settings, outcome = change(ONE_ROUND, step_warning_timeout_s=10.0, step_timeout_s=25.0), Outcome()
     with pytest.raises(Stuck, match=r"no optimizer step for 30 s: the pool: 2 complete groups \(2 there\)"):
         simulate(choosy, settings, EXACT, into=outcome)
     waits = [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)]
@@ -361,7 +361,7 @@ def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
 
 
 def test_a_step_is_what_patience_waits_for() -> None:
-    settings = RunSettings(rounds=3, group_size=2, patience_s=40.0, give_up_s=100.0)
+    settings = RunSettings(rounds=3, group_size=2, step_warning_timeout_s=40.0, step_timeout_s=100.0)
     outcome = simulate(
         partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT
     )  # a step every 10 + 44 s

@@ -99,7 +99,7 @@ async def mortality(parts: Parts, run: Run, *, kills_s: list[tuple[float, int]])
     for engine in engines:
         await engine.open()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch_engines(engines, give_up_s=300.0))
+        tasks.create_task(watch_engines(engines, recovery_timeout_s=300.0))
         for at_s, number in kills_s:
             tasks.create_task(_kill(engines[number], at_s))
 

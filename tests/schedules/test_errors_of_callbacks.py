@@ -18,7 +18,7 @@ from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
 from tailrace.types import Group, Prompt
 
-IN_TIME = change(SETTINGS, give_up_s=3600.0, patience_s=60.0)
+IN_TIME = change(SETTINGS, step_timeout_s=3600.0, step_warning_timeout_s=60.0)
 """A run that only waits ends with another error."""
 
 

@@ -14,7 +14,7 @@ from tailrace.workers.trainer_child import in_turn
 
 
 def test_weights_are_sent_while_the_trainer_executes_an_earlier_message() -> None:
-    sender = ProcessGroupSender(ProcessGroupSettings(timeout_s=30))
+    sender = ProcessGroupSender(ProcessGroupSettings(message_timeout_s=30))
     tensors = {"a": torch.arange(12.0)}
     weights, link = sender.publish(tensors, 1), new_link("engine-0")
     mine, theirs = socket.socketpair()

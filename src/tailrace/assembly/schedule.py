@@ -212,7 +212,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
-    rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
+    rehearsal = RunSettings(rounds=2, group_size=group_size, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
         await schedule(run)

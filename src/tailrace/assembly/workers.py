@@ -71,7 +71,7 @@ async def open_workers(
     Raises:
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
-        EnginesLost: all engines were dead for `engine.give_up_s`.
+        EnginesLost: all engines were dead for `engine.recovery_timeout_s`.
     """
     devices = device_map(config)
     for stage in config.broker.joined if config.broker.url else ():
@@ -180,7 +180,7 @@ async def _started(
         elif algorithm.needs_reference:
             reference = await start(RemoteReference, "reference", reference_job)
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
-        watched = watch_engines(engines, engine.give_up_s)
+        watched = watch_engines(engines, engine.recovery_timeout_s)
         async with ended_by_death([worker.process for worker in started], watched):
             rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
             yield Workers(tuple(engines), remote_trainer, rewards, tuple(judges), reference)

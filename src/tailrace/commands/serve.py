@@ -29,11 +29,11 @@ from tailrace.workers.spawner import LocalSpawner
 
 S = TypeVar("S", bound=Settings)
 
-OF_A_RUN = {"kind", "replicas", "give_up_s"}
+OF_A_RUN = {"kind", "replicas", "recovery_timeout_s"}
 """Settings of an engine that a server has no use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
-GRACE_S = 2
+SHUTDOWN_TIMEOUT_S = 2
 """Seconds that replies under way have to end after a signal."""
 
 
@@ -113,7 +113,11 @@ async def _serve(
         process = await ServedEngine.spawn("engine", job, LocalSpawner(Path(logs)))
         try:
             await process.ready()
-            server = HttpServer(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
+            server = HttpServer(
+                make_app(process, tokenizer, model, settings, token),
+                bound,
+                shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+            )
             died = asyncio.ensure_future(process.died())
             died.add_done_callback(lambda _: server.stop())
             with signals_received(server.stop):

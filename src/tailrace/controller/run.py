@@ -161,7 +161,7 @@ class Run:
             synchronous_rewards=parts.synchronous_rewards,
         )
         self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
-        self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
+        self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------

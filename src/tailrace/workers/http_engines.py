@@ -117,9 +117,9 @@ class HttpEngines:
         launch = self._launch(settings, port, plugins)
         needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
         job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
-        start_s = settings.start_s
+        start_timeout_s = settings.start_timeout_s
         return await ManagedServer.spawn(
-            name, job, self._spawner, port=port, start_s=start_s, devices=devices
+            name, job, self._spawner, port=port, start_timeout_s=start_timeout_s, devices=devices
         )
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:

@@ -20,9 +20,9 @@ ASK_EVERY_S = 0.25
 class ManagedServer:
     """A server that this run has started (engine/http.py: Server)."""
 
-    def __init__(self, process: Conversation, url: str, start_s: float) -> None:
+    def __init__(self, process: Conversation, url: str, start_timeout_s: float) -> None:
         self.url = url
-        self._process, self._start_s = process, start_s
+        self._process, self._start_timeout_s = process, start_timeout_s
 
     @classmethod
     async def spawn(
@@ -32,19 +32,19 @@ class ManagedServer:
         spawner: Spawner,
         *,
         port: int,
-        start_s: float,
+        start_timeout_s: float,
         devices: Devices | None = None,
     ) -> "ManagedServer":
         """Start a server in a process group of its own.
 
         Args:
             port: where it will answer, on the address of its host.
-            start_s: seconds that it may take.
+            start_timeout_s: seconds that it may take.
         """
         decoder = msgspec.msgpack.Decoder(FromServer)
         module = "tailrace.workers.server_child"
         process = await spawner.spawn(name, module, job, decoder, devices=devices)
-        return cls(process, f"http://{process.address}:{port}", start_s)
+        return cls(process, f"http://{process.address}:{port}", start_timeout_s)
 
     async def ready(self) -> None:
         """Wait until it answers.
@@ -55,13 +55,16 @@ class ManagedServer:
         ended = asyncio.ensure_future(self._process.last_words())
         try:
             with waiting(f"{self._process.name} to start"):
-                async with asyncio.timeout(self._start_s), httpx.AsyncClient(trust_env=False) as client:
+                async with (
+                    asyncio.timeout(self._start_timeout_s),
+                    httpx.AsyncClient(trust_env=False) as client,
+                ):
                     while not ended.done() and not await _is_well(client, self.url):
                         await asyncio.wait([ended], timeout=ASK_EVERY_S)
         except TimeoutError:
             words = self._process.log_end()
-            problem = f"{self._process.name} did not answer within {self._start_s:g} s (engine.start_s)"
-            raise WorkerDied(f"{problem}; {words}") from None
+            limit = f"{self._start_timeout_s:g} s (engine.start_timeout_s)"
+            raise WorkerDied(f"{self._process.name} did not answer within {limit}; {words}") from None
         finally:
             ended.cancel()
         if ended.done() and not ended.cancelled():

@@ -89,7 +89,9 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         await check_policy(engine, expected, published.publish(), policy_logprobs)
 
     async def begin() -> HttpEngine:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(tmp_path), port=port, start_s=DEADLINE_S)
+        server = await ManagedServer.spawn(
+            "vllm", job, LocalSpawner(tmp_path), port=port, start_timeout_s=DEADLINE_S
+        )
         return HttpEngine(
             "vllm",
             server,

@@ -32,7 +32,10 @@ NUM_TOKENS = 1000
 CONTEXT = 2048
 FILE = "model.safetensors"
 SETTINGS = VllmEngineSettings(
-    max_num_seqs=64, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}, start_s=DEADLINE_S
+    max_num_seqs=64,
+    args=("--enforce-eager",),
+    env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+    start_timeout_s=DEADLINE_S,
 )
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
@@ -149,7 +152,9 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         servers.urls.append(f"http://127.0.0.1:{port}")
 
         async def begin() -> HttpEngine:
-            server = await ManagedServer.spawn(name, job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
+            server = await ManagedServer.spawn(
+                name, job, LocalSpawner(folder), port=port, start_timeout_s=DEADLINE_S
+            )
             return HttpEngine(
                 name,
                 server,
@@ -168,7 +173,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         async with asyncio.TaskGroup() as tasks:
             for each in servers.engines:
                 tasks.create_task(each.open())
-        watching = asyncio.create_task(watch_engines(servers.engines, give_up_s=DEADLINE_S))
+        watching = asyncio.create_task(watch_engines(servers.engines, recovery_timeout_s=DEADLINE_S))
         yield servers
         watching.cancel()
         await asyncio.wait([watching])
@@ -186,7 +191,9 @@ def running(launch: Launch, port: int, folder: Path) -> Iterator[str]:
     job = ServerJob(command=launch.command, env=dict(launch.env))
 
     async def start() -> ManagedServer:
-        server = await ManagedServer.spawn("vllm", job, LocalSpawner(folder), port=port, start_s=DEADLINE_S)
+        server = await ManagedServer.spawn(
+            "vllm", job, LocalSpawner(folder), port=port, start_timeout_s=DEADLINE_S
+        )
         await server.ready()
         return server
 
