@@ -200,7 +200,8 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         schedule["name"] = absolute_function(path.parent, name)
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
-    return validated(RunConfig, _with_tasks_as_data(tree))
+    config: RunConfig = validated(RunConfig, _with_tasks_as_data(tree))
+    return config
 
 
 def validated(kind: Any, value: object, key: str = "") -> Any:

@@ -139,7 +139,7 @@ def test_options_of_commands_that_the_pages_show_exist(name: str) -> None:
     words = (sys.executable, "-m", "tailrace.cli", name, "--help")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    offered = set(re.findall(r"--[a-z-]+", done.stdout))
+    offered = {"--help", *re.findall(r"--[a-z-]+", done.stdout)}
     assert options_of(name) - offered == set()
 
 

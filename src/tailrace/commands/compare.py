@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace import clock
@@ -34,7 +35,7 @@ from tailrace.assembly.schedule import (
 )
 from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
-from tailrace.config import RunConfig, with_model_folder
+from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.base import Parts
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
@@ -55,39 +56,51 @@ SPREAD = ("main_time_s", "samples_per_s")
 
 
 def compare(
-    config: RunConfig, *, virtual: bool = False, folder: Path | None = None, json_path: Path | None = None
+    config: Path,
+    /,
+    *,
+    schedules: str | None = None,
+    repeats: str | None = None,
+    virtual: bool = False,
+    output_dir: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
 ) -> None:
-    """Race the schedules of `compare.schedules` and print the table.
+    """Race schedules and print the table.
 
     Args:
-        virtual: whether to race in virtual time. A config without [model] is always raced so.
-        folder: where the picture, the files of each schedule and compare.json go; None: none are written.
-        json_path: another file for the numbers.
+        schedules: A,B: instead of compare.schedules.
+        repeats: instead of compare.repeats.
+        virtual: race in virtual time, as a config without [model] always does. No model is needed.
+        output_dir: for the files of each schedule and compare.json.
+        json_path: another file for the medians.
 
     Raises:
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
-    console = open_console()
-    racers = _racers(config if virtual else with_model_folder(config))
-    if not virtual and config.model is None:
+    named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
+    loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
+    console, folder = open_console(), output_dir
+    racers = _racers(loaded if virtual else with_model_folder(loaded))
+    if not virtual and loaded.model is None:
         console.print("the config has no [model]: the race is in virtual time", markup=False)
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     if virtual:
-        raced = race_virtual(racers, config.compare.repeats, folder)
+        raced = race_virtual(racers, loaded.compare.repeats, folder)
     else:
-        schedules = [racer.schedule for racer in racers.values()]  # all race with the same threads
-        fitted = {name: check_live(racer.config, *schedules) for name, racer in racers.items()}
+        bound = [racer.schedule for racer in racers.values()]  # all race with the same threads
+        fitted = {name: check_live(racer.config, *bound) for name, racer in racers.items()}
         print(next(iter(fitted.values())).table, file=sys.stderr)
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
-            race = race_live(racers, config.compare.repeats, place, with_files=folder is not None)
+            race = race_live(racers, loaded.compare.repeats, place, with_files=folder is not None)
             raced = clock.run(race, virtual=False)
     print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
-        note_default_costs(config.sim, console)
+        note_default_costs(loaded.sim, console)
     if folder:
         console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
     for path in (json_path, folder and folder / "compare.json"):

@@ -6,14 +6,15 @@ The balance: how many prompts and tokens had each fate. With a prompt: its group
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console
-from tailrace.config import RunConfig
-from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
@@ -116,27 +117,30 @@ class GroupLife(msgspec.Struct):
     samples: list[SampleLife]
 
 
-def run(path: Path, overrides: Mapping[str, str], *, prompt: int | None, as_json: bool) -> None:
-    """Inspect the run in an output directory. Raises as `inspect`, and ConfigError if there is none."""
-    folder = RunFolder(path)
-    folder.require_run()
-    inspect(folder.read_config(overrides), path, prompt=prompt, as_json=as_json)
-
-
-def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: bool) -> None:
-    """Print what the ledger of the run in the folder says.
+def inspect(
+    run: Path,
+    /,
+    *,
+    group: int | None = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+    overrides: Mapping[str, str],
+) -> None:
+    """Print what the ledger of a run says.
 
     Args:
-        prompt: index of the prompt whose group is printed; None: the balance of the run.
+        run: its output directory.
+        group: the index of a prompt, to see what became of its group, instead of the balance of the run.
+        as_json: print JSON.
 
     Raises:
-        ConfigError: the run has no ledger, or it has no such group.
-        LedgerError: it is missing or damaged.
+        ConfigError: there is no run, it has no ledger, or that has no such group.
+        LedgerError: the ledger is missing or damaged.
     """
-    with closing(open_store(config.ledger, folder, only_read=True)) as store:
+    folder = RunFolder(run)
+    folder.require_run()
+    with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
         books = read_books(store, tokens=False)
-    num_generated = counted_tokens(folder / COUNTS_FOLDER)
-    found = _balance(books, num_generated) if prompt is None else _group(books, prompt)
+    found = _balance(books, counted_tokens(folder.counts)) if group is None else _group(books, group)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return

@@ -18,18 +18,18 @@ _STAGES: Mapping[Stage, tuple[type[Job], Any, Callable[[Any, Any], None]]] = {
 }
 
 
-def join(stage: Stage, url: str, run: str) -> None:
+def join(stage: Stage, /, *, broker: str, run: str) -> None:
     """Wait for the run's invitation, and work until its controller is gone.
 
     Args:
-        url: of the broker.
-        run: name of the run: that of its output directory.
+        broker: its address, redis://HOST:PORT/0, as broker.url.
+        run: name of the run's output directory.
 
     Raises:
         ConfigError: the broker's client is not installed, or its server cannot be reached.
     """
-    redis, base = connect(url, is_async=False), f"tailrace:{run}:{stage}"
-    with reachable(url):
+    redis, base = connect(broker, is_async=False), f"tailrace:{run}:{stage}"
+    with reachable(broker):
         _, record = redis.blpop(f"{base}:invitations")
     invitation = msgspec.msgpack.decode(record, type=Invitation)
     kind, decoder, serve = _STAGES[stage]
