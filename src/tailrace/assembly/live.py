@@ -17,7 +17,7 @@ from tailrace.assembly.environments import (
 from tailrace.assembly.judges import check_judges, open_judges
 from tailrace.assembly.machine import Fitted, Machine, fit
 from tailrace.assembly.memory import engines_on_gpu
-from tailrace.assembly.placement import check_placement, shared
+from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig, require_sections
@@ -250,7 +250,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=shared(config),
+                shared=device_sharing(config),
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
                 play=play,

@@ -8,7 +8,7 @@ from rich.console import Console
 from tailrace import clock
 from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
-from tailrace.assembly.placement import sim_shared
+from tailrace.assembly.placement import device_sharing
 from tailrace.config import RunConfig
 from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.execution import execute
@@ -205,7 +205,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
             config.run.seed,
             reference=config.algorithm.needs_reference,
             replicas=config.trainer.replicas,
-            shared=sim_shared(config, sim),
+            shared=device_sharing(config, sim),
         )
         advantages = Advantages(config.algorithm, sim_max_tokens(config))
         await execute(schedule, parts, config.run, recorder, compute_advantages=advantages)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.assembly.environments import calls_reward_functions
-from tailrace.assembly.placement import device_map
+from tailrace.assembly.placement import device_map, trainer_cpus_reserved
 from tailrace.config import RunConfig
 from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
@@ -21,7 +21,6 @@ from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.model_folder import context_length
-from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.trainer.base import Reference
 from tailrace.weights.base import in_run_folder
 from tailrace.workers.conversation import Conversation
