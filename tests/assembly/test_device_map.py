@@ -2,7 +2,6 @@
 
 import os
 import sys
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ def placed(
             "schedule": {"name": "serial"},
             "engine": {"replicas": num_engines, **engine},
             "trainer": {"replicas": replicas, "ranks": ranks},
-            "placement": placement,
+            "placement": settings,
         }
     )
 

@@ -17,7 +17,7 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.clock import now
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
@@ -72,10 +72,12 @@ def episodes(environment: base.Environment, **changes: Any) -> Episodes:
     return Episodes(environment, lambda messages, last: [0] * OBSERVED, lambda ids: "", **settings)
 
 
-def world(environment: base.Environment, sim: SimSettings = EXACT, **changes: Any) -> Callable[[], Parts]:
+def world(
+    environment: base.Environment, sim: SimSettings = EXACT, **changes: Any
+) -> Callable[[], RunComponents]:
     """Parts whose episodes have turns of a third of the length of a response."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         lengths = Lengths(sim.lengths, 0)
 
         def length_of(sample: Sample) -> int:
@@ -399,7 +401,7 @@ def test_an_error_of_an_engine_is_no_failure_of_the_environment() -> None:
                 raise ValueError("hidden") from why
             return base.Outcome(1.0)
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         made = world(Swallowing())()
 
         async def generate(sample: Sample) -> None:

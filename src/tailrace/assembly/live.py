@@ -21,7 +21,7 @@ from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig, require_sections
-from tailrace.controller.base import Parts
+from tailrace.controller.base import RunComponents
 from tailrace.data.base import Prompts, Split, sources_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
@@ -207,7 +207,7 @@ def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Spl
     return prompts_of_episodes(config, tokenizer, prompts)
 
 
-async def rewind(parts: Parts, folder: Path, version: int) -> None:
+async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
     """Restore the trainer from `folder`, and load its weights into the engines as a version."""
     await parts.trainer.restore(folder)
     weights = await parts.trainer.publish(version)
@@ -221,7 +221,9 @@ def advantages_of(config: RunConfig) -> ComputeAdvantages:
 
 
 @asynccontextmanager
-async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None) -> AsyncIterator[Parts]:
+async def open_parts(
+    config: RunConfig, folder: Path, *, life: int | None = None
+) -> AsyncIterator[RunComponents]:
     """Start the workers of a checked config, score one row, and end the workers with the block.
 
     Args:
@@ -243,7 +245,7 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
         anchors = Anchors()
         rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
         async with open_play(config, tokenizer, opened.reference) as play:
-            yield Parts(
+            yield RunComponents(
                 engines=opened.engines,
                 trainer=opened.trainer,
                 rewards=with_judges(rewards),

@@ -10,7 +10,7 @@ from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
 from tailrace.assembly.placement import device_sharing
 from tailrace.config import RunConfig
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.data.base import Epochs
 from tailrace.errors import ConfigError
@@ -68,7 +68,7 @@ def simulate(
     reference: bool = False,
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
-    parts: Callable[[], Parts] | None = None,
+    parts: Callable[[], RunComponents] | None = None,
     compute_advantages: ComputeAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
@@ -85,7 +85,7 @@ def simulate(
     """
     summary = Summary()
 
-    def own_parts() -> Parts:
+    def own_parts() -> RunComponents:
         return simulated_parts(sim, settings.seed, reference=reference, replicas=replicas, shared=shared)
 
     async def run() -> float:
@@ -109,7 +109,7 @@ def simulated_parts(
     reference: bool = False,
     replicas: int = 1,
     shared: Shared = DISAGGREGATED,
-) -> Parts:
+) -> RunComponents:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
     Args:
@@ -134,7 +134,7 @@ def simulated_parts(
         for number, engine in enumerate(engines):
             let_die(engine, number, settings.faults, seed)
     anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
-    return Parts(
+    return RunComponents(
         engines=engines,
         trainer=SimTrainer(settings.trainer, replicas, host),
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),

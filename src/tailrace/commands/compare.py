@@ -36,7 +36,7 @@ from tailrace.assembly.schedule import (
 from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
-from tailrace.controller.base import Parts
+from tailrace.controller.base import RunComponents
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
@@ -88,7 +88,7 @@ def compare(
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     if virtual:
-        raced = race_virtual(racers, loaded.compare.repeats, folder)
+        raced = compare_virtual(racers, loaded.compare.repeats, folder)
     else:
         bound = [racer.schedule for racer in racers.values()]  # all race with the same threads
         fitted = {name: check_live(racer.config, *bound) for name, racer in racers.items()}
@@ -96,7 +96,7 @@ def compare(
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
-            race = race_live(racers, loaded.compare.repeats, place, with_files=folder is not None)
+            race = compare_live(racers, loaded.compare.repeats, place, with_files=folder is not None)
             raced = clock.run(race, virtual=False)
     print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
@@ -112,7 +112,7 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True)
-class Racer:
+class ComparedSchedule:
     """A schedule, and the config that its workers are made from."""
 
     config: RunConfig
@@ -125,25 +125,25 @@ class Racer:
         return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
 
 
-def _racers(config: RunConfig) -> dict[str, Racer]:
+def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
     check_parameter_names(config, config.compare.schedules)
-    racers: dict[str, Racer] = {}
+    racers: dict[str, ComparedSchedule] = {}
     for name in config.compare.schedules:
         named = config.model_copy(update={"schedule": shared_parameters(config, name)})
-        racers[name] = Racer(with_published_defaults(named), resolve(named))
+        racers[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
     return racers
 
 
-class Arena:
+class SharedWorkers:
     """The workers of one racer at a time, always at the weights that training starts from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._setup = ""
         self._open = AsyncExitStack()
-        self._parts: Parts | None = None
+        self._parts: RunComponents | None = None
 
-    async def parts(self, racer: Racer) -> Parts:
+    async def parts(self, racer: ComparedSchedule) -> RunComponents:
         """The workers of a racer, rewound. Workers of another set-up are closed first."""
         if self._parts is None or racer.setup != self._setup:
             await self.aclose()
@@ -159,8 +159,8 @@ class Arena:
         await self._open.aclose()
 
 
-async def race_live(
-    racers: Mapping[str, Racer], repeats: int, folder: Path, *, with_files: bool = False
+async def compare_live(
+    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path, *, with_files: bool = False
 ) -> "Comparison":
     """Race on real workers, whose logs and first weights go to the folder.
 
@@ -168,7 +168,7 @@ async def race_live(
         with_files: whether to write the files of each racer's last lap.
     """
     raced = Comparison()
-    async with aclosing(Arena(folder)) as arena:
+    async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
                 racer = racers[name]
@@ -188,7 +188,9 @@ async def race_live(
     return raced
 
 
-def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> "Comparison":
+def compare_virtual(
+    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path | None
+) -> "Comparison":
     """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Files go to `folder`."""
     raced = Comparison()
     for repeat in range(repeats):
@@ -201,7 +203,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     return raced
 
 
-def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
+def in_turn(racers: Mapping[str, ComparedSchedule], repeat: int) -> list[str]:
     """The order of a repetition: the first place rotates, and racers with the same workers are neighbours."""
     names = list(racers)
     turn = repeat % len(names)
@@ -210,7 +212,7 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, racer: Racer, summary: Summary, folder: Path | None) -> Recorder:
+def _recorder(name: str, racer: ComparedSchedule, summary: Summary, folder: Path | None) -> Recorder:
     """The files of a lap are those of a run, in a folder of the racer's name."""
     sinks: list[Sink] = [summary]
     if folder:

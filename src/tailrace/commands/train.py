@@ -25,7 +25,7 @@ from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_de
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
-from tailrace.controller.execution import Outcome, execute
+from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.base import counted_tokens
@@ -234,7 +234,7 @@ async def _train(
     store: Store | None,
     start: StartingPoint,
     interruption: Interruption,
-) -> tuple[Outcome, RunSummary]:
+) -> tuple[RunResult, RunSummary]:
     interruption.begin()
     async with open_parts(config, folder.path, life=start.life) as parts:
         if start.checkpoint:
@@ -336,7 +336,7 @@ def _before_training(start: StartingPoint) -> str:
     return " before training began: there is nothing to save; start the run again"
 
 
-def _what_was_saved(outcome: Outcome, folder: RunFolder) -> str:
+def _what_was_saved(outcome: RunResult, folder: RunFolder) -> str:
     if outcome.checkpoint is None:
         return " before the first optimizer step: no weights to save; start again, or --resume"
     return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

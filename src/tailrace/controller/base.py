@@ -58,7 +58,7 @@ class RunSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunComponents:
     """What a run is made of, live or simulated."""
 
     engines: Sequence[Engine]

@@ -18,7 +18,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.state import RunState
@@ -114,7 +114,7 @@ class Run:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
