@@ -52,7 +52,7 @@ import tomli_w
 from common import EXAMPLES, run, write
 from tailrace import clock
 from tailrace.assembly.schedule import resolve
-from tailrace.commands.compare import Arena, Racer
+from tailrace.commands.compare import ComparedSchedule, SharedWorkers
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
@@ -449,8 +449,8 @@ def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
 async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list[tuple[float, float]]]:
     """(main time, CPU time of the controller) of a round of the race, with the ledger and without."""
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    racer = Racer(config, resolve(config))
-    async with aclosing(Arena(folder)) as arena:
+    racer = ComparedSchedule(config, resolve(config))
+    async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
                 parts, summary = await arena.parts(racer), Summary()

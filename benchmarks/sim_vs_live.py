@@ -26,7 +26,7 @@ from tailrace import clock
 from tailrace.assembly.live import advantages_of
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import run_virtual
-from tailrace.commands.compare import Arena, Racer, in_turn
+from tailrace.commands.compare import ComparedSchedule, SharedWorkers, in_turn
 from tailrace.commands.fit import fitted_run
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
@@ -43,7 +43,7 @@ DIFFERENT = 1.1
 """Ratio of two live times from which on their order counts."""
 
 
-def racers(config: RunConfig, groups: int, step: int) -> dict[str, Racer]:
+def racers(config: RunConfig, groups: int, step: int) -> dict[str, ComparedSchedule]:
     """The schedules: those of [compare] by other parameters, so that all train `groups` groups a round.
 
     Args:
@@ -62,14 +62,14 @@ def racers(config: RunConfig, groups: int, step: int) -> dict[str, Racer]:
     found = {}
     for name, own in parameters.items():
         named = config.model_copy(update={"schedule": {"name": name, **own}, "schedules": {}})
-        found[name] = Racer(with_published_defaults(named), resolve(named))
+        found[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
     return found
 
 
-async def run_live(race: dict[str, Racer], repeats: int, folder: Path) -> dict[str, list[float]]:
+async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path) -> dict[str, list[float]]:
     """Run all schedules; return the main times. Each lap writes the files of a run to a folder of its own."""
     times: dict[str, list[float]] = {name: [] for name in race}
-    async with aclosing(Arena(folder)) as arena:
+    async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):
             for name in in_turn(race, repeat):
                 racer, lap_folder = race[name], folder / f"{name}-{repeat}"
@@ -96,7 +96,7 @@ def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))
 
 
-def predicted(racer: Racer, sim: SimSettings) -> float:
+def predicted(racer: ComparedSchedule, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
     meter = Summary()
     settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.assembly.simulation import Simulated, simulate, simulated_parts
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.figures import Row
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
@@ -190,7 +190,7 @@ def run(
     settings = RunSettings(rounds=rounds, group_size=R0, seed=seed)
     sim = model.sim(variant.sharing)
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         parts = simulated_parts(sim, seed, replicas=replicas, shared=shared)
         given = {"LLM-as-a-Judge": parts.rewards} if variant.sharing else {}
         each = [given.get(task) or rewards_of(task, variant.adaptive, parts.anchors, seed) for task in tasks]
@@ -239,7 +239,7 @@ def growing_rollouts(limits: Sequence[int], max_width: int) -> Simulated:
         Shared("colocated", max_width=max_width),
     )
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         cost = rates(sim).engines
         engines = [
             SimEngine(f"engine-{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)

@@ -13,10 +13,10 @@ from tailrace.config import (
     load_config,
     may_change,
     require_sections,
+    sections_at,
 )
 from tailrace.errors import ConfigError
 from tailrace.schedules import SCHEDULES
-from tailrace.settings import sections_in
 
 BASE = """
 [run]
@@ -68,11 +68,38 @@ def test_a_key_of_trl_or_verl_is_answered_with_what_it_is_here(tmp_path: Path, k
     assert message(tmp_path, "", {key: "1"}) == f"{key} = 1: there is no such key; here this is {ours}"
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "ours"),
+    [
+        ("[run]\ngive_up_s = 1\n", "run.give_up_s", "run.step_timeout_s"),
+        ("[engine]\ngive_up_s = 1\n", "engine.give_up_s", "engine.recovery_timeout_s"),
+        ("[engine]\nkind = 'vllm'\nstart_s = 1\n", "engine.start_s", "engine.start_timeout_s"),
+        (
+            "[[reward.judges]]\nkind = 'endpoint'\nurl = 'http://h'\nmodel = 'm'\ngive_up_s = 1\n",
+            "reward.judges.0.give_up_s",
+            "reward.judges.retry_timeout_s",
+        ),
+        (
+            "[environment]\nkind = 'python'\nenvironment = 'a:b'\ntimeout_s = 1\n",
+            "environment.timeout_s",
+            "environment.episode_timeout_s",
+        ),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_answered_with_its_new_name(
+    tmp_path: Path, text: str, key: str, ours: str
+) -> None:
+    (tmp_path / "config.toml").write_text(text if text.startswith("[run]") else BASE + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.toml")
+    assert f"{key} = 1: there is no such key; here this is {ours}" in str(caught.value).splitlines()
+
+
 def test_what_keys_of_other_systems_are_here_exists() -> None:
     schedules = {name for schedule in SCHEDULES.values() for name in signature(schedule).parameters}
     for ours in (key for keys in COUNTERPARTS if ":" not in keys for key in keys.split(" and ")):
-        section, _, name = ours.partition(".")
-        kinds = sections_in(RunConfig.model_fields[section].annotation)
+        *sections, name = ours.split(".")
+        kinds = sections_at(sections)
         known = {key for kind in kinds for key in kind.model_fields} if kinds else schedules
         assert name in known, ours
     theirs = [name for names in COUNTERPARTS.values() for name in names.split()]
@@ -95,7 +122,10 @@ def test_a_key_with_the_name_of_a_kind_is_named_in_full(tmp_path: Path) -> None:
     """`python` is a key of [engine] and a kind of [environment]."""
     for text, said in (
         ("[engine]\nkind = 'vllm'\npython = 3\n", "engine.python = 3: "),
-        ("[environment]\nkind = 'python'\nenvironment = 'a:b'\ngrace_s = -1\n", "environment.grace_s = -1: "),
+        (
+            "[environment]\nkind = 'python'\nenvironment = 'a:b'\nparking_timeout_s = -1\n",
+            "environment.parking_timeout_s = -1: ",
+        ),
     ):
         assert message(tmp_path, text).startswith(said)
 
@@ -107,7 +137,7 @@ def test_the_files_of_an_environment_are_relative_to_the_config(tmp_path: Path) 
 
 def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
     assert message(tmp_path, "", {"run.rounds": "many"}).startswith(
-        "run.rounds = 'many': this is not a number"
+        "run.rounds = 'many': input should be a valid integer"
     )
     assert message(tmp_path, "", {"run.rounds": "0"}).startswith(
         "run.rounds = 0: input should be greater than or equal to 1"
@@ -117,12 +147,12 @@ def test_a_value_of_the_wrong_type_names_key_and_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("run.rounds", "true", "run.rounds = True: this is not a number"),
-        ("run.rounds", '"3"', "run.rounds = '3': this is not a number"),
-        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': this is not a number"),
-        ("run.eval_temperature", "true", "run.eval_temperature = True: this is not a number"),
-        ("run.eval_greedy", "1", "run.eval_greedy = 1: write true or false"),
-        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': write true or false"),
+        ("run.rounds", "true", "run.rounds = True: input should be a valid integer"),
+        ("run.rounds", '"3"', "run.rounds = '3': input should be a valid integer"),
+        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': input should be a valid number"),
+        ("run.eval_temperature", "true", "run.eval_temperature = True: input should be a valid number"),
+        ("run.eval_greedy", "1", "run.eval_greedy = 1: input should be a valid boolean"),
+        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': input should be a valid boolean"),
         ("run.rounds", "1" + "0" * 30, "an integer has at most 64 bits"),
         ("run.group_size", "1" + "0" * 18, "less than or equal to 65536"),
         ("model.path", '"a\\u0000b"', "model.path = 'a\\x00b': a path has no NUL character"),
@@ -161,7 +191,7 @@ def test_all_that_is_wrong_comes_in_one_message(tmp_path: Path) -> None:
     [
         ("[run]\nrounds = 1\ngroup_size = 1\n", "schedule = None: it is missing; set it"),
         ("[schedule]\nname = 'serial'\n", "run = None: it is missing; set it"),
-        ("run = 3\n[schedule]\n", "run = 3: input should be a valid dictionary"),
+        ("run = 3\n[schedule]\n", "run = 3: input should be an object"),
         ("model = 3\n[run]\nrounds = 1\ngroup_size = 1\n[schedule]\n", "model = 3: input should be"),
         ("[run\n", "this is not TOML"),
     ],
@@ -251,8 +281,8 @@ def resumed(folder: Path, overrides: dict[str, str], text: str = "") -> tuple[li
         ("run.eval_every", "9"),
         ("run.eval_prompts", "9"),
         ("run.checkpoint_every", "9"),
-        ("run.patience_s", "9"),
-        ("run.give_up_s", "9"),
+        ("run.step_warning_timeout_s", "9"),
+        ("run.step_timeout_s", "9"),
         ("trainer.learning_rate", "1e-3"),
         ("trainer.threads", "2"),
         ("engine.replicas", "2"),
@@ -315,7 +345,9 @@ def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
-@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.critic_learning_rate", "run.patience_s"])
+@pytest.mark.parametrize(
+    "key", ["trainer.learning_rate", "trainer.critic_learning_rate", "run.step_warning_timeout_s"]
+)
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, key: str, number: str) -> None:
     assert message(tmp_path, "", {key: number}).startswith(f"{key} = {number}: input should be")
 

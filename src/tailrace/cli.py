@@ -5,21 +5,53 @@
 2    the arguments or the config cannot work; nothing was started
 129  SIGHUP ended it in order; 130: SIGINT, 143: SIGTERM. The message says what was saved
 
-Modules that take long to load are imported by the functions that need them, so that a signal finds a handler.
+The options of a command are the parameters of its function, and the docstring is their help. What takes long
+to load is imported when it is needed, so that a signal finds a handler.
 """
 
-import argparse
+import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 from tailrace import __version__
 from tailrace.commands.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
 
-OVERRIDES = "any setting of the config can be overridden: --section.key VALUE, for example --run.rounds 5"
+COMMANDS = {
+    "train": ("commands.train:run", "train a model; all files of the run go into the output directory"),
+    "compare": (
+        "commands.compare:compare",
+        "compare schedules: the same weights, prompts and seeds for each",
+    ),
+    "simulate": (
+        "commands.simulate:simulate",
+        "run the schedule in virtual time, on the [sim] section's set-up",
+    ),
+    "fit": ("commands.fit:fit_run", "the costs and lengths of a run, as the [sim] section of a config"),
+    "plan": (
+        "commands.plan:plan",
+        "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",
+    ),
+    "eval": (
+        "commands.evaluate:run",
+        "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
+    ),
+    "inspect": ("commands.inspect:inspect", "what became of every prompt and token of a run"),
+    "view": (
+        "commands.view:view",
+        "a page over the files of runs and simulations: lanes, idle times and their causes, samples",
+    ),
+    "join": (
+        "workers.join:join",
+        "do the work of one role of a run on another host, which names it in host.join",
+    ),
+    "serve": (
+        "commands.serve:serve",
+        "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights",
+    ),
+}
+"""The function of each command, and what `tailrace --help` says of it without importing it."""
+OVERRIDES = "Any setting of a config can be overridden: --section.key VALUE, for example --run.rounds 5."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,147 +75,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Call the function of a command with its options, and with the config or the overrides that it takes."""
-    parser = _parser(is_served="serve" in argv[:1])
-    arguments, words = parser.parse_known_args(argv)
-    options: dict[str, Any] = vars(arguments)
-    command, function, takes = (options.pop(name) for name in ("command", "function", "takes"))
-    overrides = _overrides(parser, words) | {key: options.pop(key) for key in [*options] if "." in key}
-    overrides = {key: value for key, value in overrides.items() if value is not None}
-    if takes == "config":
-        from tailrace.config import load_config
+    import pydantic
+    from cyclopts import App, CycloptsError, Parameter
 
-        options["config"] = load_config(options["config"], overrides)
-    elif takes == "overrides":
-        options["overrides"] = overrides
-    else:
-        for key, value in overrides.items():
-            problem = f"{command} has no config to override"
-            raise ConfigError(f"--{key}", value, problem, f"see tailrace {command} --help")
-    module, _, name = function.partition(":")
-    getattr(import_module(module), name)(**options)
-
-
-def _overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, str]:
-    """Read the words `--a.b value` and `--a.b=value`."""
-    overrides = {}
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while words:
-        key, *words = words
-        if not key.startswith("--") or "." not in key or not words:
-            parser.error(f"unknown argument {key}; {OVERRIDES}")
-        overrides[key.removeprefix("--")], *words = words
-    return overrides
-
-
-def _parser(*, is_served: bool) -> argparse.ArgumentParser:
-    """The commands with their options. An option with a dot in its name overrides that key of the config.
-
-    Args:
-        is_served: whether to add the options of `serve` that are settings, which take long to import.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tailrace", description="Post-train language models on verifiable rewards."
+    app = App(
+        name="tailrace",
+        help="Post-train language models on verifiable rewards.",
+        version=__version__,
+        help_epilogue=OVERRIDES,
+        result_action="return_value",
+        default_parameter=Parameter(negative=(), parse=re.compile("^(?!overrides$)")),
     )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (place, summary) in COMMANDS.items():
+        app.command(f"tailrace.{place}", name=name, help=summary)
+    words, overrides = _split(argv)
+    try:
+        function, bound, not_parsed = app.parse_args(words, print_error=False, exit_on_error=False)
+    except CycloptsError as why:
+        if isinstance(why.__cause__, pydantic.ValidationError):  # of a section whose keys are options
+            detail, *_ = why.__cause__.errors()
+            option = "--" + str(detail["loc"][0]).replace("_", "-")
+            raise ConfigError(option, detail["input"], detail["msg"], "see tailrace serve --help") from why
+        problem = re.sub(r"(?<!\.)\.$", "", str(why))
+        raise ConfigError("arguments", " ".join(words), problem, "see tailrace COMMAND --help") from why
+    if "overrides" in not_parsed:
+        bound.arguments["overrides"] = overrides
+    elif overrides:
+        (key, value), *_ = overrides.items()
+        problem = f"{words[0]} has no config to override"
+        raise ConfigError(f"--{key}", value, problem, f"see tailrace {words[0]} --help")
+    function(*bound.args, **bound.kwargs)
 
-    def add(
-        name: str, function: str, summary: str, *, config: str = "CONFIG.toml", takes: str = "config"
-    ) -> argparse.ArgumentParser:
-        epilog = OVERRIDES if takes else None
-        sub = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
-        if config:
-            dest = "path" if config.startswith("RUN") else "config"
-            sub.add_argument(dest, type=Path, metavar=config)
-        sub.set_defaults(function=f"tailrace.{function}", takes=takes)
-        return sub
 
-    def json_option(sub: argparse.ArgumentParser, what: str) -> None:
-        sub.add_argument("--json", dest="json_path", type=Path, metavar="F", help=what)
-
-    summary = "train a model; all files of the run go into the output directory"
-    sub = add("train", "commands.train:run", summary)
-    sub.add_argument("--output-dir", type=Path, required=True, metavar="D")
-    sub.add_argument("--resume", action="store_true", help="continue the run in D, if one has begun there")
-    sub.add_argument("--dry-run", action="store_true", help="check the config, print it resolved, and stop")
-
-    summary = "compare schedules: the same weights, prompts and seeds for each"
-    sub = add("compare", "commands.compare:compare", summary)
-    sub.add_argument(
-        "--schedules",
-        dest="compare.schedules",
-        type=lambda names: str(names.split(",")),
-        metavar="A,B",
-        help="instead of compare.schedules",
-    )
-    sub.add_argument("--repeats", dest="compare.repeats", metavar="N", help="instead of compare.repeats")
-    sub.add_argument("--virtual", action="store_true", help="in virtual time; no model is needed")
-    sub.add_argument("--output-dir", dest="folder", type=Path, metavar="D", help="the files of each schedule")
-    json_option(sub, "the medians")
-
-    summary = "run the schedule in virtual time, on the [sim] section's set-up"
-    sub = add("simulate", "commands.simulate:run", summary, takes="overrides")
-    sub.add_argument(
-        "--output-dir", dest="folder", type=Path, metavar="D", help="metrics, summary and events"
-    )
-    found = "with the costs and lengths of this run, instead of [sim]"
-    sub.add_argument("--like", dest="like_run", type=Path, metavar="RUN", help=found)
-    json_option(sub, "the summary")
-
-    summary = "the costs and lengths of a run, as the [sim] section of a config"
-    sub = add("fit", "commands.fit:fit_run", summary, config="RUN", takes="")
-    sub.add_argument("--output", type=Path, metavar="F.toml", help="where [sim] goes; printed without it")
-
-    summary = "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time"
-    sub = add("plan", "commands.plan:plan", summary, config="CLUSTER.toml")
-    found = "responses are as long as those of this run; 'model' or without it: as in [sim.lengths]"
-    sub.add_argument("--lengths", default="model", metavar="RUN", help=found)
-    sub.add_argument("--output", type=Path, metavar="F.toml", help="a config with the fastest candidate")
-    json_option(sub, "all candidates that were measured")
-
-    summary = "score held-out prompts with the newest checkpoint of a run, or with the model of a config"
-    sub = add("eval", "commands.evaluate:run", summary, config="RUN or CONFIG.toml", takes="overrides")
-    sub.add_argument("--model", type=Path, metavar="M", help="weights instead: a Hugging Face folder")
-    json_option(sub, "the accuracy")
-
-    summary = "what became of every prompt and token of a run"
-    sub = add("inspect", "commands.inspect:run", summary, config="RUN", takes="overrides")
-    sub.add_argument("--group", dest="prompt", type=int, metavar="N", help="the life of one prompt's group")
-    sub.add_argument("--json", dest="as_json", action="store_true")
-
-    summary = "a page over the files of runs and simulations: lanes, idle times and their causes, samples"
-    sub = add("view", "commands.view:view", summary, config="", takes="")
-    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="output directories; only read")
-    where = sub.add_mutually_exclusive_group()
-    where.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1; by default a free one")
-    where.add_argument("--output", type=Path, metavar="F.html", help="write the page as one file instead")
-    perfetto = "write the events of one run for ui.perfetto.dev instead"
-    where.add_argument("--perfetto", type=Path, metavar="F.json", help=perfetto)
-
-    summary = "do the work of one role of a run on another host, which names it in host.join"
-    sub = add("join", "workers.join:join", summary, config="", takes="")
-    sub.add_argument("role", choices=("trainer", "reference", "engine", "reward"))
-    sub.add_argument("address", metavar="HOST:PORT", help="as host.listen of the run")
-    found = "the token that the run prints; without it: $TAILRACE_JOIN_TOKEN"
-    sub.add_argument("--token", metavar="T", help=found)
-
-    summary = "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights"
-    sub = add("serve", "commands.serve:run", summary, config="", takes="")
-    sub.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
-    found = (
-        "has the bearer token, or receives a new one; without it: $TAILRACE_TOKEN, or a new one is printed"
-    )
-    sub.add_argument("--token-file", type=Path, metavar="F", help=found)
-    if is_served:
-        from tailrace.commands.serve import settings_of_options
-
-        for name, field in settings_of_options().items():
-            kind = {int: int, float: float}.get(field.annotation, str)  # type: ignore[arg-type]
-            what = str(field.description).partition(". ")[0].rstrip(".")
-            what += "" if field.is_required() or field.default is None else f"; {field.default} by default"
-            sub.add_argument(f"--{name.replace('_', '-')}", type=kind, help=what)
-    return parser
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--a.b value` and `--a.b=value` out of the words."""
+    words, overrides, left = [], {}, iter(argv)
+    for word in left:
+        key, joined, value = word.partition("=")
+        if not (key.startswith("--") and "." in key):
+            words.append(word)
+        elif joined or (value := next(left, "")):
+            overrides[key.removeprefix("--")] = value
+        else:
+            raise ConfigError(key, None, "it has no value", "write --section.key VALUE")
+    return words, overrides
 
 
 if __name__ == "__main__":

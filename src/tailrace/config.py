@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
@@ -29,6 +29,7 @@ from tailrace.settings import (
     CHOSEN,
     RESUMABLE,
     InFolder,
+    PlainPath,
     Resumable,
     Settings,
     absolute_function,
@@ -73,8 +74,17 @@ COUNTERPARTS: Mapping[str, str] = {
     "reward.functions": "reward_funcs",
     "record.trackers": "report_to",
     "nothing: each sample is trained once": "num_iterations ppo_epochs",
+    "run.step_warning_timeout_s": "patience_s",
+    "run.step_timeout_s": "run.give_up_s",
+    "engine.recovery_timeout_s": "engine.give_up_s",
+    "engine.start_timeout_s": "start_s",
+    "reward.judges.retry_timeout_s": "reward.judges.give_up_s",
+    "environment.parking_timeout_s": "grace_s",
+    "environment.episode_timeout_s": "environment.timeout_s",
+    "weights.message_timeout_s": "weights.timeout_s",
+    "host.placement_timeout_s": "place_s",
 }
-"""Our keys, and what TRL and verl call them."""
+"""Our keys, and what TRL, verl and earlier versions call them: a name in any section, or section and name."""
 NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets."""
 
@@ -87,7 +97,7 @@ def _model_folder(folder: Path, text: str) -> str:
 class ModelSettings(Settings):
     """The model that is trained."""
 
-    path: Annotated[Path, InFolder(_model_folder)]
+    path: Annotated[PlainPath, InFolder(_model_folder)]
     """A Hugging Face folder with config.json, safetensors files and a tokenizer, or the id of such a model on
     the hub, `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
@@ -141,16 +151,6 @@ class RunConfig(Settings):
     record: Resumable[RecordSettings] = RecordSettings()
     sim: Resumable[SimSettings] = SimSettings()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_tasks_as_data(cls, tree: Any) -> Any:
-        """The tasks of a taskset of verifiers are the data: [data] takes over what names them."""
-        environment = tree.get("environment") if isinstance(tree, dict) else None
-        if not isinstance(environment, dict) or environment.get("kind") != "verifiers":
-            return tree
-        names = {key: environment[key] for key in TASKSET_KEYS if key in environment}
-        return {**tree, "data": {"kind": "verifiers", **(tree.get("data") or {}), **names}}
-
     @model_validator(mode="after")
     def _check_together(self) -> "RunConfig":
         check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
@@ -199,10 +199,35 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         schedule["name"] = absolute_function(path.parent, name)
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
-    try:
-        return RunConfig.model_validate(tree)
+    config: RunConfig = validated(RunConfig, _with_tasks_as_data(tree))
+    return config
+
+
+def validated(kind: Any, value: object, key: str = "") -> Any:
+    """A value of a TOML file as a type. No number, text or boolean is turned into one of another type.
+
+    Args:
+        key: of the value, for the error.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    for name, leaf in _leaves({key: value}):
+        if isinstance(leaf, int) and abs(leaf) >= 2**63:
+            raise ConfigError(name.lstrip("."), leaf, "an integer has at most 64 bits", "change it")
+    try:  # pydantic takes JSON's lists and texts for tuples and paths, and is strict with everything else
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as why:
-        raise explain(why) from None
+        raise _joined([_explained(dict(detail), key) for detail in why.errors()]) from None
+
+
+def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tasks of a taskset of verifiers are the data: [data] takes over what names them."""
+    environment, data = tree.get("environment"), tree.get("data", {})
+    if not isinstance(environment, dict) or environment.get("kind") != "verifiers":
+        return tree
+    names = {key: environment[key] for key in TASKSET_KEYS if key in environment}
+    return {**tree, "data": {"kind": "verifiers", **data, **names} if isinstance(data, dict) else data}
 
 
 def require_sections(config: RunConfig, *names: str) -> None:
@@ -233,14 +258,9 @@ def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]
 
 def may_change(key: str) -> bool:
     """Return whether a resumed run may have changed a key."""
-    sections: list[type[Settings]] = [RunConfig]
-    for part in key.split("."):
-        if not part.isdigit():
-            fields = _fields(sections, part)
-            if any(RESUMABLE in marks_of(field) for field in fields):
-                return True
-            sections = [section for field in fields for section in sections_in(field.annotation)]
-    return False
+    parts = [part for part in key.split(".") if not part.isdigit()]
+    fields = [field for n, part in enumerate(parts) for field in _fields(sections_at(parts[:n]), part)]
+    return any(RESUMABLE in marks_of(field) for field in fields)
 
 
 def check_resumable(old: str, config: RunConfig) -> None:
@@ -277,17 +297,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def explain(error: ValidationError, prefix: str = "") -> ConfigError:
-    """Turn all errors of a validation into one error that names key, value and remedy of each."""
-    return _joined([_explain_one(dict(detail), prefix) for detail in error.errors()])
-
-
 def _joined(errors: Sequence[ConfigError]) -> ConfigError:
     errors[0].args = ("\n".join(map(str, errors)),)
     return errors[0]
 
 
-def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
+def _explained(detail: Mapping[str, Any], prefix: str) -> ConfigError:
     parts = [*prefix.split("."), *_without_tags(detail["loc"])]
     key = ".".join(part for part in parts if part)
     value, kind = detail.get("input"), detail["type"]
@@ -295,7 +310,7 @@ def _explain_one(detail: Mapping[str, Any], prefix: str) -> ConfigError:
         return ConfigError(key, value, "there is no such key", _suggest(key.split(".")))
     if kind == "missing":
         return ConfigError(key, None, "it is missing", "set it")
-    message = str(detail["msg"])
+    message = str(detail["msg"]).removeprefix("Value error, ")
     return ConfigError(key, value, message[0].lower() + message[1:], "change it")
 
 
@@ -318,14 +333,21 @@ def _tags(section: type[Settings] = Settings) -> set[str]:
 
 def _suggest(parts: Sequence[str]) -> str:
     """Return a remedy for an unknown key of a section."""
-    sections: list[type[Settings]] = [RunConfig]
-    for part in parts[:-1]:
-        fields = _fields(sections, part)
-        sections = [section for field in fields for section in sections_in(field.annotation)]
-    ours = [key for key, theirs in COUNTERPARTS.items() if parts[-1] in theirs.split()]
+    parts = [part for part in parts if not part.isdigit()]
+    theirs = {parts[-1], ".".join(parts)}
+    ours = [key for key, names in COUNTERPARTS.items() if theirs.intersection(names.split())]
     if ours:
         return f"here this is {ours[0]}"
-    return did_you_mean(parts[-1], dict.fromkeys(key for section in sections for key in section.model_fields))
+    known = (key for section in sections_at(parts[:-1]) for key in section.model_fields)
+    return did_you_mean(parts[-1], dict.fromkeys(known))
+
+
+def sections_at(parts: Sequence[str]) -> list[type[Settings]]:
+    """Return the sections that may stand at a dotted key, without the numbers of arrays."""
+    sections: list[type[Settings]] = [RunConfig]
+    for part in parts:
+        sections = [inner for field in _fields(sections, part) for inner in sections_in(field.annotation)]
+    return sections
 
 
 def _fields(sections: Sequence[type[Settings]], name: str) -> list[FieldInfo]:

@@ -1,36 +1,8 @@
-"""The tree of errors.
-
-TailraceError
-|-- ConfigError          the user's words: key, value, remedy; before anything starts; exit code 2
-|-- ScheduleError        a schedule did what it must not do
-|   |-- StalenessError   it trained tokens older than it promised
-|   |-- NeverComes       it waits for more groups than are in flight
-|   `-- GroupsLost       it took groups and neither trained, dropped nor parked them
-|-- LedgerError          tokens are unaccounted for, or the ledger cannot be read or written
-|-- Stuck                every task waits and no timer is set; names which task waits for what
-|-- WorkerDied           a worker process ended; carries its traceback
-|-- NotFinite            optimizer steps had no finite loss or gradient; names the first of them
-|-- CheckpointError      a checkpoint that cannot be read or belongs to another config
-|-- DiskFull             a file of the run could not be written; names the file
-|-- Interrupted          a signal ended the run in order; exit code 128 + its number
-|-- Evicted              an engine gives a request back; its tokens are kept; another engine continues it
-|   `-- EngineDied      the engine has ended
-|-- EnginesLost          all engines are dead and none came back in time
-|-- TransferFailed       weights did not reach an engine; names the peer; sending again may succeed
-|-- WeightsRefused       published tensors are not those of the served model; nothing was touched
-|-- NotWoken             an engine could not take the memory of its device back; it sleeps on
-|-- ServerRefused        an inference server answered with an error
-|-- SandboxFailed        a sandbox did not start its program; starting it again may succeed
-|-- EnvironmentBroken    the environment fails in every episode; carries the first cause
-|-- EnvironmentFailed    an episode cannot be played: data, not a crash
-|-- RewardBroken         the reward function always fails; carries the first traceback
-|-- RewardFailed         a sample has no reward: data, not a crash
-`-- BadRow               a row of the data has no usable prompt: data, not a crash
-"""
+"""Every error that a user can meet. A ConfigError ends a command with code 2, before anything starts."""
 
 import difflib
 from collections.abc import Collection
-from typing import Self
+from typing import ClassVar, Self
 
 
 class TailraceError(Exception):
@@ -155,41 +127,37 @@ class SandboxFailed(TailraceError):
     """A sandbox did not start its program. Starting it again may succeed."""
 
 
-class RewardBroken(TailraceError):
-    """The reward function failed so often in sequence that the run ends.
+class _TooManyFailures(TailraceError):
+    """So many failures in sequence that the run ends.
 
     Args:
-        num_failures: consecutive failures.
         first: reason and traceback of the first of them.
     """
 
+    words: ClassVar[str]
+
     def __init__(self, num_failures: int, first: str) -> None:
-        super().__init__(
-            f"the last {num_failures} samples in sequence could not be rewarded (reward.max_failures); "
-            f"the first failure: {first}"
-        )
+        super().__init__(f"the last {num_failures} {self.words}; the first failure: {first}")
 
 
-class RewardFailed(TailraceError):
-    """A sample has no reward.
+class RewardBroken(_TooManyFailures):
+    """The reward function failed for so many samples in sequence that the run ends."""
 
-    Args:
-        reason: what the metrics count it under.
-        detail: the traceback of the user's function, or what is known of the cause.
-        is_defect: the exception is of a kind that shows a defect of the function, whatever the completion is.
-    """
-
-    def __init__(self, reason: str, detail: str = "", *, is_defect: bool = False) -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail, self.is_defect = reason, detail, is_defect
+    words = "samples in sequence could not be rewarded (reward.max_failures)"
 
 
-class EnvironmentFailed(TailraceError):
-    """An environment cannot play an episode to its end: the sample fails.
+class EnvironmentBroken(_TooManyFailures):
+    """So many episodes failed in sequence that the run ends."""
+
+    words = "episodes in sequence failed (environment.max_failures)"
+
+
+class _CountedFailure(TailraceError):
+    """Data, not a crash: one sample or row fails.
 
     Args:
         reason: what the metrics count it under, a few words.
-        detail: what is known of the cause.
+        detail: what is known of the cause, such as the traceback of the user's function.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -197,27 +165,24 @@ class EnvironmentFailed(TailraceError):
         self.reason, self.detail = reason, detail
 
 
-class EnvironmentBroken(TailraceError):
-    """So many episodes failed in sequence that the run ends.
+class RewardFailed(_CountedFailure):
+    """A sample has no reward.
 
     Args:
-        num_failures: consecutive failures.
-        first: reason and traceback of the first of them.
+        is_defect: the exception is of a kind that shows a defect of the function, whatever the completion is.
     """
 
-    def __init__(self, num_failures: int, first: str) -> None:
-        super().__init__(
-            f"the last {num_failures} episodes in sequence failed (environment.max_failures); the first "
-            f"failure: {first}"
-        )
+    def __init__(self, reason: str, detail: str = "", *, is_defect: bool = False) -> None:
+        super().__init__(reason, detail)
+        self.is_defect = is_defect
 
 
-class BadRow(TailraceError):
-    """A row of the data has no usable prompt. Metrics count it under `reason`."""
+class EnvironmentFailed(_CountedFailure):
+    """An environment cannot play an episode to its end: the sample fails."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+
+class BadRow(_CountedFailure):
+    """A row of the data has no usable prompt."""
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

@@ -7,13 +7,11 @@ these modules imports torch, so a config is checked before torch is loaded.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, LiteralString, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 CHOSEN: JsonDict = {"chosen": True}
 """Of a field that a live run on this host chooses from the machine where the config does not set it
@@ -47,7 +45,14 @@ def absolute_function(folder: Path, text: str) -> str:
     return _absolute(folder, text) if text.partition(":")[0].endswith(".py") else text
 
 
-RunPath = Annotated[Path, InFolder(_absolute)]
+def _without_nul(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("a path has no NUL character")
+    return path
+
+
+PlainPath = Annotated[Path, AfterValidator(_without_nul)]
+RunPath = Annotated[PlainPath, InFolder(_absolute)]
 """A path, in a config file relative to it."""
 RunFunction = Annotated[str, InFolder(absolute_function)]
 """'package.module:function', or 'path/to/file.py:function'; in a config file the path is relative to it."""
@@ -67,24 +72,9 @@ def default_tag(default: str, key: str = "kind") -> Discriminator:
 
 
 class Settings(BaseModel):
-    """One section of the config. Numbers are finite, and no value is turned into one of another type."""
+    """One section of the config. Numbers are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_types(cls, tree: Any) -> Any:
-        given = tree if isinstance(tree, dict) else {}
-        fields = {name: field for name, field in cls.model_fields.items() if name in given}
-        problems = {name: type_problem(given[name], field.annotation) for name, field in fields.items()}
-        errors = [
-            InitErrorDetails(type=PydanticCustomError("type", problem), loc=(name,), input=given[name])
-            for name, problem in problems.items()
-            if problem
-        ]
-        if errors:
-            raise ValidationError.from_exception_data(cls.__name__, errors)
-        return tree
 
 
 def sections_in(annotation: Any) -> list[type[Settings]]:
@@ -105,25 +95,3 @@ def _marks_in(annotation: Any) -> Iterator[object]:
         yield from annotation.__metadata__
     for part in get_args(annotation):
         yield from _marks_in(part)
-
-
-def type_problem(value: object, annotation: Any) -> LiteralString | None:
-    """Return why a value is none of an annotation, where pydantic would convert it: booleans, numbers and
-    texts. Its strict mode would also refuse the lists and texts of TOML for tuples and paths."""
-    types = _types_in(annotation) - {NoneType}
-    wrong = {bool: bool not in types, int: types == {bool}, float: types == {bool}, str: str not in types}
-    if types & {bool, int, float} and types <= wrong.keys() and wrong.get(type(value)):
-        return "write true or false" if types == {bool} else "this is not a number"
-    if Path in types and "\0" in str(value):
-        return "a path has no NUL character"
-    return "an integer has at most 64 bits" if isinstance(value, int) and abs(value) >= 2**63 else None
-
-
-def _types_in(annotation: Any) -> set[Any]:
-    """The types of a union, or the one type."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _types_in(parts[0])
-    if origin in (Union, UnionType):
-        return {each for part in parts for each in _types_in(part)}
-    return {type(each) for each in parts} if origin is Literal else {annotation}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.assembly.placement import check_placement, sim_shared
+from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
@@ -85,4 +85,4 @@ def test_a_schedule_that_never_stops_generating_is_refused_on_shared_devices() -
 def test_simulated_engines_may_be_joined() -> None:
     overrides = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
     config = load_config(QUICKSTART, overrides)
-    assert sim_shared(config, config.sim) == Shared(max_width=4)
+    assert device_sharing(config, config.sim) == Shared(max_width=4)

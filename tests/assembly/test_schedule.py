@@ -112,7 +112,7 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
         (
             "serial",
             {"groups_per_round": "many", "groups_per_step": 2},
-            "schedule.groups_per_round = 'many': this is not a number",
+            "schedule.groups_per_round = 'many': input should be a valid integer",
         ),
         (
             "serial",
@@ -328,6 +328,8 @@ def test_a_schedule_of_endless_rounds_is_refused_with_its_numbers(
     assert all(f"'{key}': {value}" in said for key, value in parameters.items())
 
 
-@pytest.mark.parametrize(("value", "said"), [(True, "this is not a number"), (10**30, "at most 64 bits")])
+@pytest.mark.parametrize(
+    ("value", "said"), [(True, "input should be a valid integer"), (10**30, "at most 64 bits")]
+)
 def test_a_parameter_is_not_turned_into_one_of_another_type(value: object, said: str) -> None:
     assert said in message("serial", groups_per_round=value, groups_per_step=1)

@@ -58,6 +58,26 @@ def test_a_wrong_setting_ends_with_code_2_and_names_key_value_and_remedy(
     assert not (config_path.parent / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian run.toml", 'Unknown command "trian". Did you mean "train"?'),
+        ("train run.toml", "--output-dir requires an argument"),
+        ("train run.toml --output-dir out --resum", "Unknown option: --resum. Did you mean --resume?"),
+        ("train run.toml --output-dir out --run.rounds", "--run.rounds = None: it has no value"),
+        ("view run --port 1 --output page.html", "Mutually exclusive arguments"),
+        ("view run --port a", 'unable to convert "a" into int'),
+        ("fit run --run.rounds 3", "--run.rounds = '3': fit has no config to override"),
+        ("view", "parameter RUNS requires an argument"),
+    ],
+)
+def test_arguments_that_cannot_be_understood_end_with_code_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "compare", "simulate", "eval"])
 def test_every_command_refuses_a_key_that_the_schedule_lacks(
     command: str, config_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from helpers.small_run import write_small_run
 from tailrace.cli import main
-from tailrace.commands.compare import Comparison, Racer, in_turn
+from tailrace.commands.compare import ComparedSchedule, Comparison, in_turn
 from tailrace.config import load_config
 from tailrace.page.run import open_runs
 from tailrace.record.figures import LAPS, Row
@@ -142,9 +142,9 @@ def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
 SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
 
 
-def racer(folder: Path, **overrides: str) -> Racer:
+def racer(folder: Path, **overrides: str) -> ComparedSchedule:
     config = write_small_run(folder)
-    return Racer(
+    return ComparedSchedule(
         load_config(config, {key.replace("__", "."): value for key, value in overrides.items()}), SERIAL
     )
 

@@ -8,9 +8,8 @@ import pytest
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.inspect import inspect
-from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import FORMAT, Cut, GroupRow, LedgerSettings, LifeRow, RunRow, SampleRow
+from tailrace.ledger.base import FORMAT, Cut, GroupRow, LifeRow, RunRow, SampleRow
 from tailrace.ledger.sqlite import LEDGER_FILE, SqliteStore
 
 TURNS = (
@@ -28,12 +27,13 @@ def test_the_turns_of_a_sample_are_shown_and_it_has_ended_with_its_episode(
     group = GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)
     with closing(SqliteStore.create(tmp_path / LEDGER_FILE)) as store:
         store.commit(Cut([RunRow(FORMAT, 1, 0), LifeRow(1, 0, 0, 0, 0, 0), group, row]))
-    config = RunConfig.model_construct(ledger=LedgerSettings())
-    inspect(config, tmp_path, prompt=0, as_json=True)
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("run = { rounds = 1, group_size = 2 }\nschedule = { name = 'serial' }\n")
+    inspect(tmp_path, group=0, as_json=True, overrides={})
     (sample,) = json.loads(capsys.readouterr().out)["samples"]
     assert sample["finish_reason"] == ended
     assert [turn["num_tokens"] for turn in sample["turns"]] == [3, 5]
-    inspect(config, tmp_path, prompt=0, as_json=False)
+    inspect(tmp_path, group=0, overrides={})
     assert "3 (2, 2)*, 2 (0, 0)" in capsys.readouterr().out
 
 

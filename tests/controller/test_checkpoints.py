@@ -9,7 +9,7 @@ import pytest
 from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simulate
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts
+from tailrace.controller.base import RunComponents
 from tailrace.errors import CheckpointError
 from tailrace.ledger.recovery import read_books
 from tailrace.record.events import RoundStarted, Saved, Stepped
@@ -20,7 +20,7 @@ ROUND_S = [event.time_s for event in simulate(SERIAL).of(RoundStarted)]
 """When each round starts if no checkpoint holds it up."""
 
 
-def slow(write_s: float, fails: str = "") -> Callable[[], Parts]:
+def slow(write_s: float, fails: str = "") -> Callable[[], RunComponents]:
     return lambda: replace(simulated_parts(SIM, 0), trainer=SlowDisk(SIM.trainer, write_s, fails))
 
 

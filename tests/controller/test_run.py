@@ -28,7 +28,7 @@ from helpers.virtual import (
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.watchdog import watch_controller_lag
@@ -251,7 +251,7 @@ def test_a_round_that_ends_without_the_step_is_refused() -> None:
 # -- losses that are not finite -------------------------------------------------------------------
 
 
-def losing(*lost: int, loss: float = nan) -> Callable[[], Parts]:
+def losing(*lost: int, loss: float = nan) -> Callable[[], RunComponents]:
     """Parts whose trainer has this loss, and no finite gradient, in these steps."""
 
     class Trainer(SimTrainer):
@@ -353,7 +353,7 @@ def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
         async for _ in run.rounds():
             await run.pool.take(2, lambda ready, wanted: [])
 
-    settings, outcome = change(ONE_ROUND, patience_s=10.0, give_up_s=25.0), Outcome()
+    settings, outcome = change(ONE_ROUND, step_warning_timeout_s=10.0, step_timeout_s=25.0), Outcome()
     with pytest.raises(Stuck, match=r"no optimizer step for 30 s: the pool: 2 complete groups \(2 there\)"):
         simulate(choosy, settings, EXACT, into=outcome)
     waits = [(event.time_s, event.quiet_s) for event in outcome.of(Waiting)]
@@ -361,7 +361,7 @@ def test_a_long_wait_says_what_it_waits_for_and_in_the_end_gives_up() -> None:
 
 
 def test_a_step_is_what_patience_waits_for() -> None:
-    settings = RunSettings(rounds=3, group_size=2, patience_s=40.0, give_up_s=100.0)
+    settings = RunSettings(rounds=3, group_size=2, step_warning_timeout_s=40.0, step_timeout_s=100.0)
     outcome = simulate(
         partial(serial, groups_per_round=2, groups_per_step=2), settings, EXACT
     )  # a step every 10 + 44 s
@@ -393,7 +393,7 @@ def test_rows_without_a_prompt_are_counted_and_the_next_one_is_drawn() -> None:
                 raise BadRow("no prompt")
             return Prompt(index, [1])
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         return replace(simulated_parts(EXACT, seed=0), prompts=Rows(), held_out=Rows())
 
     outcome = simulate(
@@ -413,7 +413,7 @@ def test_data_without_any_usable_row_ends_the_run_and_says_so() -> None:
         def __getitem__(self, index: int) -> Prompt:
             raise BadRow("no prompt")
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         return replace(simulated_parts(EXACT, seed=0), prompts=NoRows())
 
     with pytest.raises(

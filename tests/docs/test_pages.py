@@ -7,11 +7,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tailrace.config import RunConfig, sections_in
+from tailrace.config import RunConfig, sections_at
 from tailrace.controller.run import Run
 from tailrace.schedules import SCHEDULES
 
@@ -90,11 +90,9 @@ def test_the_schedule_of_the_readme_is_the_one_that_runs() -> None:
 
 def keys_of(section: str, rest: list[str]) -> Iterator[bool]:
     """Whether each part of a dotted key exists below a section of the config."""
-    sections = sections_in(RunConfig.model_fields[section].annotation)
-    for part in rest:
-        fields: list[Any] = [each.model_fields[part] for each in sections if part in each.model_fields]
-        yield bool(fields) or not sections  # below a table of anything, such as [schedule]
-        sections = [inner for field in fields for inner in sections_in(field.annotation)]
+    for number, part in enumerate(rest):
+        sections = sections_at([section, *rest[:number]])  # none: a table of anything, such as [schedule]
+        yield not sections or any(part in each.model_fields for each in sections)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=page_name)
@@ -141,7 +139,7 @@ def test_options_of_commands_that_the_pages_show_exist(name: str) -> None:
     words = (sys.executable, "-m", "tailrace.cli", name, "--help")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    offered = set(re.findall(r"--[a-z-]+", done.stdout))
+    offered = {"--help", *re.findall(r"--[a-z-]+", done.stdout)}
     assert options_of(name) - offered == set()
 
 

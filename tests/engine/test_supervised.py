@@ -402,7 +402,7 @@ def test_the_run_ends_with_every_cause_once_no_engine_has_come_back_in_time() ->
     assert isinstance(error, ExceptionGroup)  # of the watch's own tasks
     assert isinstance(error.exceptions[0], EnginesLost)
     assert str(error.exceptions[0]) == (
-        "all engines are dead for 100 s (engine.give_up_s). one: no memory; one: no device"
+        "all engines are dead for 100 s (engine.recovery_timeout_s). one: no memory; one: no device"
     )
     died_s = [next(at_s for at_s, state, _ in world.states if state == "dead") for world in worlds]
     assert died_s == [START_S + 20.0, 2 * START_S + 40.0]

@@ -72,5 +72,5 @@ def episode(sample: Sample, script: Script, *, max_context_tokens: int = 512) ->
         text_of(TOKENIZER),
         max_completion_tokens=256,
         max_context_tokens=max_context_tokens,
-        grace_s=0.0,
+        parking_timeout_s=0.0,
     )

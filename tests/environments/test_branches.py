@@ -25,7 +25,7 @@ CHARACTERS = tokenizer(QWEN3)
 START, END = CHARACTERS.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 ENCODER = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), CHARACTERS, 4096)
 OBSERVE = Chat(CHARACTERS, "agent", {}).observe
-LIMITS: Any = {"max_completion_tokens": 999, "max_context_tokens": 4096, "grace_s": 0.0}
+LIMITS: Any = {"max_completion_tokens": 999, "max_context_tokens": 4096, "parking_timeout_s": 0.0}
 USER = {"role": "user", "content": "1+1?"}
 SURE = {"role": "user", "content": "sure?"}
 TURNS = ("<think>\nhm\n</think>\n\n2", "<think>\nno\n</think>\n\n3", "<think>\noh\n</think>\n\n4")

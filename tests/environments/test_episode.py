@@ -35,7 +35,7 @@ def episode(sample: Sample, engine: Engine, **limits: int) -> Episode:
         assert last_id == END
         return [7] * len(messages)
 
-    bounds = {"max_completion_tokens": 100, "max_context_tokens": 100, "grace_s": 5, **limits}
+    bounds = {"max_completion_tokens": 100, "max_context_tokens": 100, "parking_timeout_s": 5, **limits}
     return Episode(sample, engine.serve, observe, lambda ids: " ".join(map(str, ids)), **bounds)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts
+from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
 from tailrace.engine.base import TokenCounter, Usage
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
@@ -73,10 +73,10 @@ class Life:
         self.die("it was closed")
 
 
-def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], Parts]:
+def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], RunComponents]:
     """Parts whose engines are supervised. They open when `mortality` runs beside the schedule."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         simulated, chance = simulated_parts(sim, seed), random.Random(seed)
 
         def supervised(engine: SimEngine) -> SupervisedEngine:
@@ -93,13 +93,13 @@ def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], Parts]:
     return parts
 
 
-async def mortality(parts: Parts, run: Run, *, kills_s: list[tuple[float, int]]) -> None:
+async def mortality(parts: RunComponents, run: Run, *, kills_s: list[tuple[float, int]]) -> None:
     """Open and keep the engines, and kill the present life of one at each of the moments."""
     engines = [engine for engine in parts.engines if isinstance(engine, SupervisedEngine)]
     for engine in engines:
         await engine.open()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch_engines(engines, give_up_s=300.0))
+        tasks.create_task(watch_engines(engines, recovery_timeout_s=300.0))
         for at_s, number in kills_s:
             tasks.create_task(_kill(engines[number], at_s))
 

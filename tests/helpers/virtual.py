@@ -13,9 +13,8 @@ from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.execution import Outcome as Ended
-from tailrace.controller.execution import execute
+from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.engine.base import Usage
@@ -165,12 +164,12 @@ class Outcome:
 
     events: list[Event] = field(default_factory=list)
     run: Run = field(init=False)
-    parts: Parts = field(init=False)
+    parts: RunComponents = field(init=False)
     ended_s: float = field(init=False)
     usages: list[Usage] = field(default_factory=list)
     """Of the engines, at the end."""
     killed: bool = False
-    ended: Ended = field(init=False)
+    ended: RunResult = field(init=False)
 
     def on(self, event: Event) -> None:
         self.events.append(event)
@@ -207,7 +206,7 @@ class Book:
     """How long a commit takes; a kill meanwhile loses it."""
     flush_s: float = 0.2
 
-    def starting_point(self, parts: Parts, checkpoints: Path, seed: int) -> StartingPoint:
+    def starting_point(self, parts: RunComponents, checkpoints: Path, seed: int) -> StartingPoint:
         if not self.store.rows(RunRow):
             return first_life()
         return next_life(
@@ -236,7 +235,7 @@ class Book:
         return asyncio.ensure_future(commit())
 
 
-Beside = Callable[[Parts, Run], Coroutine[Any, Any, None]]
+Beside = Callable[[RunComponents, Run], Coroutine[Any, Any, None]]
 
 
 class Death(NamedTuple):
@@ -250,7 +249,7 @@ class Death(NamedTuple):
 def dying(*deaths: Death) -> Beside:
     """Engines that die and come back with the weights of the day."""
 
-    async def one(death: Death, parts: Parts, run: Run) -> None:
+    async def one(death: Death, parts: RunComponents, run: Run) -> None:
         await asyncio.sleep(death.at_s)
         engine = parts.engines[death.engine]
         assert isinstance(engine, SimEngine)
@@ -260,7 +259,7 @@ def dying(*deaths: Death) -> Beside:
         await asyncio.sleep(death.down_s)
         engine.revive()
 
-    async def all_of_them(parts: Parts, run: Run) -> None:
+    async def all_of_them(parts: RunComponents, run: Run) -> None:
         await asyncio.gather(*(one(death, parts, run) for death in deaths))
 
     return all_of_them
@@ -280,7 +279,7 @@ def regenerated(events: list[Event]) -> list[RequestStarted]:
     return wrong
 
 
-async def reporting(parts: Parts, run: Run) -> None:
+async def reporting(parts: RunComponents, run: Run) -> None:
     """Engines that bring their samples up to date, as live ones do."""
     while True:
         await asyncio.sleep(0.1)
@@ -290,7 +289,7 @@ async def reporting(parts: Parts, run: Run) -> None:
 
 
 def beside_each_other(*all_of_them: Beside) -> Beside:
-    async def together(parts: Parts, run: Run) -> None:
+    async def together(parts: RunComponents, run: Run) -> None:
         await asyncio.gather(*(one(parts, run) for one in all_of_them))
 
     return together
@@ -306,7 +305,7 @@ def simulate(
     kill_at_s: float | None = None,
     interrupt_at_s: float | None = None,
     beside: Beside | None = None,
-    parts: Callable[[], Parts] | None = None,
+    parts: Callable[[], RunComponents] | None = None,
     algorithm: AlgorithmSettings | None = None,
     shared: Shared = DISAGGREGATED,
     into: Outcome | None = None,
@@ -368,7 +367,7 @@ def simulate(
     return outcome
 
 
-async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
+async def rewind(parts: RunComponents, checkpoint: Path, version: int) -> None:
     """What a resumed run does first: the trainer from the checkpoint, its weights to the engines."""
     await parts.trainer.restore(checkpoint)
     weights = await parts.trainer.publish(version)
@@ -378,10 +377,10 @@ async def rewind(parts: Parts, checkpoint: Path, version: int) -> None:
 
 def worlds(
     sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1, replicas: int = 1
-) -> Callable[[], Parts]:
+) -> Callable[[], RunComponents]:
     """Parts whose responses have the lengths of a table."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
         return replace(simulated_parts(sim, seed=0, replicas=replicas), engines=engines)
 

@@ -13,7 +13,7 @@ from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
 from reproductions import april
 from reproductions.__main__ import main
 from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import RequestStarted, Stepped
 from tailrace.schedules import Schedule
 from tailrace.types import Sample
@@ -29,7 +29,7 @@ class AllEqualForPrompt0:
 def run(schedule: Schedule, rounds: int) -> Outcome:
     """Two groups of two responses a round. Prompt i has responses of 10 (i + 1) tokens, one a second."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         made = worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1))()
         return replace(made, rewards=AllEqualForPrompt0())
 

@@ -95,7 +95,7 @@ def test_a_failure_of_the_endpoint_is_retried_and_is_no_score(status: int) -> No
 
 def test_an_endpoint_that_stays_down_fails_the_sample() -> None:
     with pytest.raises(RewardFailed, match="judge unavailable: HTTP 503"):
-        judged(ask_once, 503, give_up_s=0.05)
+        judged(ask_once, 503, retry_timeout_s=0.05)
 
 
 def test_a_connection_that_fails_is_retried_until_the_server_is_there() -> None:

@@ -17,7 +17,7 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.clock import now
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.environments import base
 from tailrace.environments.base import EpisodeOver, Policy
@@ -68,14 +68,16 @@ class Calls:
 
 def episodes(environment: base.Environment, **changes: Any) -> Episodes:
     limits = {"max_completion_tokens": 10**6, "max_context_tokens": 10**6, "max_failures": 100}
-    settings: dict[str, Any] = {**limits, "grace_s": 60.0, **changes}
+    settings: dict[str, Any] = {**limits, "parking_timeout_s": 60.0, **changes}
     return Episodes(environment, lambda messages, last: [0] * OBSERVED, lambda ids: "", **settings)
 
 
-def world(environment: base.Environment, sim: SimSettings = EXACT, **changes: Any) -> Callable[[], Parts]:
+def world(
+    environment: base.Environment, sim: SimSettings = EXACT, **changes: Any
+) -> Callable[[], RunComponents]:
     """Parts whose episodes have turns of a third of the length of a response."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         lengths = Lengths(sim.lengths, 0)
 
         def length_of(sample: Sample) -> int:
@@ -150,7 +152,7 @@ def test_a_call_that_takes_longer_than_the_grace_is_made_again() -> None:
             await run.publish()
 
     environment = Calls()
-    simulate(interrupted, ONE_GROUP, EXACT, parts=world(environment, grace_s=1.0))
+    simulate(interrupted, ONE_GROUP, EXACT, parts=world(environment, parking_timeout_s=1.0))
     assert Counter(environment.made) == Counter(environment.answered) + Counter(
         {(SampleId(0, 0, 0), 0, number): 1 for number in (0, 1)}
     )
@@ -178,7 +180,7 @@ def test_every_schedule_plays_episodes_and_repeats_no_turn_and_no_call(name: str
 
 def test_an_episode_of_a_killed_run_goes_on_from_what_the_ledger_has(tmp_path: Path) -> None:
     environment, book = Calls(), Book()
-    parts = world(environment, grace_s=0.0)  # a process that is killed awaits nothing
+    parts = world(environment, parking_timeout_s=0.0)  # a process that is killed awaits nothing
     run = RunSettings(rounds=1, group_size=2)
     april = partial(SCHEDULES["april"], groups_per_round=2, groups_launched=4)
     for kill_at_s in (7.0, 11.0, 9.0, 13.0):  # in a turn, in a call, in the next turn, after the next call
@@ -193,7 +195,7 @@ def test_an_episode_of_a_killed_run_goes_on_from_what_the_ledger_has(tmp_path: P
 def test_an_answer_is_in_the_ledger_before_it_is_used(tmp_path: Path) -> None:
     """However rarely the ledger is written, and although a commit takes time."""
     environment, book = Calls(), Book(flush_s=1000.0, commit_s=0.5)
-    parts = world(environment, grace_s=0.0)
+    parts = world(environment, parking_timeout_s=0.0)
     # The turn ends at 10 and is written at 10.5; the calls end at 12.5 and are written at 13.
     simulate(one_group, ONE_GROUP, EXACT, parts=parts, book=book, folder=tmp_path, kill_at_s=13.1)
     assert len(environment.answered) == 2
@@ -344,13 +346,13 @@ def test_an_exit_in_a_task_of_an_environment_fails_the_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "turns", "failure"),
+    ("episode_timeout_s", "turns", "failure"),
     [(2 * CALL_S - 0.5, 2, "environment timeout"), (2 * CALL_S + 0.5, 3, None)],
 )
 def test_the_time_limit_of_an_episode_does_not_count_generation(
-    timeout_s: float, turns: int, failure: str | None
+    episode_timeout_s: float, turns: int, failure: str | None
 ) -> None:
-    sample = played_alone(episodes(Calls(reward=1.0), timeout_s=timeout_s), virtual=True)
+    sample = played_alone(episodes(Calls(reward=1.0), episode_timeout_s=episode_timeout_s), virtual=True)
     assert (sample.failure, len(sample.turns)) == (failure, turns)
 
 
@@ -364,7 +366,7 @@ def test_an_environment_that_goes_on_after_its_time_fails_as_timeout() -> None:
                 await policy.complete([{"role": "user", "content": "go on"}])
             return base.Outcome(1.0)
 
-    sample = played_alone(episodes(Stubborn(), timeout_s=5), virtual=True)
+    sample = played_alone(episodes(Stubborn(), episode_timeout_s=5), virtual=True)
     assert (sample.failure, len(sample.turns)) == ("environment timeout", 1)
 
 
@@ -399,7 +401,7 @@ def test_an_error_of_an_engine_is_no_failure_of_the_environment() -> None:
                 raise ValueError("hidden") from why
             return base.Outcome(1.0)
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         made = world(Swallowing())()
 
         async def generate(sample: Sample) -> None:

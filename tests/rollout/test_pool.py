@@ -21,7 +21,7 @@ from helpers.virtual import (
     worlds,
 )
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
@@ -373,7 +373,7 @@ def test_an_engine_that_breaks_ends_the_run_with_its_own_error_and_in_silence(
     class Broken(RuntimeError):
         pass
 
-    async def breaks(parts: Parts, run: Run) -> None:
+    async def breaks(parts: RunComponents, run: Run) -> None:
         async def generate(sample: Sample) -> None:
             raise Broken("a defect of an engine")
 

@@ -11,7 +11,7 @@ import pytest
 from helpers.virtual import EXACT, change, simulate
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
@@ -35,10 +35,10 @@ class Reference:
         return [self._logprob]
 
 
-def world(reference: Reference, *, reward_s: float = 0.0, slow: int = 30) -> Callable[[], Parts]:
+def world(reference: Reference, *, reward_s: float = 0.0, slow: int = 30) -> Callable[[], RunComponents]:
     """The first prompt's responses have 10 tokens, the others' more; a token is a second."""
 
-    def parts() -> Parts:
+    def parts() -> RunComponents:
         rewards = change(EXACT.rewards, median_s=reward_s or 1e-9, sigma=0.0)
         engine = SimEngine("engine", EXACT.engines, lambda s: 10 if s.prompt.index == 0 else slow)
         sim = change(EXACT, rewards=rewards)

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Outcome, change, simulate
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.controller.base import Parts
+from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
 from tailrace.errors import LedgerError
 from tailrace.record.events import Event, RequestEnded
@@ -18,7 +18,7 @@ from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
 from tailrace.types import Group, Prompt
 
-IN_TIME = change(SETTINGS, give_up_s=3600.0, patience_s=60.0)
+IN_TIME = change(SETTINGS, step_timeout_s=3600.0, step_warning_timeout_s=60.0)
 """A run that only waits ends with another error."""
 
 
@@ -31,11 +31,11 @@ class BrokenRow:
         return Prompt(index, [1])
 
 
-def broken_row() -> Parts:
+def broken_row() -> RunComponents:
     return replace(simulated_parts(SIM, seed=0), prompts=BrokenRow())
 
 
-async def defect_in_the_pool(parts: Parts, run: Run) -> None:
+async def defect_in_the_pool(parts: RunComponents, run: Run) -> None:
     finished = run.pool.progress.keep_finished
 
     def keep_finished(group: Group) -> None:
@@ -46,7 +46,7 @@ async def defect_in_the_pool(parts: Parts, run: Run) -> None:
     run.pool.progress.keep_finished = keep_finished  # type: ignore[method-assign]
 
 
-async def defect_when_an_engine_dies(parts: Parts, run: Run) -> None:
+async def defect_when_an_engine_dies(parts: RunComponents, run: Run) -> None:
     def changed() -> None:
         raise KeyError("engine1")
 

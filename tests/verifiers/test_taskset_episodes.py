@@ -59,7 +59,7 @@ class Script:
 
     def episode(self, sample: Sample) -> Episode:
         limits = {"max_completion_tokens": 500, "max_context_tokens": 4000}
-        return Episode(sample, self.serve, CHAT.observe, decode, **limits, grace_s=5.0)
+        return Episode(sample, self.serve, CHAT.observe, decode, **limits, parking_timeout_s=5.0)
 
 
 def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None, agent: str = "") -> Sample:

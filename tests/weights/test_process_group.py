@@ -235,7 +235,9 @@ def test_nccl_gets_the_process_s_device_and_one_bucket_raises_its_errors_and_is_
         monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    sender = ProcessGroupSender(ProcessGroupSettings(backend="nccl", bucket_bytes=1000, timeout_s=9), "meta")
+    sender = ProcessGroupSender(
+        ProcessGroupSettings(backend="nccl", bucket_bytes=1000, message_timeout_s=9), "meta"
+    )
     link, address = new_link("engine-0"), sender.publish(some_tensors(0), 1)
     with ThreadPoolExecutor() as pool:
         receiving = pool.submit(WeightReceiver(device="meta").receive, address, link)

@@ -18,8 +18,8 @@ from tailrace.weights.process_group import ProcessGroupSender
 from tailrace.weights.transports import WeightReceiver
 
 DEADLINE_S = 60.0
-SETTINGS = ProcessGroupSettings(bucket_bytes=1000, timeout_s=20)
-HASTY = ProcessGroupSettings(bucket_bytes=2**20, timeout_s=0.5)
+SETTINGS = ProcessGroupSettings(bucket_bytes=1000, message_timeout_s=20)
+HASTY = ProcessGroupSettings(bucket_bytes=2**20, message_timeout_s=0.5)
 
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(["torch", "tailrace.weights.transports"])

@@ -72,7 +72,7 @@ async def supervised(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list
     engines = [engine(f"engine-{number}") for number in range(num)]
     try:
         await asyncio.gather(*(engine.open() for engine in engines))
-        watching = asyncio.create_task(watch_engines(engines, give_up_s=DEADLINE_S))
+        watching = asyncio.create_task(watch_engines(engines, recovery_timeout_s=DEADLINE_S))
         yield engines
         watching.cancel()
         await asyncio.wait([watching])

@@ -34,10 +34,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-async def spawn(code: str, logs: Path, start_s: float = 60.0) -> ManagedServer:
+async def spawn(code: str, logs: Path, start_timeout_s: float = 60.0) -> ManagedServer:
     port = free_port()
     job = ServerJob(command=(sys.executable, "-c", code, str(port)), env={"COLOUR": "red"})
-    return await ManagedServer.start("engine-3", job, LocalSpawner(logs), port, start_s)
+    return await ManagedServer.start("engine-3", job, LocalSpawner(logs), port, start_timeout_s)
 
 
 async def pids(server: ManagedServer) -> list[int]:
@@ -109,8 +109,8 @@ def test_a_server_that_cannot_start_is_an_error_with_the_end_of_its_log(
 
 def test_a_server_that_does_not_answer_in_time_is_an_error(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
-        server = await spawn("import time; time.sleep(1000)", tmp_path, start_s=0.1)
-        problem = r"engine-3 did not answer within 0\.1 s \(engine\.start_s\); it printed nothing"
+        server = await spawn("import time; time.sleep(1000)", tmp_path, start_timeout_s=0.1)
+        problem = r"engine-3 did not answer within 0\.1 s \(engine\.start_timeout_s\); it printed nothing"
         with pytest.raises(WorkerDied, match=problem):
             await server.ready()
         await server.close()

@@ -150,7 +150,7 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
     models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
 ) -> None:
     async def main() -> None:
-        settings = ProcessGroupSettings(bucket_bytes=10_000, timeout_s=3.0)
+        settings = ProcessGroupSettings(bucket_bytes=10_000, message_timeout_s=3.0)
         async with started(models, settings, tmp_path, 2) as (trainer, engines):
             dying, engine = engines
             old = await completions(engine)
@@ -189,7 +189,10 @@ def test_engines_load_and_live_while_the_trainer_computes(
     """Training follows a publication at once. One engine loads then, another one later, as after a death."""
 
     async def main() -> None:
-        async with started(models, ProcessGroupSettings(timeout_s=60.0), tmp_path, 2) as (trainer, engines):
+        async with started(models, ProcessGroupSettings(message_timeout_s=60.0), tmp_path, 2) as (
+            trainer,
+            engines,
+        ):
             weights = await trainer.publish(1)
             unit = fresh_samples(3000)  # some 30 s of work
             for sample in unit:

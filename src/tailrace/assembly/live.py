@@ -1,11 +1,12 @@
-"""The parts of a live run: data, worker processes, and their checks."""
+"""The parts of a live run: data, worker processes, judges, and their checks."""
 
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.assembly.environments import (
     calls_reward_functions,
@@ -14,15 +15,14 @@ from tailrace.assembly.environments import (
     prompts_of_episodes,
     unused_rewards,
 )
-from tailrace.assembly.judges import check_judges, open_judges
 from tailrace.assembly.machine import Fitted, Machine, fit
 from tailrace.assembly.memory import engines_on_gpu
-from tailrace.assembly.placement import check_placement, shared
+from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig, require_sections
-from tailrace.controller.base import Parts
-from tailrace.data.base import Prompts, Split, sources_of
+from tailrace.controller.base import RunComponents
+from tailrace.data.base import MixedSettings, Prompts, Split, sources_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.devices import check_device
@@ -41,10 +41,20 @@ from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.sinks import check_trackers, import_sinks
-from tailrace.reward.base import Rewards
+from tailrace.reward.base import Call, Rewards
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer
-from tailrace.reward.judge import NoFunctions
+from tailrace.reward.judge import (
+    EndpointJudge,
+    Judge,
+    NoFunctions,
+    WithJudges,
+    check_endpoint,
+    check_sources,
+    check_templates,
+)
+from tailrace.reward.judge_memory import check_folder
+from tailrace.reward.judge_settings import EndpointJudgeSettings
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.trainer.adapter import check_lora
@@ -62,13 +72,10 @@ MAX_BAD_ROWS = 1000
 
 
 def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
-    """Check everything that can be checked without starting a process.
+    """Check all that can be checked without starting a process, and choose what depends on the machine.
 
     Args:
         schedules: that will run, with the same choices for all; none: nothing is trained.
-
-    Returns:
-        The config with what it takes from this machine.
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
@@ -93,7 +100,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
     first = usable_prompts(prompts, CHECKED_ROWS)
     _check_rewards(config, [prompt.row for prompt in first])
-    check_judges(config, first)
+    _check_judges(config, first)
     import_sinks(config.record.sinks)
     check_trackers(config.record.trackers)
     check_placement(config)
@@ -130,6 +137,28 @@ def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> N
         check_cases(rows, reward.code, others=calls_functions or bool(reward.judges))
         if reward.sandbox == "bubblewrap":
             check_installed()
+
+
+def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check the judges, and ask those behind endpoints about an empty completion of one of these prompts."""
+    reward = config.reward
+    assert config.data
+    sources = [each.name for each in sources_of(config.data) if isinstance(each, MixedSettings)]
+    check_sources(reward.judges, sources, alone=not reward.calls_functions and not reward.code)
+    for judge in reward.judges:
+        scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
+        check_templates([judge], [prompt.row for prompt in scored])
+        if isinstance(judge, EndpointJudgeSettings):
+            for prompt in scored[:1]:
+                call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
+                if warning := clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False):
+                    print(f"tailrace: warning: {warning}", file=sys.stderr)
+            continue
+        check_folder(judge)
+        if config.host.kind != "local":
+            problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
+            raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
+        check_device("reward.judges.device", judge.device)
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -203,7 +232,7 @@ def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Spl
     return prompts_of_episodes(config, tokenizer, prompts)
 
 
-async def rewind(parts: Parts, folder: Path, version: int) -> None:
+async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
     """Restore the trainer from `folder`, and load its weights into the engines as a version."""
     await parts.trainer.restore(folder)
     weights = await parts.trainer.publish(version)
@@ -217,7 +246,9 @@ def advantages_of(config: RunConfig) -> ComputeAdvantages:
 
 
 @asynccontextmanager
-async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None) -> AsyncIterator[Parts]:
+async def open_parts(
+    config: RunConfig, folder: Path, *, life: int | None = None
+) -> AsyncIterator[RunComponents]:
     """Start the workers of a checked config, score one row, and end the workers with the block.
 
     Args:
@@ -230,23 +261,28 @@ async def open_parts(config: RunConfig, folder: Path, *, life: int | None = None
     """
     assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path)
-    async with (
-        open_workers(config, folder, tokenizer, life=life) as opened,
-        open_judges(config.reward, opened.judges, text_of(tokenizer)) as with_judges,
-    ):
+    async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(open_workers(config, folder, tokenizer, life=life))
         _check_capabilities(config, opened.engines)
         prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-        anchors = Anchors()
+        anchors, judges = Anchors(), list[Judge](opened.judges)
+        for each in config.reward.judges:
+            if isinstance(each, EndpointJudgeSettings):
+                judges.append(judge := EndpointJudge(each, config.reward.timeout_s))
+                stack.push_async_callback(judge.close)
         rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
+        if judges:
+            drops = config.reward.on_timeout == "drop"
+            rewards = WithJudges(rewards, judges, text_of(tokenizer), drop_timeouts=drops)
         async with open_play(config, tokenizer, opened.reference) as play:
-            yield Parts(
+            yield RunComponents(
                 engines=opened.engines,
                 trainer=opened.trainer,
-                rewards=with_judges(rewards),
+                rewards=rewards,
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=shared(config),
+                shared=device_sharing(config),
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
                 play=play,

@@ -197,17 +197,12 @@ def _on_each_gpu(config: RunConfig, processes: Sequence[ProcessMemory]) -> Itera
     A process with a list of GPUs computes on the first. Servers choose their devices. Engines and trainer
     that share devices take turns.
     """
-    placement = config.placement
-    ranks, listed = config.trainer.ranks, placement.devices == "gpus"
+    placement, ranks = config.placement, config.trainer.ranks
+    engines, trainer = (placement.engines, placement.trainer) if placement.devices == "gpus" else ((), ())
     numbers = {
-        "engine": [gpus[0] for gpus in placement.engines if listed],
-        "trainer": [gpus[0] for gpus in placement.trainer if listed],
-        "trainer rank": [
-            gpus[rank * len(gpus) // ranks]
-            for gpus in placement.trainer
-            for rank in range(1, ranks)
-            if listed
-        ],
+        "engine": [gpus[0] for gpus in engines],
+        "trainer": [gpus[0] for gpus in trainer],
+        "trainer rank": [gpus[rank * len(gpus) // ranks] for gpus in trainer for rank in range(1, ranks)],
     }
     found: defaultdict[tuple[str, int], list[ProcessMemory]] = defaultdict(list)
     for each in (each for each in processes if each.device != "cpu"):
@@ -231,12 +226,8 @@ def _need(where: str, needed: int, limit: int, largest: ProcessMemory) -> str:
 
 
 def _refusal(given: RunConfig, config: RunConfig, machine: Machine, prompt_tokens: int) -> ConfigError:
-    """The error of a run that does not fit. It names each change with which the run fits, or all of them.
-
-    Args:
-        given: what the config sets.
-        config: with the least that may be chosen.
-    """
+    """The error of a run that does not fit with the least that may be chosen, as in `config`. It names each
+    change with which the run fits, or all of them."""
     assert config.model
     problem = _shortage(config, machine, prompt_tokens)
     remedies = _remedies(config, prompt_tokens)

@@ -96,7 +96,7 @@ def trainer_memory(
     Args:
         adapter: parameters of the adapter, if one is trained.
         longest: tokens of the longest sample, which may exceed a micro-batch.
-        is_first: rank 0, which reads the folder, publishes and exports; the other ranks do not.
+        is_first: rank 0, which alone reads the folder, publishes and exports.
     """
     settings, algorithm = config.trainer, config.algorithm
     ranks, on_cpu, has_critic = settings.ranks, settings.device == "cpu", algorithm.advantage == "gae"
@@ -131,9 +131,8 @@ def trainer_memory(
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"load": {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read}
-    name, num = "trainer", settings.replicas
-    if not is_first:
-        name, num = "trainer rank", (ranks - 1) * settings.replicas
+    name = "trainer" if is_first else "trainer rank"
+    num = settings.replicas * (1 if is_first else ranks - 1)
     if on_cpu:
         phases = {"pass": computing} | written
         held = largest_phase({each: host | kept | phase for each, phase in phases.items()} | load)
@@ -189,10 +188,7 @@ def block_activation_bytes(shape: ModelShape, size: int) -> int:
     The residual stream is float32, so norms keep their input and their normalised input in float32. Autocast
     makes a copy of its input for each linear layer. Attention keeps queries, keys, values and its output,
     before and after the sequences are joined; the feed-forward layer both branches, the activation and the
-    product.
-
-    Args:
-        size: bytes of a number of the computation.
+    product. `size`: bytes of a number of the computation.
     """
     hidden, query, kv = shape.hidden_size, shape.query_size, shape.kv_size
     norms = 16 * hidden + (4 + size) * (query + kv) * shape.head_norms
@@ -226,25 +222,23 @@ def engine_memory(
         has_cuda: an inference server computes on CUDA devices; otherwise on the CPU.
     """
     size = ITEM_BYTES[settings.dtype]
-    token = kv_bytes_per_token(shape, size)
+    token, num = kv_bytes_per_token(shape, size), settings.num_engines
     weights = {"weights": size * shape.num_parameters, "base of the adapter": size * adapted_parameters}
     if not isinstance(settings, NativeEngineSettings):
         # A server takes the KV cache that its device has room for. One sequence must fit.
         tensor_parallel = settings.tensor_parallel_size
         parts = {"weights": weights["weights"] // tensor_parallel, "KV cache": context * token}
         process = {"process": SERVER_BYTES * tensor_parallel}
-        device, host = ("cuda", process) if has_cuda else ("cpu", {})
-        on_device = parts if has_cuda else process | parts
-        return ProcessMemory("engine", device, on_device, host, settings.num_engines)
+        if has_cuda:
+            return ProcessMemory("engine", "cuda", parts, process, num)
+        return ProcessMemory("engine", "cpu", process | parts, {}, num)
     kv = token * min(settings.kv_cache_tokens, settings.max_num_seqs * context)
     # The keys and values of all layers, and once more while those of the layers are joined.
     position = 2 * token + size * (4 * shape.hidden_size + 3 * shape.mlp_size)
     prefill = position * min(settings.max_prefill_tokens, settings.max_num_seqs * context)
     decode = settings.max_num_seqs * shape.vocabulary * SAMPLED_LOGIT_BYTES
-    loading = {"new weights": shape.stored_bytes}
-    host = {"process": TORCH_BYTES}
+    loading, host = {"new weights": shape.stored_bytes}, {"process": TORCH_BYTES}
     computing = {"KV cache": kv, "computation": max(prefill, decode)}
-    num = settings.num_engines
     if settings.device == "cpu":
         phases = {"load": host | weights | loading, "generate": host | weights | computing}
         return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num)
@@ -253,11 +247,7 @@ def engine_memory(
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
-    """Keys and values of one position in all layers.
-
-    Args:
-        size: bytes of a number of the cache.
-    """
+    """Keys and values of one position in all layers, in numbers of `size` bytes."""
     return 2 * shape.num_layers * shape.kv_size * size
 
 

@@ -1,85 +1,86 @@
 """The placement of a config: the devices of its processes, and their checks."""
 
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 from tailrace.config import RunConfig
-from tailrace.devices import DeviceMap
+from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.model_folder import read_config
-from tailrace.rollout.device_map import plan_devices, shared_devices
 from tailrace.rollout.placement import PlacementSettings, Shared
 from tailrace.sim.settings import SimSettings
 from tailrace.weights.base import ProcessGroupSettings
 
 
 def device_map(config: RunConfig) -> DeviceMap:
-    """Return the devices of each process of a live run.
+    """Return the devices of each process of a live run. Without a list the processes share the machine.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few, or two processes would have the same device.
     """
+    placement, num_engines = config.placement, config.engine.num_engines
+    ranks, replicas = config.trainer.ranks, config.trainer.replicas
+    engines, trainers = placement.engines, placement.trainer
     if config.host.kind == "ray":
-        for name in ("engines", "trainer"):
-            if listed := getattr(config.placement, name):
+        for name, listed in (("engines", engines), ("trainer", trainers)):
+            if listed:
                 problem = "Ray chooses nodes and devices (host.kind = 'ray')"
                 remedy = "remove it, and name amounts in [host.resources]"
                 raise ConfigError(f"placement.{name}", listed, problem, remedy)
-    return plan_devices(
-        config.placement,
-        config.trainer,
-        num_engines=config.engine.num_engines,
-        tensor_parallel_size=tensor_parallel_size(config),
+    _check_lists("placement.engines", engines, num_engines, "engines", tensor_parallel_size(config))
+    _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
+    if placement.kind == "disaggregated" and (both := _numbers(engines) & _numbers(trainers)):
+        problem = f"the engines have the devices {sorted(both)}, too"
+        remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
+        raise ConfigError("placement.trainer", trainers, problem, remedy)
+    _check_exist(placement)
+    of_ranks = [each for devices in trainers for each in _divided(devices, ranks)]
+    return DeviceMap(
+        tuple(_devices(placement, each) for each in engines) or (None,) * num_engines,
+        tuple(_devices(placement, each) for each in of_ranks) or (None,) * (ranks * replicas),
     )
 
 
-def shared(config: RunConfig) -> Shared:
-    """Return which devices engines and trainer of a live run have in common.
-
-    Raises:
-        ConfigError: the placement cannot work.
-    """
-    engine, largest = config.engine, config.placement.max_tensor_parallel_size
-    if largest and (not isinstance(engine, VllmEngineSettings) or engine.urls):
-        problem = "only vLLM servers that the run starts can be restarted with another size"
-        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
-    if largest and config.host.kind == "ray":
-        problem = "Ray gives each server its devices once, and two servers cannot be joined"
-        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
-    return shared_devices(
-        config.placement,
-        config.trainer,
-        num_engines=engine.num_engines,
-        tensor_parallel_size=tensor_parallel_size(config),
-    )
-
-
-def sim_shared(config: RunConfig, sim: SimSettings) -> Shared:
-    """As `shared`, for simulated engines, which have no lists of devices.
+def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
+    """Whether engines and trainer have devices in common, which engines have those of replica 0, and how many
+    engines may be joined.
 
     Args:
-        sim: [sim] with everything that it takes from the other sections.
+        sim: [sim] with everything that it takes from the other sections, for simulated engines, which have no
+            lists of devices.
+
+    Raises:
+        ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot
+            be joined to groups of the largest tensor-parallel size.
     """
-    placement = config.placement
-    settings = PlacementSettings(
-        kind=placement.kind, max_tensor_parallel_size=placement.max_tensor_parallel_size
-    )
-    return shared_devices(
-        settings,
-        config.trainer,
-        num_engines=sim.engines.count or 1,
-        tensor_parallel_size=sim.cluster.tensor_parallel if sim.cluster else tensor_parallel_size(config),
-    )
+    placement, replicas = config.placement, config.trainer.replicas
+    num_engines, size = config.engine.num_engines, tensor_parallel_size(config)
+    if sim:
+        num_engines, size = sim.engines.count or 1, sim.cluster.tensor_parallel if sim.cluster else size
+    max_width = _max_width(placement.max_tensor_parallel_size, size, num_engines)
+    if placement.kind == "elastic":
+        if replicas != 2:
+            problem = "the elastic placement trains with one half of the devices, and then with both"
+            raise ConfigError("trainer.replicas", replicas, problem, "set it to 2")
+        if num_engines < 2:
+            problem = f"{num_engines} engine cannot give a half of the devices to the trainer"
+            raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
+    if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
+        return Shared(placement.kind, max_width=max_width)
+    first = set(placement.trainer[0])
+    lent = tuple(bool(first & set(each)) for each in placement.engines)
+    if not any(lent) or all(lent):
+        problem = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device of replica 0"
+        raise ConfigError("placement.trainer", placement.trainer, problem, "give replica 0 those of one half")
+    return Shared(placement.kind, lent, max_width)
 
 
 def check_placement(config: RunConfig) -> None:
-    """Check the placement of a live run.
-
-    Raises:
-        ConfigError: there are too few devices, several processes of the trainer would use one GPU, a process
-            does not see its device, NCCL would have to send within one GPU or to a CPU, or a tensor-parallel
-            size does not divide the model's heads.
-    """
+    """Check the placement of a live run. Raises a ConfigError if it cannot work."""
     assert config.model
     _check_gpus_of_ranks(config)
     _check_numbers(config)
@@ -93,8 +94,15 @@ def check_placement(config: RunConfig) -> None:
         if isinstance(heads, int) and heads % size:
             problem = f"the {heads} attention heads of the model cannot be divided by it"
             raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
+    largest = config.placement.max_tensor_parallel_size
+    if largest and (not isinstance(config.engine, VllmEngineSettings) or config.engine.urls):
+        problem = "only vLLM servers that the run starts can be restarted with another size"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    if largest and config.host.kind == "ray":
+        problem = "Ray gives each server its devices once, and two servers cannot be joined"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
     device_map(config)
-    shared(config)
+    device_sharing(config)
 
 
 def _check_gpus_of_ranks(config: RunConfig) -> None:
@@ -138,3 +146,82 @@ def _check_nccl(config: RunConfig) -> None:
 def tensor_parallel_size(config: RunConfig) -> int:
     """Return the devices of one engine."""
     return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size
+
+
+@contextmanager
+def trainer_cpus_reserved(devices: DeviceMap) -> Iterator[None]:
+    """Keep this process, and the processes that it starts without devices, off the CPUs that only the trainer
+    has, inside the block."""
+    trainer = _cpus(devices.trainer) - _cpus(devices.engines)
+    cpus = os.sched_getaffinity(0) if trainer else set()
+    if not cpus - trainer:
+        yield
+        return
+    os.sched_setaffinity(0, cpus - trainer)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def _max_width(largest: int | None, smallest: int, num_engines: int) -> int:
+    """Engines whose devices are joined to one group of the largest tensor-parallel size."""
+    if largest is None:
+        return 1
+    width, rest = divmod(largest, smallest)
+    if rest or width & (width - 1) or not width:
+        problem = f"the size is doubled from engine.tensor_parallel_size = {smallest} and never becomes that"
+        raise ConfigError(
+            "placement.max_tensor_parallel_size", largest, problem, "choose a power of two of it"
+        )
+    if num_engines % width:
+        problem = f"{num_engines} engines of {smallest} devices cannot be joined to groups of {largest}"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "lower it, or add engines")
+    return width
+
+
+def _check_lists(key: str, lists: Sequence[Sequence[int]], num: int, what: str, size: int) -> None:
+    if not lists:
+        return
+    if len(lists) != num:
+        problem = f"it lists devices of {len(lists)}, for {num} {what}"
+        raise ConfigError(key, lists, problem, "write one list for each")
+    for number, devices in enumerate(lists):
+        if not devices or len(devices) % size:
+            problem = f"number {number} of the {what} has {len(devices)} devices for {size} ranks"
+            raise ConfigError(key, lists, problem, "give it a multiple of that number")
+    if len(_numbers(lists)) < len(list(chain.from_iterable(lists))):
+        raise ConfigError(key, lists, "a device is listed twice", "list each device once")
+
+
+def _check_exist(settings: PlacementSettings) -> None:
+    """Raises a ConfigError if this machine lacks one of the devices."""
+    if settings.devices == "gpus":
+        import torch
+
+        there = set(range(torch.cuda.device_count()))
+    else:
+        there = set(os.sched_getaffinity(0)) if sys.platform == "linux" else set()
+    for key, lists in (("placement.engines", settings.engines), ("placement.trainer", settings.trainer)):
+        if missing := sorted(_numbers(lists) - there):
+            numbers = f"{len(there)} {settings.devices}: {sorted(there)}"
+            raise ConfigError(
+                key, lists, f"there is no {missing}; this process may use {numbers}", "lower it"
+            )
+
+
+def _numbers(lists: Sequence[Sequence[int]]) -> set[int]:
+    return set(chain.from_iterable(lists))
+
+
+def _divided(devices: Sequence[int], parts: int) -> list[Sequence[int]]:
+    size = len(devices) // parts
+    return [devices[start : start + size] for start in range(0, len(devices), size)]
+
+
+def _devices(settings: PlacementSettings, numbers: Sequence[int]) -> Devices:
+    return Devices(gpus=tuple(numbers)) if settings.devices == "gpus" else Devices(cpus=tuple(numbers))
+
+
+def _cpus(devices: Sequence[Devices | None]) -> set[int]:
+    return {cpu for each in devices if each for cpu in each.cpus}

@@ -13,12 +13,10 @@ from functools import partial
 from itertools import chain
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from tailrace import clock
 from tailrace.algo.base import check_algorithm
 from tailrace.assembly.simulation import simulated_parts
-from tailrace.config import RunConfig, explain
+from tailrace.config import RunConfig, validated
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
@@ -28,7 +26,6 @@ from tailrace.importing import import_function
 from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
-from tailrace.settings import type_problem
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
 from tailrace.types import Prompt
 
@@ -151,15 +148,7 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in given and parameter.default is inspect.Parameter.empty:
             raise ConfigError(f"schedule.{name}", None, "it is missing", "set it")
     hints = get_type_hints(schedule, include_extras=True)
-    checked = {}
-    for name, value in given.items():
-        if problem := type_problem(value, hints.get(name, Any)):
-            raise ConfigError(f"schedule.{name}", value, problem, "change it")
-        try:
-            checked[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
-        except ValidationError as why:
-            raise explain(why, f"schedule.{name}") from None
-    return checked
+    return {name: validated(hints.get(name, Any), value, f"schedule.{name}") for name, value in given.items()}
 
 
 class FewPrompts:
@@ -212,7 +201,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
-    rehearsal = RunSettings(rounds=2, group_size=group_size, give_up_s=3600.0)
+    rehearsal = RunSettings(rounds=2, group_size=group_size, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
         await schedule(run)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
-from tailrace.assembly.placement import sim_shared
+from tailrace.assembly.placement import device_sharing
 from tailrace.config import RunConfig
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.data.base import Epochs
 from tailrace.errors import ConfigError
@@ -68,15 +69,13 @@ def simulate(
     reference: bool = False,
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
-    parts: Callable[[], Parts] | None = None,
+    parts: Callable[[], RunComponents] | None = None,
     compute_advantages: ComputeAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
 
     Args:
-        shared: whether engines and trainer have devices in common.
-        replicas: replicas of the trainer.
-        reference: whether the run has a reference model.
+        shared, replicas, reference: as in `simulated_parts`.
         warm_up_rounds: first rounds that the lap does not count.
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
@@ -84,22 +83,31 @@ def simulate(
         compute_advantages: as `execute`.
     """
     summary = Summary()
-
-    def own_parts() -> Parts:
-        return simulated_parts(sim, settings.seed, reference=reference, replicas=replicas, shared=shared)
-
-    async def run() -> float:
-        made = (parts or own_parts)()
-        meter = StepMeter(summary, *sinks, wall_clock=clock.wall_time)
-        recorder = Recorder(meter)
-        await execute(schedule, made, settings, recorder, compute_advantages=compute_advantages)
-        return clock.now()
-
-    seconds = clock.run(run(), virtual=True)
+    parts = parts or partial(
+        simulated_parts, sim, settings.seed, reference=reference, replicas=replicas, shared=shared
+    )
+    recorder = Recorder(StepMeter(summary, *sinks, wall_clock=clock.wall_time))
+    seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
     _, bound = summary.bounds[-1]
     over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound.run_bound_s else 0.0
     lap = summary.lap(warm_up_rounds)
     return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
+
+
+def _executed(
+    schedule: Schedule,
+    parts: Callable[[], RunComponents],
+    settings: RunSettings,
+    recorder: Recorder,
+    compute_advantages: ComputeAdvantages,
+) -> float:
+    """Return the virtual seconds that a run took."""
+
+    async def run() -> float:
+        await execute(schedule, parts(), settings, recorder, compute_advantages=compute_advantages)
+        return clock.now()
+
+    return clock.run(run(), virtual=True)
 
 
 def simulated_parts(
@@ -109,7 +117,7 @@ def simulated_parts(
     reference: bool = False,
     replicas: int = 1,
     shared: Shared = DISAGGREGATED,
-) -> Parts:
+) -> RunComponents:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
     Args:
@@ -134,7 +142,7 @@ def simulated_parts(
         for number, engine in enumerate(engines):
             let_die(engine, number, settings.faults, seed)
     anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
-    return Parts(
+    return RunComponents(
         engines=engines,
         trainer=SimTrainer(settings.trainer, replicas, host),
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
@@ -150,13 +158,9 @@ def simulated_parts(
 def _hosts(settings: SimSettings) -> list[Host | None]:
     """Return the host of each engine: one that all share, or the devices that each shares with judges."""
     count = settings.engines.count or 1
-    if settings.host is None:
-        return [None] * count
-    return (
-        [Host(settings.host) for _ in range(count)]
-        if settings.rewards.judge
-        else [Host(settings.host)] * count
-    )
+    if settings.host and settings.rewards.judge:
+        return [Host(settings.host) for _ in range(count)]
+    return [Host(settings.host) if settings.host else None] * count
 
 
 def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> SimJudges | None:
@@ -175,12 +179,8 @@ def _engine(
 
 def costs_given(sim: SimSettings) -> list[tuple[str, str]]:
     """Return the section and the key of each cost that the config gives."""
-    return [
-        (section, key)
-        for section, keys in OF_DEVICES.items()
-        for key in keys
-        if key in getattr(sim, section).model_fields_set
-    ]
+    costs = [(section, key) for section, keys in OF_DEVICES.items() for key in keys]
+    return [(section, key) for section, key in costs if key in getattr(sim, section).model_fields_set]
 
 
 def note_default_costs(sim: SimSettings, console: Console) -> None:
@@ -198,20 +198,16 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         ConfigError: [sim] cannot work.
     """
     sim = sim_settings(config)
-
-    async def run() -> float:
-        parts = simulated_parts(
-            sim,
-            config.run.seed,
-            reference=config.algorithm.needs_reference,
-            replicas=config.trainer.replicas,
-            shared=sim_shared(config, sim),
-        )
-        advantages = Advantages(config.algorithm, sim_max_tokens(config))
-        await execute(schedule, parts, config.run, recorder, compute_advantages=advantages)
-        return clock.now()
-
-    return clock.run(run(), virtual=True)
+    parts = partial(
+        simulated_parts,
+        sim,
+        config.run.seed,
+        reference=config.algorithm.needs_reference,
+        replicas=config.trainer.replicas,
+        shared=device_sharing(config, sim),
+    )
+    advantages = Advantages(config.algorithm, sim_max_tokens(config))
+    return _executed(schedule, parts, config.run, recorder, advantages)
 
 
 def sim_settings(config: RunConfig) -> SimSettings:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.assembly.environments import calls_reward_functions
-from tailrace.assembly.placement import device_map
+from tailrace.assembly.placement import device_map, trainer_cpus_reserved
 from tailrace.config import RunConfig
 from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
@@ -20,7 +20,6 @@ from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.model_folder import context_length
-from tailrace.rollout.device_map import trainer_cpus_reserved
 from tailrace.trainer.base import Reference
 from tailrace.weights.base import in_run_folder
 from tailrace.workers.calls import Job, RemoteWorker, Worker
@@ -64,7 +63,7 @@ async def open_workers(
     Raises:
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
-        EnginesLost: all engines were dead for `engine.give_up_s`.
+        EnginesLost: all engines were dead for `engine.recovery_timeout_s`.
     """
     devices = device_map(config)
     opened = open_spawner(
@@ -170,7 +169,7 @@ async def _started(
         elif algorithm.needs_reference:
             reference = RemoteReference(await start(ReferenceWorker, "reference", reference_job))
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
-        watched = watch_engines(engines, engine.give_up_s)
+        watched = watch_engines(engines, engine.recovery_timeout_s)
         async with ended_by_death(started, watched):
             rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
             yield Workers(tuple(engines), remote_trainer, rewards, tuple(judges), reference)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace import clock
@@ -34,8 +35,8 @@ from tailrace.assembly.schedule import (
 )
 from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
-from tailrace.config import RunConfig, with_model_folder
-from tailrace.controller.base import Parts
+from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.controller.base import RunComponents
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
@@ -55,39 +56,51 @@ SPREAD = ("main_time_s", "samples_per_s")
 
 
 def compare(
-    config: RunConfig, *, virtual: bool = False, folder: Path | None = None, json_path: Path | None = None
+    config: Path,
+    /,
+    *,
+    schedules: str | None = None,
+    repeats: str | None = None,
+    virtual: bool = False,
+    output_dir: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
 ) -> None:
-    """Race the schedules of `compare.schedules` and print the table.
+    """Race schedules and print the table.
 
     Args:
-        virtual: whether to race in virtual time. A config without [model] is always raced so.
-        folder: where the picture, the files of each schedule and compare.json go; None: none are written.
-        json_path: another file for the numbers.
+        schedules: A,B: instead of compare.schedules.
+        repeats: instead of compare.repeats.
+        virtual: race in virtual time, as a config without [model] always does. No model is needed.
+        output_dir: for the files of each schedule and compare.json.
+        json_path: another file for the medians.
 
     Raises:
         ConfigError: a schedule is unknown, or its parameters cannot work.
     """
-    console = open_console()
-    racers = _racers(config if virtual else with_model_folder(config))
-    if not virtual and config.model is None:
+    named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
+    loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
+    console, folder = open_console(), output_dir
+    racers = _racers(loaded if virtual else with_model_folder(loaded))
+    if not virtual and loaded.model is None:
         console.print("the config has no [model]: the race is in virtual time", markup=False)
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     if virtual:
-        raced = race_virtual(racers, config.compare.repeats, folder)
+        raced = compare_virtual(racers, loaded.compare.repeats, folder)
     else:
-        schedules = [racer.schedule for racer in racers.values()]  # all race with the same threads
-        fitted = {name: check_live(racer.config, *schedules) for name, racer in racers.items()}
+        bound = [racer.schedule for racer in racers.values()]  # all race with the same threads
+        fitted = {name: check_live(racer.config, *bound) for name, racer in racers.items()}
         print(next(iter(fitted.values())).table, file=sys.stderr)
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
             place = folder or Path(scratch)
-            race = race_live(racers, config.compare.repeats, place, with_files=folder is not None)
+            race = compare_live(racers, loaded.compare.repeats, place, with_files=folder is not None)
             raced = clock.run(race, virtual=False)
     print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
-        note_default_costs(config.sim, console)
+        note_default_costs(loaded.sim, console)
     if folder:
         console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
     for path in (json_path, folder and folder / "compare.json"):
@@ -99,7 +112,7 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True)
-class Racer:
+class ComparedSchedule:
     """A schedule, and the config that its workers are made from."""
 
     config: RunConfig
@@ -112,25 +125,25 @@ class Racer:
         return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
 
 
-def _racers(config: RunConfig) -> dict[str, Racer]:
+def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
     check_parameter_names(config, config.compare.schedules)
-    racers: dict[str, Racer] = {}
+    racers: dict[str, ComparedSchedule] = {}
     for name in config.compare.schedules:
         named = config.model_copy(update={"schedule": shared_parameters(config, name)})
-        racers[name] = Racer(with_published_defaults(named), resolve(named))
+        racers[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
     return racers
 
 
-class Arena:
+class SharedWorkers:
     """The workers of one racer at a time, always at the weights that training starts from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._setup = ""
         self._open = AsyncExitStack()
-        self._parts: Parts | None = None
+        self._parts: RunComponents | None = None
 
-    async def parts(self, racer: Racer) -> Parts:
+    async def parts(self, racer: ComparedSchedule) -> RunComponents:
         """The workers of a racer, rewound. Workers of another set-up are closed first."""
         if self._parts is None or racer.setup != self._setup:
             await self.aclose()
@@ -146,8 +159,8 @@ class Arena:
         await self._open.aclose()
 
 
-async def race_live(
-    racers: Mapping[str, Racer], repeats: int, folder: Path, *, with_files: bool = False
+async def compare_live(
+    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path, *, with_files: bool = False
 ) -> "Comparison":
     """Race on real workers, whose logs and first weights go to the folder.
 
@@ -155,7 +168,7 @@ async def race_live(
         with_files: whether to write the files of each racer's last lap.
     """
     raced = Comparison()
-    async with aclosing(Arena(folder)) as arena:
+    async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
                 racer = racers[name]
@@ -175,7 +188,9 @@ async def race_live(
     return raced
 
 
-def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None) -> "Comparison":
+def compare_virtual(
+    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path | None
+) -> "Comparison":
     """Race in virtual time. Repetition r of every racer has the seed run.seed + r. Files go to `folder`."""
     raced = Comparison()
     for repeat in range(repeats):
@@ -188,7 +203,7 @@ def race_virtual(racers: Mapping[str, Racer], repeats: int, folder: Path | None)
     return raced
 
 
-def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
+def in_turn(racers: Mapping[str, ComparedSchedule], repeat: int) -> list[str]:
     """The order of a repetition: the first place rotates, and racers with the same workers are neighbours."""
     names = list(racers)
     turn = repeat % len(names)
@@ -197,7 +212,7 @@ def in_turn(racers: Mapping[str, Racer], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, racer: Racer, summary: Summary, folder: Path | None) -> Recorder:
+def _recorder(name: str, racer: ComparedSchedule, summary: Summary, folder: Path | None) -> Recorder:
     """The files of a lap are those of a run, in a folder of the racer's name."""
     sinks: list[Sink] = [summary]
     if folder:

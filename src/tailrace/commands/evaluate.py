@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from tailrace import clock
@@ -22,56 +24,27 @@ from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, 
 from tailrace.rollout.router import Router
 
 
-def run(path: Path, overrides: Mapping[str, str], *, model: Path | None, json_path: Path | None) -> None:
-    """Evaluate a run or the model of a config file. Raises as `evaluated_config` and `evaluate_model`."""
-    evaluate_model(evaluated_config(path, model, overrides), json_path=json_path)
-
-
-def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
-    """Read the config of an evaluation.
-
-    Args:
-        path: a config file, or the output directory of a run: then the model is its newest checkpoint.
-        model: a Hugging Face folder to evaluate in place of that model.
-
-    Raises:
-        ConfigError: the config cannot be read, or the run has no checkpoint.
-    """
-    folder = RunFolder(path) if path.is_dir() else None
-    if folder:
-        folder.require_run()
-    if folder:
-        _check_config(folder)
-    config = folder.read_config(overrides) if folder else load_config(path, overrides)
-    if not folder:
-        check_parameter_names(config)
-    elif not model and "model.path" not in overrides:
-        model = folder.newest_checkpoint()
-        if model is None:
-            raise ConfigError("RUN", str(path), "the run has no checkpoint yet", "name weights with --model")
-    return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
-
-
-def _check_config(folder: RunFolder) -> None:
-    """Raises a ConfigError if the config of a run is not the one that its ledger has."""
-    config = folder.read_config()
-    if config.ledger.kind == "memory" or not (folder.path / LEDGER_FILE).exists():
-        return
-    with closing(open_store(config.ledger, folder.path, only_read=True)) as store:
-        *_, last = store.rows(LifeRow)
-    for key, (before, after) in changed_keys(last.config, config).items():
-        problem = f"{folder.config} was changed: the run has {before!r} in its ledger"
-        raise ConfigError(key, after, problem, f"change it back; --{key} on the command line overrides it")
-
-
-def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
+def run(
+    run: Path,
+    /,
+    *,
+    model: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
+) -> None:
     """Print which weights are evaluated, and the mean reward of run.eval_prompts held-out prompts.
 
+    Args:
+        run: the output directory of a run, or a config file.
+        model: a Hugging Face folder with the weights, instead of the newest checkpoint or model.path.
+        json_path: a file for the accuracy.
+
     Raises:
-        ConfigError: the model, the data or the reward cannot work.
+        ConfigError: the config, the model, the data or the reward cannot work, or a run has no checkpoint.
     """
     without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
-    config = check_live(with_model_folder(config).model_copy(update=without_learning)).config
+    config = with_model_folder(evaluated_config(run, model, overrides))
+    config = check_live(config.model_copy(update=without_learning)).config
     assert config.model
     console = Console(soft_wrap=True)
     console.print(f"weights   {config.model.path}")
@@ -96,6 +69,44 @@ def evaluate_model(config: RunConfig, *, json_path: Path | None = None) -> None:
             "sets": sets,
         }
         json_path.write_text(json.dumps(numbers) + "\n")
+
+
+def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+    """Read the config of an evaluation.
+
+    Args:
+        path: a config file, or the output directory of a run: then the model is its newest checkpoint.
+        model: a Hugging Face folder to evaluate in place of that model.
+
+    Raises:
+        ConfigError: the config cannot be read, or the run has no checkpoint.
+    """
+    if path.is_dir():
+        folder = RunFolder(path)
+        folder.require_run()
+        _check_config(folder)
+        config = folder.read_config(overrides)
+        if not model and "model.path" not in overrides:
+            model = folder.newest_checkpoint()
+            if model is None:
+                problem = "the run has no checkpoint yet"
+                raise ConfigError("RUN", str(path), problem, "name weights with --model")
+    else:
+        config = load_config(path, overrides)
+        check_parameter_names(config)
+    return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
+
+
+def _check_config(folder: RunFolder) -> None:
+    """Raises a ConfigError if the config of a run is not the one that its ledger has."""
+    config = folder.read_config()
+    if config.ledger.kind == "memory" or not (folder.path / LEDGER_FILE).exists():
+        return
+    with closing(open_store(config.ledger, folder.path, only_read=True)) as store:
+        *_, last = store.rows(LifeRow)
+    for key, (before, after) in changed_keys(last.config, config).items():
+        problem = f"{folder.config} was changed: the run has {before!r} in its ledger"
+        raise ConfigError(key, after, problem, f"change it back; --{key} on the command line overrides it")
 
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:

@@ -13,20 +13,20 @@ from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
 
 
-def fit_run(path: Path, *, output: Path | None = None) -> None:
+def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     """Fit a run, and print what was found.
 
     Args:
-        path: the output directory of the run.
-        output: where the [sim] section goes; None: it is printed.
+        run: its output directory.
+        output: a file for the [sim] section; it is printed without one.
 
     Raises:
         ConfigError: there is no run, one of its files is damaged, or the section cannot be written.
     """
-    fitted = fitted_run(path)
+    fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
-    print_table(console, _table(path, fitted), keep=2)
+    print_table(console, _table(run, fitted), keep=2)
     for note in _notes(fitted):
         console.print(f"note: {note}", markup=False, highlight=False)
     if output is None:
@@ -49,15 +49,6 @@ def fitted_run(path: Path) -> Fit:
     folder = RunFolder(path)
     folder.require_run()
     return fit(folder.events, folder.metrics, folder.samples, _workers(folder.read_config()))
-
-
-def like(config: RunConfig, path: Path) -> RunConfig:
-    """Return the config with the fitted [sim] of a run in place of its own.
-
-    Raises:
-        ConfigError: there is no run, or one of its files is damaged.
-    """
-    return config.model_copy(update={"sim": fitted_run(path).sim})
 
 
 def _workers(config: RunConfig) -> int:

@@ -1,258 +1,187 @@
 """`tailrace inspect`: what the ledger of a run says, also while the run goes on.
 
-The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample.
+The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample. Prompts
+drawn = trained + filtered + dropped + living. Tokens generated, by the engines' own count, = trained + held
+by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console
-from tailrace.config import RunConfig
-from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
+from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
+from tailrace.ledger.base import Books, GroupRow, SampleRow
 from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
 from tailrace.ledger.sqlite import open_store
 from tailrace.types import Turn
 
 NUM_OLDEST = 5
+"""Living groups in the balance: those that were drawn first."""
 
 
-class Prompts(msgspec.Struct):
-    """drawn = trained + filtered + dropped + living."""
-
-    drawn: int
-    trained: int
-    filtered: int
-    dropped: int
-    living: int
-
-
-class Tokens(msgspec.Struct):
-    """generated = trained + held + the sum of wasted + evaluated + unwritten."""
-
-    generated: int
-    """By the engines' own count."""
-    trained: int
-    held: int
-    """Tokens of samples without a fate."""
-    wasted: dict[str, int]
-    """Tokens by reason."""
-    evaluated: int
-    unwritten: int
-    """Tokens that the ledger does not hold yet. After a kill the next life wastes them as "crash"."""
-    trained_again: int
-    """Tokens whose training was undone by a resumption."""
-
-
-class Life(msgspec.Struct):
-    """A life, and the state of the run with which it began (parent 0: without a checkpoint)."""
-
-    life: int
-    parent: int
-    round: int
-    version: int
-    step: int
-    crash_tokens: int
-    samples_undone: int
-    """Samples that it trained and that a later life undid."""
-
-
-class Checkpoint(msgspec.Struct):
-    name: str
-    round: int
-    version: int
-    step: int
-
-
-class LivingGroup(msgspec.Struct):
-    """A group without a fate, and the round in which it was drawn."""
-
-    prompt: int
-    round: int
-    deferrals: int
-    kept: int
-    num_required: int
-    tokens: int
-
-
-class Balance(msgspec.Struct):
-    prompts: Prompts
-    tokens: Tokens
-    lives: list[Life]
-    checkpoints: list[Checkpoint]
-    oldest: list[LivingGroup]
-    """The living groups that were drawn first."""
-
-
-class SampleLife(msgspec.Struct):
-    id: str
-    spans: list[Origin]
-    finish_reason: str | None
-    reward: float | None
-    failure: str | None
-    fate: str | None
-    steps: list[str]
-    """The optimizer steps that trained it."""
-    turns: list[Turn]
-    """The turns of its episode that have ended; none once its tokens are removed."""
-
-
-class GroupLife(msgspec.Struct):
-    """A group, and the life and the round in which it was drawn."""
-
-    prompt: int
-    life: int
-    round: int
-    deferrals: int
-    attempts: int
-    fate: str | None
-    reason: str
-    samples: list[SampleLife]
-
-
-def run(path: Path, overrides: Mapping[str, str], *, prompt: int | None, as_json: bool) -> None:
-    """Inspect the run in an output directory. Raises as `inspect`, and ConfigError if there is none."""
-    folder = RunFolder(path)
-    folder.require_run()
-    inspect(folder.read_config(overrides), path, prompt=prompt, as_json=as_json)
-
-
-def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: bool) -> None:
-    """Print what the ledger of the run in the folder says.
+def inspect(
+    run: Path,
+    /,
+    *,
+    group: int | None = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+    overrides: Mapping[str, str],
+) -> None:
+    """Print what the ledger of a run says.
 
     Args:
-        prompt: index of the prompt whose group is printed; None: the balance of the run.
+        run: its output directory.
+        group: the index of a prompt, to see what became of its group, instead of the balance of the run.
+        as_json: print JSON.
 
     Raises:
-        ConfigError: the run has no ledger, or it has no such group.
-        LedgerError: it is missing or damaged.
+        ConfigError: there is no run, it has no ledger, or that has no such group.
+        LedgerError: the ledger is missing or damaged.
     """
-    with closing(open_store(config.ledger, folder, only_read=True)) as store:
+    folder = RunFolder(run)
+    folder.require_run()
+    with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
         books = read_books(store, tokens=False)
-    num_generated = counted_tokens(folder / COUNTS_FOLDER)
-    found = _balance(books, num_generated) if prompt is None else _group(books, prompt)
+    found = _balance(books, counted_tokens(folder.counts)) if group is None else _group(books, group)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
     console = open_console()
-    for table in _balance_tables(found) if isinstance(found, Balance) else [_group_table(found)]:
+    for table in _balance_tables(found) if group is None else [_group_table(found)]:
         if not console.is_terminal:
             table.box = None
         console.print(table)
 
 
-def _balance(books: Books, num_generated: int) -> Balance:
+def _balance(books: Books, num_generated: int) -> dict[str, Any]:
     totals, held = totals_of(books), held_tokens_of(books)
     living = [group for group in books.groups.values() if group.fate is None]
     undone = [training for training in books.trainings.values() if training.undone is not None]
-    groups = totals.groups
-    return Balance(
-        Prompts(totals.num_drawn, groups["trained"], groups["filtered"], groups["dropped"], len(living)),
-        Tokens(
-            generated=num_generated,
-            trained=totals.trained_tokens,
-            held=held,
-            wasted=dict(totals.wasted_tokens),
-            evaluated=totals.evaluated_tokens,
-            unwritten=num_generated - totals.num_known_tokens - held,
-            trained_again=sum(books.samples[training.id].num_tokens for training in undone),
-        ),
-        [_life(row, sum(training.life == row.life for training in undone)) for row in books.lives.values()],
-        [
-            Checkpoint(mark.checkpoint, mark.round, mark.version, mark.step)
+    return {
+        "prompts": {
+            "drawn": totals.num_drawn,
+            **{fate: totals.groups[fate] for fate in ("trained", "filtered", "dropped")},
+            "living": len(living),
+        },
+        "tokens": {
+            "generated": num_generated,
+            "trained": totals.trained_tokens,
+            "held": held,
+            "wasted": dict(totals.wasted_tokens),
+            "evaluated": totals.evaluated_tokens,
+            "unwritten": num_generated - totals.num_known_tokens - held,
+            "trained_again": sum(books.samples[training.id].num_tokens for training in undone),
+        },
+        "lives": [
+            _fields_of(row, "life", "parent", "round", "version", "step", "crash_tokens")
+            | {"samples_undone": sum(training.life == row.life for training in undone)}
+            for row in books.lives.values()
+        ],
+        "checkpoints": [
+            {"name": mark.checkpoint, **_fields_of(mark, "round", "version", "step")}
             for mark in books.marks
             if mark.undone is None
         ],
-        [_living(books, group) for group in living[:NUM_OLDEST]],
-    )
+        "oldest": [_living(books, group) for group in living[:NUM_OLDEST]],
+    }
 
 
-def _life(row: LifeRow, undone: int) -> Life:
-    return Life(row.life, row.parent, row.round, row.version, row.step, row.crash_tokens, undone)
+def _fields_of(row: msgspec.Struct, *names: str) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in names}
 
 
-def _living(books: Books, row: GroupRow) -> LivingGroup:
+def _living(books: Books, row: GroupRow) -> dict[str, Any]:
     samples = [sample for sample in books.samples.values() if sample.prompt == row.prompt]
-    tokens = sum(sample.num_tokens for sample in samples if sample.fate is None)
-    kept = len(msgspec.json.decode(row.kept))
-    return LivingGroup(row.prompt, row.round, row.deferrals, kept, row.num_required, tokens)
+    return {
+        **_fields_of(row, "prompt", "round", "deferrals"),
+        "kept": len(msgspec.json.decode(row.kept)),
+        "num_required": row.num_required,
+        "tokens": sum(sample.num_tokens for sample in samples if sample.fate is None),
+    }
 
 
-def _group(books: Books, prompt: int) -> GroupLife:
+def _group(books: Books, prompt: int) -> dict[str, Any]:
     if (row := books.groups.get(prompt)) is None:
         known = f"choose from 0 to {books.run.num_drawn - 1}" if books.groups else "none was drawn yet"
         raise ConfigError("--group", prompt, "the ledger has no such group", known)
     samples = [_sample(books, sample) for sample in books.samples.values() if sample.prompt == prompt]
-    return GroupLife(
-        prompt, row.life, row.round, row.deferrals, row.attempt + 1, row.fate, row.reason, samples
-    )
+    attempts = {"attempts": row.attempt + 1}
+    drawn = _fields_of(row, "prompt", "life", "round", "deferrals")
+    return {**drawn, **attempts, **_fields_of(row, "fate", "reason"), "samples": samples}
 
 
-def _sample(books: Books, row: SampleRow) -> SampleLife:
-    steps = [
-        f"{training.step} in life {training.life}"
-        + (f", undone by life {training.undone}" if training.undone else "")
-        for training in books.trainings.values()
-        if training.id == row.id
-    ]
-    ended = None if row.in_episode else row.finish_reason
-    turns = row.ended_turns
-    return SampleLife(str(row.id), row.origins, ended, row.reward, row.failure, row.fate, steps, turns)
+def _sample(books: Books, row: SampleRow) -> dict[str, Any]:
+    trainings = [training for training in books.trainings.values() if training.id == row.id]
+    return {
+        "id": str(row.id),
+        "spans": row.origins,
+        "finish_reason": None if row.in_episode else row.finish_reason,
+        **_fields_of(row, "reward", "failure", "fate"),
+        "steps": [
+            f"{training.step} in life {training.life}"
+            + (f", undone by life {training.undone}" if training.undone else "")
+            for training in trainings
+        ],
+        "turns": row.ended_turns,
+    }
 
 
-def _balance_tables(balance: Balance) -> list[Table]:
-    prompts, tokens = balance.prompts, balance.tokens
+def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
+    prompts, tokens = balance["prompts"], balance["tokens"]
     sums = Table("", "prompts", "tokens", title="the balance", title_justify="left")
     for label, num_prompts, num_tokens in (
-        ("drawn, generated", prompts.drawn, tokens.generated),
-        ("= trained", prompts.trained, tokens.trained),
-        ("+ living, held", prompts.living, tokens.held),
-        ("+ filtered", prompts.filtered, None),
-        ("+ dropped", prompts.dropped, None),
-        *((f"+ wasted: {reason}", None, wasted) for reason, wasted in tokens.wasted.items()),
-        ("+ evaluated", None, tokens.evaluated),
-        ("+ not yet written", None, tokens.unwritten),
+        ("drawn, generated", prompts["drawn"], tokens["generated"]),
+        ("= trained", prompts["trained"], tokens["trained"]),
+        ("+ living, held", prompts["living"], tokens["held"]),
+        ("+ filtered", prompts["filtered"], None),
+        ("+ dropped", prompts["dropped"], None),
+        *((f"+ wasted: {reason}", None, wasted) for reason, wasted in tokens["wasted"].items()),
+        ("+ evaluated", None, tokens["evaluated"]),
+        ("+ not yet written", None, tokens["unwritten"]),
     ):
         sums.add_row(label, _number(num_prompts), _number(num_tokens))
-    sums.caption = f"{tokens.trained_again:,} tokens were trained once more after a kill"
+    sums.caption = f"{tokens['trained_again']:,} tokens were trained once more after a kill"
     lives = Table("life", "began with", "round", "version", "step", "lost in the kill before", "undone later")
-    for life in balance.lives:
-        began = f"a checkpoint of life {life.parent}" if life.parent else "the config's weights"
-        numbers = (life.round, life.version, life.step, life.crash_tokens, life.samples_undone)
-        lives.add_row(str(life.life), began, *map(_number, numbers))
+    for life in balance["lives"]:
+        number, parent, *numbers = life.values()
+        began = f"a checkpoint of life {parent}" if parent else "the config's weights"
+        lives.add_row(str(number), began, *map(_number, numbers))
     oldest = Table("prompt", "drawn in round", "parked", "finished", "tokens", title="oldest living groups")
-    for group in balance.oldest:
-        finished = f"{group.kept} of {group.num_required}"
-        drawn = (str(group.prompt), str(group.round), str(group.deferrals))
-        oldest.add_row(*drawn, finished, f"{group.tokens:,}")
-    return [sums, lives, *([oldest] if balance.oldest else [])]
+    for group in balance["oldest"]:
+        prompt, round, parked, kept, num_required, num_tokens = group.values()
+        oldest.add_row(*map(str, (prompt, round, parked)), f"{kept} of {num_required}", f"{num_tokens:,}")
+    return [sums, lives, *([oldest] if balance["oldest"] else [])]
 
 
 def _number(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 
-def _group_table(group: GroupLife) -> Table:
+def _group_table(group: Mapping[str, Any]) -> Table:
+    samples = group["samples"]
     table = Table("sample", "tokens by life and version", "ended", "reward", "fate", "steps")
-    if any(sample.turns for sample in group.samples):
+    if has_turns := any(sample["turns"] for sample in samples):
         table.add_column("turns: tokens (environment's, calls; *: a branch follows)")
     table.title = (
-        f"prompt {group.prompt}: drawn in round {group.round} of life {group.life}, parked {group.deferrals} "
-        f"times, {group.attempts} attempts; {group.reason or group.fate or 'alive'}"
+        f"prompt {group['prompt']}: drawn in round {group['round']} of life {group['life']}, "
+        f"parked {group['deferrals']} times, {group['attempts']} attempts; "
+        f"{group['reason'] or group['fate'] or 'alive'}"
     )
     table.title_justify = "left"
-    for sample in group.samples:
-        spans = " + ".join(f"{span.num_tokens} by {span.life}.{span.version}" for span in sample.spans)
-        reward = sample.failure or ("" if sample.reward is None else f"{sample.reward:g}")
-        fate = sample.fate or "alive"
-        known = (sample.id, spans, sample.finish_reason or "", reward, fate, "; ".join(sample.steps))
-        table.add_row(*known, *([_turns(sample.turns)] if len(table.columns) > len(known) else []))
+    for sample in samples:
+        spans = " + ".join(f"{span.num_tokens} by {span.life}.{span.version}" for span in sample["spans"])
+        reward = sample["failure"] or ("" if sample["reward"] is None else f"{sample['reward']:g}")
+        known = (sample["id"], spans, sample["finish_reason"] or "", reward, sample["fate"] or "alive")
+        turns = [_turns(sample["turns"])] if has_turns else []
+        table.add_row(*known, "; ".join(sample["steps"]), *turns)
     return table
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -16,7 +17,7 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import costs_given, sim_max_tokens, without_rates
 from tailrace.commands.tables import open_console, print_table, progress
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, load_config
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import correlation_within_groups
@@ -41,12 +42,19 @@ FIGURES = {
 
 
 def plan(
-    config: RunConfig, *, lengths: str = "model", output: Path | None = None, json_path: Path | None = None
+    cluster: Path,
+    /,
+    *,
+    lengths: str = "model",
+    output: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
 ) -> None:
     """Search for the fastest candidate and print the ranking, with the reasons.
 
     Args:
-        lengths: "model", or the output directory of a run whose responses are as long.
+        cluster: a config with [sim.cluster].
+        lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
 
@@ -60,7 +68,7 @@ def plan(
             raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
         if path and path.is_dir():
             raise ConfigError(option, str(path), "it is a folder", "choose a file in it")
-    config = with_lengths(config, lengths)
+    config = with_lengths(load_config(cluster, overrides), lengths)
     with progress() as said:
         found = search(replace(problem_of(config), progress=said))
     devices = config.sim.cluster.devices if config.sim.cluster else 0

@@ -2,15 +2,14 @@
 
 import asyncio
 import os
+import re
 import secrets
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Annotated
 
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
+from cyclopts import Parameter
 
 from tailrace import clock
 from tailrace.commands.signals import signals_received
@@ -22,42 +21,31 @@ from tailrace.engine.serve.settings import HostedModel, ServeSettings
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.model_folder import context_length, read_config
-from tailrace.settings import Settings
 from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine
 from tailrace.workers.process import LocalSpawner
 
-S = TypeVar("S", bound=Settings)
-
-OF_A_RUN = {"kind", "replicas", "give_up_s"}
-"""Settings of an engine that a server has no use for."""
+OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout_s)$)"))
+"""Settings of an engine are options, but for those that only a run has a use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
-GRACE_S = 2
+SHUTDOWN_TIMEOUT_S = 2
 """Seconds that replies under way have to end after a signal."""
 
 
-def settings_of_options() -> dict[str, FieldInfo]:
-    """The settings that `tailrace serve` takes as options."""
-    engine = {
-        name: field for name, field in NativeEngineSettings.model_fields.items() if name not in OF_A_RUN
-    }
-    return {**ServeSettings.model_fields, **engine}
-
-
-def run(model: Path, *, token_file: Path | None, **options: object) -> None:
-    """Serve a model with the options of the command line. Raises as `serve`."""
-    options["served_model_name"] = options["served_model_name"] or str(model)
-    serve(model, _given(NativeEngineSettings, options), _given(ServeSettings, options), token_file=token_file)
-
-
 def serve(
-    model: Path, engine: NativeEngineSettings, settings: ServeSettings, *, token_file: Path | None = None
+    model: Path,
+    /,
+    *,
+    token_file: Path | None = None,
+    settings: Annotated[ServeSettings, Parameter("*")] = ServeSettings(),  # noqa: B008 (frozen)
+    engine: Annotated[NativeEngineSettings, OF_ENGINE] = NativeEngineSettings(),  # noqa: B008
 ) -> None:
     """Serve a model until a signal comes.
 
     Args:
         model: a Hugging Face folder with a tokenizer.
-        token_file: has the token, or receives a new one.
+        token_file: has the bearer token, or receives a new one. Without it: $TAILRACE_TOKEN, or a new one is
+            printed.
 
     Raises:
         ConfigError: the model or a setting cannot work.
@@ -70,6 +58,7 @@ def serve(
     except ImportError as why:
         remedy = "pip install 'tailrace[serve]'"
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
+    settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
     check_model(model)
     check_device("--device", engine.device)
     tokenizer = load_tokenizer(model)
@@ -113,7 +102,11 @@ async def _serve(
         process = ServedEngine(worker, job)
         try:
             await process.ready()
-            server = HttpServer(make_app(process, tokenizer, model, settings, token), bound, grace_s=GRACE_S)
+            server = HttpServer(
+                make_app(process, tokenizer, model, settings, token),
+                bound,
+                shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+            )
             died = asyncio.ensure_future(process.died())
             died.add_done_callback(lambda _: server.stop())
             with signals_received(server.stop):
@@ -125,21 +118,6 @@ async def _serve(
             died.cancel()
             raise Interrupted("the server was stopped", server.signal)
         raise WorkerDied(await died)
-
-
-def _given(kind: type[S], options: Mapping[str, object]) -> S:
-    """Make settings of those options that are given.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-    values = {name: value for name, value in options.items() if name in kind.model_fields}
-    try:
-        return kind(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as why:
-        defect = why.errors()[0]
-        option = "--" + str(defect["loc"][0]).replace("_", "-")
-        raise ConfigError(option, defect["input"], defect["msg"], "see tailrace serve --help") from why
 
 
 def bearer_token(file: Path | None) -> str:

@@ -6,7 +6,9 @@ the same sinks and trackers.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -14,7 +16,7 @@ from tailrace import clock
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
-from tailrace.commands.fit import like
+from tailrace.commands.fit import fitted_run
 from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
@@ -29,57 +31,50 @@ from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
 
 
-def run(
+def simulate(
     config: Path,
-    overrides: Mapping[str, str],
+    /,
     *,
-    like_run: Path | None,
-    folder: Path | None,
-    json_path: Path | None,
+    output_dir: Path | None = None,
+    like: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
 ) -> None:
-    """Simulate a config file. Raises as `simulate`.
-
-    Args:
-        like_run: a run whose costs and lengths are taken in place of [sim].
-    """
-    loaded = load_config(config, overrides)
-    if like_run:
-        for key in (key for key in overrides if key.startswith("sim.")):
-            remedy = f"remove it, or use the [sim] that tailrace fit {like_run} prints"
-            raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
-        loaded = like(loaded, like_run)
-    simulate(loaded, folder=folder, json_path=json_path)
-
-
-def simulate(config: RunConfig, *, folder: Path | None = None, json_path: Path | None = None) -> None:
     """Run the schedule on simulated parts and print its figures.
 
     Args:
-        folder: where the files go; None: none are written, and no sinks and trackers of the config are used.
+        output_dir: for metrics, summary and events. Without it the config's sinks and trackers are not used.
+        like: a run whose costs and lengths are taken instead of [sim].
         json_path: another file for the summary.
 
     Raises:
         ConfigError: the schedule, its parameters or [sim] cannot work; a tracker cannot begin; or the folder
             holds a live run.
     """
-    schedule, name = resolve(config), str(config.schedule["name"])
-    config = with_published_defaults(config)
-    sim = sim_settings(config)
-    check_trackers(config.record.trackers)
+    loaded = load_config(config, overrides)
+    if like:
+        for key in (key for key in overrides if key.startswith("sim.")):
+            remedy = f"remove it, or use the [sim] that tailrace fit {like} prints"
+            raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
+        loaded = loaded.model_copy(update={"sim": fitted_run(like).sim})
+    schedule, name = resolve(loaded), str(loaded.schedule["name"])
+    loaded = with_published_defaults(loaded)
+    sim = sim_settings(loaded)
+    check_trackers(loaded.record.trackers)
     console = open_console()
-    summary = Summary(folder / "summary.json" if folder else None)
+    summary = Summary(output_dir / "summary.json" if output_dir else None)
     sinks: list[Sink] = []
-    if folder:
-        sinks += _files(config, RunFolder(folder), console)
+    if output_dir:
+        sinks += _files(loaded, RunFolder(output_dir), console)
     sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
-    seconds = run_virtual(config, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
+    seconds = run_virtual(loaded, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
     console.print(_table(name, _set_up(sim), seconds, totals, summary.lap()))
-    note_default_costs(config.sim, console)
+    note_default_costs(loaded.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
-    if folder:
-        console.print(f"files     {folder}")
+    if output_dir:
+        console.print(f"files     {output_dir}")
 
 
 def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]:

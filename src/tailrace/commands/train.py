@@ -7,7 +7,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 import asyncio
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,9 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
-from tailrace.config import RunConfig, check_resumable, with_model_folder
+from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
-from tailrace.controller.execution import Outcome, execute
+from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.base import counted_tokens
@@ -49,13 +49,28 @@ from tailrace.reward.functions import WithFailureLimit
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 
-def run(config: RunConfig, output_dir: Path, *, resume: bool, dry_run: bool) -> None:
-    """Train, or print the resolved config with a table of the processes as TOML. Raises as `train`."""
+def run(
+    config: Path,
+    /,
+    *,
+    output_dir: Path,
+    resume: bool = False,
+    dry_run: bool = False,
+    overrides: Mapping[str, str],
+) -> None:
+    """Train a model. Raises as `train`.
+
+    Args:
+        output_dir: for all files of the run.
+        resume: continue the run in the output directory, if one has begun there.
+        dry_run: print the resolved config, with a table of the processes as comments, and stop.
+    """
+    loaded = load_config(config, overrides)
     if not dry_run:
-        train(config, output_dir, resume=resume)
+        train(loaded, output_dir, resume=resume)
         return
-    config = with_model_folder(config)
-    fitted = check_live(config, resolve(config))
+    loaded = with_model_folder(loaded)
+    fitted = check_live(loaded, resolve(loaded))
     print(fitted.config.toml(), end="")
     print(textwrap.indent(fitted.table, "# "))
 
@@ -219,7 +234,7 @@ async def _train(
     store: Store | None,
     start: StartingPoint,
     interruption: Interruption,
-) -> tuple[Outcome, RunSummary]:
+) -> tuple[RunResult, RunSummary]:
     interruption.begin()
     async with open_parts(config, folder.path, life=start.life) as parts:
         if start.checkpoint:
@@ -321,7 +336,7 @@ def _before_training(start: StartingPoint) -> str:
     return " before training began: there is nothing to save; start the run again"
 
 
-def _what_was_saved(outcome: Outcome, folder: RunFolder) -> str:
+def _what_was_saved(outcome: RunResult, folder: RunFolder) -> str:
     if outcome.checkpoint is None:
         return " before the first optimizer step: no weights to save; start again, or --resume"
     return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

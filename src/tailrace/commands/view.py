@@ -4,6 +4,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import mutually_exclusive
 
 from tailrace import clock
 from tailrace.commands.signals import signals_received
@@ -13,36 +17,42 @@ from tailrace.page.run import RunView, open_runs
 from tailrace.record.perfetto import write_perfetto
 
 HOST = "127.0.0.1"
+ONE_OF = Group("Where: one of", validator=mutually_exclusive)
 
 
 def view(
-    folders: Sequence[Path], *, port: int = 0, output: Path | None = None, perfetto: Path | None = None
+    runs: tuple[Path, ...],
+    /,
+    *,
+    port: Annotated[int, Parameter(group=ONE_OF)] = 0,
+    output: Annotated[Path | None, Parameter(group=ONE_OF)] = None,
+    perfetto: Annotated[Path | None, Parameter(group=ONE_OF)] = None,
 ) -> None:
     """Serve the page until a signal comes, or write a file.
 
     Args:
-        folders: output directories of runs and simulations. They are only read.
-        port: 0: a free one.
-        output: write one file that has everything in it, and do not serve.
-        perfetto: write the events of the one run for ui.perfetto.dev, and do not serve.
+        runs: output directories of runs and simulations. They are only read.
+        port: of 127.0.0.1, instead of a free one.
+        output: an HTML file that has everything in it, instead of serving.
+        perfetto: a JSON file with the events of one run for ui.perfetto.dev, instead of serving.
 
     Raises:
         ConfigError: a folder holds no run, a run log has a bad line, a package is missing, the port is in
             use, or the file cannot be written.
     """
     if perfetto:
-        _write_perfetto(folders, perfetto)
+        _write_perfetto(runs, perfetto)
         return
     check_installed()
-    runs = open_runs(folders)
-    for run in runs:
+    opened = open_runs(runs)
+    for run in opened:
         run.update()
     if output:
         with _writing("--output", output):
-            output.write_text(whole_page(runs), encoding="utf-8")
+            output.write_text(whole_page(opened), encoding="utf-8")
         print(f"page      {output}")
     else:
-        _serve(runs, port)
+        _serve(opened, port)
 
 
 def _write_perfetto(folders: Sequence[Path], path: Path) -> None:

@@ -41,9 +41,9 @@ class RunSettings(Settings):
     keep_checkpoints: Resumable[int] = Field(default=2, ge=0)
     """Newest checkpoints that are kept, beside that of the best evaluation. The others are deleted. 0: all
     are kept. With 1 the run cannot go back if that one is damaged."""
-    patience_s: Resumable[float] = Field(default=300.0, gt=0, allow_inf_nan=False)
+    step_warning_timeout_s: Resumable[float] = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run says which task waits for what."""
-    give_up_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
+    step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error."""
 
     @model_validator(mode="after")
@@ -58,7 +58,7 @@ class RunSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunComponents:
     """What a run is made of, live or simulated."""
 
     engines: Sequence[Engine]

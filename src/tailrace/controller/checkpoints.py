@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
 from tailrace.ledger.journal import Journal, NullJournal
 from tailrace.ledger.ledger import Ledger
@@ -36,7 +36,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         settings: RunSettings,
         ledger: Ledger,
         journal: Journal | NullJournal,
@@ -161,7 +161,7 @@ def checkpoint_name(round: int) -> str:
 class Evaluations:
     """Evaluates held-out prompts every `eval_every` rounds, at the start and at the end of the run."""
 
-    parts: Parts
+    parts: RunComponents
     settings: RunSettings
     router: Router
     ledger: Ledger

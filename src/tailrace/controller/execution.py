@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.algo.advantages import GRPO
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
@@ -19,7 +19,7 @@ from tailrace.rollout.pool import ComputeAdvantages
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """How a run ended that no error ended."""
 
     interrupted: bool
@@ -30,7 +30,7 @@ class Outcome:
 
 async def execute(
     schedule: Callable[[Run], Coroutine[Any, Any, None]],
-    parts: Parts,
+    parts: RunComponents,
     settings: RunSettings,
     recorder: Recorder,
     *,
@@ -40,7 +40,7 @@ async def execute(
     journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
     beside: Sequence[Coroutine[Any, Any, None]] = (),
-) -> Outcome:
+) -> RunResult:
     """Run a schedule to its end and check the ledger. The first error of any task or callback ends the run.
 
     Args:
@@ -77,7 +77,7 @@ async def execute(
     finally:
         loop.set_exception_handler(None)
         recorder.close()
-    return Outcome(interrupted, run.checkpoints.newest)
+    return RunResult(interrupted, run.checkpoints.newest)
 
 
 def _take_error(

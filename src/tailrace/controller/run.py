@@ -18,7 +18,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from tailrace import clock
-from tailrace.controller.base import Parts, RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.state import RunState
@@ -114,7 +114,7 @@ class Run:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
@@ -161,7 +161,7 @@ class Run:
             synchronous_rewards=parts.synchronous_rewards,
         )
         self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
-        self._watchdog = Watchdog(recorder, settings.patience_s, settings.give_up_s)
+        self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from tailrace.record.events import ControllerLag, Recorder, Waiting
 class Watchdog:
     """Waits for the next optimizer step, beside the schedule."""
 
-    def __init__(self, recorder: Recorder, patience_s: float, give_up_s: float) -> None:
-        self._recorder, self._patience_s, self._give_up_s = recorder, patience_s, give_up_s
+    def __init__(self, recorder: Recorder, warning_timeout_s: float, timeout_s: float) -> None:
+        self._recorder, self._warning_timeout_s, self._timeout_s = recorder, warning_timeout_s, timeout_s
         self._stepped = asyncio.Event()
 
     def stepped(self) -> None:
@@ -22,19 +22,19 @@ class Watchdog:
         """Until it is cancelled.
 
         Raises:
-            Stuck: no step came for give_up_s.
+            Stuck: no step came for `run.step_timeout_s`.
         """
         quiet_s = 0.0
         while True:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self._warning_timeout_s):
                     await self._stepped.wait()
                 self._stepped.clear()
                 quiet_s = 0.0
             except TimeoutError:
-                quiet_s += self._patience_s
+                quiet_s += self._warning_timeout_s
                 self._recorder.emit(Waiting(clock.now(), quiet_s, clock.who_waits()))
-                if quiet_s >= self._give_up_s:
+                if quiet_s >= self._timeout_s:
                     raise Stuck(f"no optimizer step for {quiet_s:.0f} s: {clock.who_waits()}") from None
 
 

@@ -39,7 +39,7 @@ class ReplicaSettings(Settings):
     health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds without an answer after which an engine counts as dead; above 0. Longer than the longest decode
     step and load."""
-    give_up_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    recovery_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends. A restart that
     takes longer is begun again."""
 
@@ -81,7 +81,7 @@ class ServerEngineSettings(ReplicaSettings):
     """Further command-line arguments of a server that the run starts, passed on as they are."""
     env: dict[str, str] = {}
     """Further environment variables of a server that the run starts."""
-    start_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds that a server may take to start; above 0."""
     max_logprob_difference: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,

@@ -66,11 +66,11 @@ class SupervisedEngine:
         self.capabilities = life.capabilities
         self._adopt(life, "it has started")
 
-    async def keep(self, start_s: float) -> None:
+    async def keep(self, restart_timeout_s: float) -> None:
         """Restart the engine whenever it dies, until cancelled.
 
         Args:
-            start_s: a restart that takes longer is given up and begun again.
+            restart_timeout_s: a restart that takes longer is given up and begun again.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -83,7 +83,7 @@ class SupervisedEngine:
                     await self._changed.wait(f"the device of {self.name}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                await self._restart(start_s)
+                await self._restart(restart_timeout_s)
 
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate."""
@@ -223,14 +223,14 @@ class SupervisedEngine:
         self._life = None
         self._changed.fire()
 
-    async def _restart(self, start_s: float) -> None:
+    async def _restart(self, restart_timeout_s: float) -> None:
         """Try to begin a life. A failure is in `why_dead`."""
         width = self.width
         try:
-            async with asyncio.timeout(start_s):
+            async with asyncio.timeout(restart_timeout_s):
                 life = await self._begin()
         except TimeoutError:
-            self.why_dead = f"it did not start within {start_s:g} s"
+            self.why_dead = f"it did not start within {restart_timeout_s:g} s"
         except (TailraceError, OSError) as error:
             self.why_dead = str(error)
         else:
@@ -293,15 +293,17 @@ async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
         raise cancelled
 
 
-async def watch_engines(engines: Sequence[SupervisedEngine], give_up_s: float, every_s: float = 1.0) -> None:
+async def watch_engines(
+    engines: Sequence[SupervisedEngine], recovery_timeout_s: float, every_s: float = 1.0
+) -> None:
     """Keep all engines, until cancelled.
 
     Raises:
-        EnginesLost: all were dead for `give_up_s` seconds.
+        EnginesLost: all were dead for `recovery_timeout_s` seconds.
     """
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
-            tasks.create_task(engine.keep(give_up_s))
+            tasks.create_task(engine.keep(recovery_timeout_s))
         alive_s = now()
         while True:
             await asyncio.sleep(every_s)
@@ -309,6 +311,8 @@ async def watch_engines(engines: Sequence[SupervisedEngine], give_up_s: float, e
             owners = [engine for engine in engines if engine.width]
             if not owners or any(engine.state != "dead" for engine in owners):
                 alive_s = now()
-            elif now() - alive_s >= give_up_s:
+            elif now() - alive_s >= recovery_timeout_s:
                 causes = "; ".join(f"{engine.name}: {engine.why_dead}" for engine in engines)
-                raise EnginesLost(f"all engines are dead for {give_up_s:g} s (engine.give_up_s). {causes}")
+                raise EnginesLost(
+                    f"all engines are dead for {recovery_timeout_s:g} s (engine.recovery_timeout_s). {causes}"
+                )

@@ -40,7 +40,7 @@ class Episode(Policy):
     Args:
         max_completion_tokens: of all turns together.
         max_context_tokens: of the prompt, the turns and the environment together, in each branch.
-        grace_s: seconds for which an action that is under way is awaited when the episode is parked.
+        parking_timeout_s: for which an action under way is awaited when the episode is parked.
         written: awaited before an action begins and before its result is used.
         max_branches: that its turns may make.
         rewritten: asked at each turn for which the environment gives no context.
@@ -55,7 +55,7 @@ class Episode(Policy):
         *,
         max_completion_tokens: int,
         max_context_tokens: int,
-        grace_s: float,
+        parking_timeout_s: float,
         written: Written = not_written,
         max_branches: float = inf,
         rewritten: Rewritten | None = None,
@@ -63,7 +63,11 @@ class Episode(Policy):
         self._written = written
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
-        self._grace_s, self._max_branches, self._rewritten = grace_s, max_branches, rewritten
+        self._parking_timeout_s, self._max_branches, self._rewritten = (
+            parking_timeout_s,
+            max_branches,
+            rewritten,
+        )
         self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""
@@ -139,7 +143,7 @@ class Episode(Policy):
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task], timeout=self._grace_s)
+            await asyncio.wait([task], timeout=self._parking_timeout_s)
             raise
         finally:
             if task.done() and not task.cancelled() and not task.exception():

@@ -28,12 +28,12 @@ class EpisodeSettings(Settings):
     always_rewards: ClassVar[bool] = False
     """Whether it gives every reward itself, so that reward functions and judges are not called."""
 
-    grace_s: Resumable[float] = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
+    parking_timeout_s: Resumable[float] = Field(default=5.0, ge=0, le=86_400, allow_inf_nan=False)
     """Seconds for which an action that is under way, such as a call of a tool, is awaited when its episode is
     parked; 0 to a day. After that it is cancelled, and made again when the episode goes on."""
     max_failures: Resumable[int] = Field(default=100, ge=1, le=1_000_000_000)
     """Consecutive episodes that fail because the environment raises, which end the run; at least 1."""
-    timeout_s: float | None = Field(default=None, gt=0, le=604_800, allow_inf_nan=False)
+    episode_timeout_s: float | None = Field(default=None, gt=0, le=604_800, allow_inf_nan=False)
     """Seconds after which an episode fails as "environment timeout"; above 0, at most a week. The time in
     which the policy generates does not count. An episode that goes on after an interruption has them again.
     None: no limit."""

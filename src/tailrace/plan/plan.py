@@ -239,7 +239,7 @@ class Problem:
         assert entry.sim.cluster
         self.progress(f"{entry.candidate.name(entry.sim.cluster.devices)} over {steps} optimizer steps")
         rounds = max(1, steps // work.steps)
-        endless = {"rounds": rounds, "give_up_s": 1e9, "patience_s": 1e9}
+        endless = {"rounds": rounds, "step_timeout_s": 1e9, "step_warning_timeout_s": 1e9}
         figures = measure(
             work.ready(),
             entry.sim,

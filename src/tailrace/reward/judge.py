@@ -406,7 +406,7 @@ class EndpointJudge:
 
         Raises:
             TimeoutError: it did not answer in time.
-            RewardFailed: it refuses the question, or has failed for `give_up_s`.
+            RewardFailed: it refuses the question, or has failed for `retry_timeout_s`.
         """
         begun, pause_s = now(), FIRST_PAUSE_S
         while True:
@@ -421,7 +421,7 @@ class EndpointJudge:
                 pause_s = max(pause_s, _retry_after_s(reply))
             except httpx.HTTPError as why:
                 problem = f"{type(why).__name__}: {why}"
-            if now() + pause_s > begun + self.settings.give_up_s:
+            if now() + pause_s > begun + self.settings.retry_timeout_s:
                 raise RewardFailed("judge unavailable", problem)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -448,7 +448,7 @@ async def check_endpoint(settings: EndpointJudgeSettings, timeout_s: float, call
     Raises:
         ConfigError: it cannot be reached, does not have the model, refuses the question, or is too slow.
     """
-    judge = EndpointJudge(settings.model_copy(update={"give_up_s": 0.0, "cache_size": 0}), timeout_s)
+    judge = EndpointJudge(settings.model_copy(update={"retry_timeout_s": 0.0, "cache_size": 0}), timeout_s)
     try:
         models = await judge.models()
         if models and not any(fnmatchcase(settings.model, model) for model in models):

@@ -56,7 +56,7 @@ class EndpointJudgeSettings(JudgeBase):
     asks: int = Field(default=3, ge=1, le=100)
     """How often it is asked until an answer can be read; 1 to 100. From the second time on a temperature
     of `parameters` is at least 1."""
-    give_up_s: Resumable[float] = Field(default=300.0, ge=0, le=86_400)
+    retry_timeout_s: Resumable[float] = Field(default=300.0, ge=0, le=86_400)
     """Seconds for which failures of the endpoint (connection, 408, 429, 5xx) are retried before a sample
     fails; at most a day."""
     cache_size: Resumable[int] = Field(default=10_000, ge=0, le=100_000_000)

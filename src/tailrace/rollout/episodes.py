@@ -25,10 +25,10 @@ class Episodes:
     """Plays samples with an environment.
 
     Args:
-        observe, max_completion_tokens, max_context_tokens, grace_s: as Episode.
+        observe, max_completion_tokens, max_context_tokens, parking_timeout_s: as Episode.
         decode: text of token ids.
         max_failures: consecutive episodes that fail, which end the run.
-        timeout_s: of one episode, without the time in which the policy generates. None: no limit.
+        episode_timeout_s: of one episode, without the time in which the policy generates. None: no limit.
         max_branches: as Episode.
         history: makes what Episode takes as `rewritten`. None: turns extend what the policy wrote.
         must_reward: an episode without a reward fails, because nothing else gives it one.
@@ -44,9 +44,9 @@ class Episodes:
         *,
         max_completion_tokens: int,
         max_context_tokens: int,
-        grace_s: float,
+        parking_timeout_s: float,
         max_failures: int,
-        timeout_s: float | None = None,
+        episode_timeout_s: float | None = None,
         must_reward: bool = False,
         reference: Reference | None = None,
         max_branches: float = math.inf,
@@ -57,8 +57,12 @@ class Episodes:
             "max_completion_tokens": max_completion_tokens,
             "max_context_tokens": max_context_tokens,
         }
-        self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
-        self._timeout_s, self._must_reward = timeout_s, must_reward
+        self._parking_timeout_s, self._max_failures, self._reference = (
+            parking_timeout_s,
+            max_failures,
+            reference,
+        )
+        self._episode_timeout_s, self._must_reward = episode_timeout_s, must_reward
         self._max_branches, self._history = max_branches, history
         self._num_failures, self._first_failure = 0, ""
 
@@ -81,7 +85,7 @@ class Episodes:
                 broken.append(why)
                 raise
 
-        limit = asyncio.timeout(self._timeout_s)
+        limit = asyncio.timeout(self._episode_timeout_s)
 
         async def generate(sample: Sample) -> None:
             with _paused(limit):
@@ -95,7 +99,7 @@ class Episodes:
             self._observe,
             self._decode,
             **self._limits,
-            grace_s=self._grace_s,
+            parking_timeout_s=self._parking_timeout_s,
             written=lambda: kept(written() if is_stored else not_written()),
             max_branches=self._max_branches,
             rewritten=self._history and self._history(sample.prompt),
@@ -132,7 +136,7 @@ class Episodes:
         except TimeoutError as why:
             if not limit.expired():
                 raise
-            raise EnvironmentFailed("timeout", f"it took more than {self._timeout_s:g} s") from why
+            raise EnvironmentFailed("timeout", f"it took more than {self._episode_timeout_s:g} s") from why
         _raise_if_cancelled()
         if not sample.turns:
             raise EnvironmentFailed("no turn", "it ended before the first turn of the policy")

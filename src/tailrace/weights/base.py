@@ -64,7 +64,7 @@ class ProcessGroupSettings(Settings):
     authentication: a network that others can reach is not safe."""
     bucket_bytes: int = Field(default=256 * 2**20, ge=1)
     """Size of one message, at most, unless one tensor is larger; at least 1."""
-    timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
     `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
 

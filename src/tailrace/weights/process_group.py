@@ -203,7 +203,7 @@ class ProcessGroupSender:
             raise ConfigError("weights.host", settings.host, problem, "write an address of it") from why
         port = listening.getsockname()[1]
         self._address = Address(
-            settings.backend, settings.host, port, settings.bucket_bytes, settings.timeout_s
+            settings.backend, settings.host, port, settings.bucket_bytes, settings.message_timeout_s
         )
         self._store = TCPStore(
             settings.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()

@@ -82,7 +82,7 @@ class RayHostSettings(HostSettings):
     """Selects this kind of host."""
     address: str = Field(default="auto", min_length=1)
     """Address of the cluster: `host:port`. "auto": the cluster that runs on this machine."""
-    place_s: float = Field(default=20.0, gt=0, le=86_400)
+    placement_timeout_s: float = Field(default=20.0, gt=0, le=86_400)
     """Seconds that the workers may wait for their resources when the run starts, or starts again; above 0, at
     most 86,400. Ray notices after about 15 seconds that a node is lost."""
     resources: RoleResources = RoleResources()

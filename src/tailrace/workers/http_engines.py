@@ -116,7 +116,7 @@ class HttpEngines:
         launch = self._launch(settings, port, plugins)
         needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
         job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
-        return await ManagedServer.start(name, job, self._spawner, port, settings.start_s, devices)
+        return await ManagedServer.start(name, job, self._spawner, port, settings.start_timeout_s, devices)
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
         if isinstance(settings, SglangEngineSettings):

@@ -33,12 +33,12 @@ _KINDS: dict[Role, tuple[str, str]] = {
 }
 
 
-def join(role: Role, address: str, token: str | None) -> None:
+def join(role: Role, address: str, /, *, token: str | None = None) -> None:
     """Do the work of a role for a run on another host, until the run lets go.
 
     Args:
-        address: HOST:PORT of the run.
-        token: None: it is in the environment.
+        address: HOST:PORT, as host.listen of the run.
+        token: The token that the run prints. Without it: $TAILRACE_JOIN_TOKEN.
 
     Raises:
         ConfigError: nothing answers at the address, or there is no token.

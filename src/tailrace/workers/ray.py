@@ -174,7 +174,7 @@ async def open_ray(
             folders, in its working directory.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or a bundle cannot be placed within `place_s`.
+        ConfigError: the cluster cannot be reached, or a bundle cannot be placed within `placement_timeout_s`.
     """
     with tempfile.TemporaryDirectory() as working_dir:
         for file in files:
@@ -184,12 +184,12 @@ async def open_ray(
         groups: list[Any] = []
         try:
             places = {}
-            deadline = time.monotonic() + settings.place_s
+            deadline = time.monotonic() + settings.placement_timeout_s
             for each in bundles:
                 groups.append(group := _reserve(each))
                 while placement_group_table(group)["state"] != "CREATED":
                     if time.monotonic() > deadline:
-                        raise _unplaced(each, group, settings.place_s)
+                        raise _unplaced(each, group, settings.placement_timeout_s)
                     await asyncio.sleep(ASK_EVERY_S)
                 places.update({name: (group, number, each) for number, name in enumerate(each.names)})
             yield RaySpawner(run.absolute(), get_node_ip_address(), places)
@@ -234,7 +234,7 @@ def _reserve(bundles: Bundles) -> Any:
     )
 
 
-def _unplaced(bundles: Bundles, group: Any, place_s: float) -> ConfigError:
+def _unplaced(bundles: Bundles, group: Any, placement_timeout_s: float) -> ConfigError:
     """Say what a group waits for, and what the cluster has."""
     state = placement_group_table(group)["stats"]["scheduling_state"].lower()
     nodes = "; ".join(
@@ -245,7 +245,7 @@ def _unplaced(bundles: Bundles, group: Any, place_s: float) -> ConfigError:
     free = _amounts(ray.available_resources())
     problem = (
         f"{len(bundles.names)} x {_amounts(bundles.resources)} for {', '.join(bundles.names)} could not be "
-        f"placed within {place_s:g} s ({state}). The cluster: {nodes}. Free at present: {free}"
+        f"placed within {placement_timeout_s:g} s ({state}). The cluster: {nodes}. Free at present: {free}"
     )
     remedy = "ask for less, add nodes, or wait until other jobs of the cluster have ended"
     return ConfigError(f"host.resources.{bundles.role}", dict(bundles.resources), problem, remedy)

@@ -99,12 +99,12 @@ class ManagedServer:
     Args:
         worker: its parent, which is connected.
         port: where it will answer, on the address of its host.
-        start_s: seconds that it may take.
+        start_timeout_s: seconds that it may take.
     """
 
-    def __init__(self, worker: RemoteWorker, port: int, start_s: float) -> None:
+    def __init__(self, worker: RemoteWorker, port: int, start_timeout_s: float) -> None:
         self.url = f"http://{worker.address}:{port}"
-        self._worker, self._start_s = worker, start_s
+        self._worker, self._start_timeout_s = worker, start_timeout_s
 
     @classmethod
     async def start(
@@ -113,7 +113,7 @@ class ManagedServer:
         job: ServerJob,
         spawner: Spawner,
         port: int,
-        start_s: float,
+        start_timeout_s: float,
         devices: Devices | None = None,
     ) -> Self:
         """Start a server."""
@@ -123,7 +123,7 @@ class ManagedServer:
         except BaseException:
             await worker.close()
             raise
-        return cls(worker, port, start_s)
+        return cls(worker, port, start_timeout_s)
 
     async def ready(self) -> None:
         """Wait until it answers.
@@ -136,11 +136,14 @@ class ManagedServer:
         ended = asyncio.ensure_future(self._worker.last_words())
         try:
             with waiting(f"{self._worker.name} to start"):
-                async with asyncio.timeout(self._start_s), httpx.AsyncClient(trust_env=False) as client:
+                async with (
+                    asyncio.timeout(self._start_timeout_s),
+                    httpx.AsyncClient(trust_env=False) as client,
+                ):
                     while not ended.done() and not await _is_well(client, self.url):
                         await asyncio.wait([ended], timeout=ASK_EVERY_S)
         except TimeoutError:
-            problem = f"{self._worker.name} did not answer within {self._start_s:g} s (engine.start_s)"
+            problem = f"{self._worker.name} did not answer within {self._start_timeout_s:g} s (engine.start_timeout_s)"
             raise WorkerDied(f"{problem}; {self._worker.process.log_end()}") from None
         finally:
             ended.cancel()

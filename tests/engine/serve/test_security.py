@@ -259,7 +259,7 @@ def test_without_a_weights_folder_no_file_is_read(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--port", "99999"], "--port = 99999: Input should be less than or equal to 65535"),
+        (["--port", "99999"], "--port = '99999': Input should be less than or equal to 65535"),
         (["--dtype", "int8"], "--dtype = 'int8'"),
         (["--device", "tpu"], "--device = 'tpu'"),
         (["--weights-folder", "/nowhere"], "--weights-folder = '/nowhere': there is no such folder"),

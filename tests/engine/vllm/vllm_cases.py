@@ -31,7 +31,10 @@ NUM_TOKENS = 1000
 CONTEXT = 2048
 FILE = "model.safetensors"
 SETTINGS = VllmEngineSettings(
-    max_num_seqs=64, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}, start_s=DEADLINE_S
+    max_num_seqs=64,
+    args=("--enforce-eager",),
+    env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+    start_timeout_s=DEADLINE_S,
 )
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
@@ -167,7 +170,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
         async with asyncio.TaskGroup() as tasks:
             for each in servers.engines:
                 tasks.create_task(each.open())
-        watching = asyncio.create_task(watch_engines(servers.engines, give_up_s=DEADLINE_S))
+        watching = asyncio.create_task(watch_engines(servers.engines, recovery_timeout_s=DEADLINE_S))
         yield servers
         watching.cancel()
         await asyncio.wait([watching])

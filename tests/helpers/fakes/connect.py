@@ -76,7 +76,7 @@ async def connected(*fakes: FakeServer, **options: Any) -> AsyncIterator[list[Su
             engines.append(engine := supervised(fake, f"engine-{number}", **options))
             stack.push_async_callback(engine.close)
             await engine.open()
-            keeping = asyncio.ensure_future(engine.keep(start_s=30))
+            keeping = asyncio.ensure_future(engine.keep(restart_timeout_s=30))
             stack.callback(keeping.cancel)
         yield engines
 

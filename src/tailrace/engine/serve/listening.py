@@ -69,11 +69,11 @@ class HttpServer(uvicorn.Server):
     Args:
         bound: where it listens; closed by its owner.
         idle_timeout_s: in which the headers of a request must come, after the connection or the reply before.
-        grace_s: seconds that replies under way have to end after `stop`.
+        shutdown_timeout_s: seconds that replies under way have to end after `stop`.
     """
 
     def __init__(
-        self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, grace_s: int = 1
+        self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -82,7 +82,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_level="warning",
             timeout_keep_alive=idle_timeout_s,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=shutdown_timeout_s,
         )
         super().__init__(config)
         self._bound = bound

@@ -15,8 +15,8 @@ class ServeSettings(Settings):
     """The address to listen on. On one that is not loopback every route but /health needs the token."""
     port: int = Field(default=8000, ge=0, le=65_535)
     """0 to 65,535. 0: a free port."""
-    served_model_name: str = Field(min_length=1)
-    """The model's name in requests and replies."""
+    served_model_name: str = ""
+    """The model's name in requests and replies. Empty: its folder."""
     weights_folder: Path | None = None
     """New weights are read from files below it. None: the server takes no new weights from files."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)

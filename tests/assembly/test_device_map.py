@@ -5,23 +5,32 @@ import sys
 
 import pytest
 
+from tailrace.assembly.placement import device_map, device_sharing, trainer_cpus_reserved
+from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap, Devices
 from tailrace.errors import ConfigError
-from tailrace.rollout.device_map import plan_devices, shared_devices, trainer_cpus_reserved
-from tailrace.rollout.placement import PlacementSettings, Shared
-from tailrace.trainer.base import TrainerSettings
+from tailrace.rollout.placement import Shared
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-ONE, TWO = TrainerSettings(), TrainerSettings(replicas=2)
 
 
-def placed(**settings: object) -> PlacementSettings:
-    return PlacementSettings.model_validate(settings)
+def placed(
+    num_engines: int, replicas: int = 1, ranks: int = 1, size: int = 1, **settings: object
+) -> RunConfig:
+    engine = {"kind": "vllm", "tensor_parallel_size": size} if size > 1 else {}
+    return RunConfig.model_validate(
+        {
+            "run": {"rounds": 1, "group_size": 2},
+            "schedule": {"name": "serial"},
+            "engine": {"replicas": num_engines, **engine},
+            "trainer": {"replicas": replicas, "ranks": ranks},
+            "placement": settings,
+        }
+    )
 
 
 def test_without_lists_nobody_is_pinned() -> None:
-    trainer = TrainerSettings(ranks=2, replicas=2)
-    devices = plan_devices(placed(), trainer, num_engines=3)
+    devices = device_map(placed(3, replicas=2, ranks=2))
     assert devices == DeviceMap((None,) * 3, (None,) * 4)
     with trainer_cpus_reserved(devices):
         pass
@@ -30,12 +39,12 @@ def test_without_lists_nobody_is_pinned() -> None:
 @linux
 def test_the_devices_of_a_replica_are_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    settings = placed(kind="elastic", engines=[[0, 1], [2, 3]], trainer=[[2, 3], [0, 1]])
-    trainer = TrainerSettings(ranks=2, replicas=2)
-    devices = plan_devices(settings, trainer, num_engines=2, tensor_parallel_size=2)
+    lists = {"engines": [[0, 1], [2, 3]], "trainer": [[2, 3], [0, 1]]}
+    config = placed(2, replicas=2, ranks=2, size=2, kind="elastic", **lists)
+    devices = device_map(config)
     assert devices.engines == (Devices(cpus=(0, 1)), Devices(cpus=(2, 3)))
     assert devices.trainer == tuple(Devices(cpus=(number,)) for number in (2, 3, 0, 1))
-    assert shared_devices(settings, trainer, num_engines=2) == Shared("elastic", (False, True))
+    assert device_sharing(config) == Shared("elastic", (False, True))
 
 
 @linux
@@ -44,7 +53,7 @@ def test_nobody_else_uses_the_cpus_of_the_trainer() -> None:
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
     first, last = min(cpus), max(cpus)
-    devices = plan_devices(placed(engines=[[first]], trainer=[[last]]), ONE, num_engines=1)
+    devices = device_map(placed(1, engines=[[first]], trainer=[[last]]))
     assert devices == DeviceMap((Devices(cpus=(first,)),), (Devices(cpus=(last,)),))
     with trainer_cpus_reserved(devices):
         assert os.sched_getaffinity(0) == cpus - {last}
@@ -69,20 +78,20 @@ def test_nobody_else_uses_the_cpus_of_the_trainer() -> None:
 )
 def test_lists_that_do_not_fit_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_devices(placed(**settings), TWO, num_engines=2, tensor_parallel_size=2)
+        device_map(placed(2, replicas=2, size=2, **settings))
 
 
 @pytest.mark.parametrize(
-    ("settings", "trainer", "num_engines", "message"),
+    ("settings", "replicas", "num_engines", "message"),
     [
-        ({}, ONE, 2, r"trainer.replicas = 1: .* set it to 2"),
-        ({}, TWO, 1, r"1 engine cannot give a half .* at least 2"),
-        ({"engines": [[0], [1]], "trainer": [[2], [3]]}, TWO, 2, r"none of the 2 engines has a device"),
-        ({"engines": [[0], [1]], "trainer": [[0, 1], [2]]}, TWO, 2, r"each of the 2 engines has a device"),
+        ({}, 1, 2, r"trainer.replicas = 1: .* set it to 2"),
+        ({}, 2, 1, r"1 engine cannot give a half .* at least 2"),
+        ({"engines": [[0], [1]], "trainer": [[2], [3]]}, 2, 2, r"none of the 2 engines has a device"),
+        ({"engines": [[0], [1]], "trainer": [[0, 1], [2]]}, 2, 2, r"each of the 2 engines has a device"),
     ],
 )  # fmt: skip
 def test_an_elastic_placement_without_a_half_is_refused(
-    settings: dict[str, object], trainer: TrainerSettings, num_engines: int, message: str
+    settings: dict[str, object], replicas: int, num_engines: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        shared_devices(placed(kind="elastic", **settings), trainer, num_engines=num_engines)
+        device_sharing(placed(num_engines, replicas, kind="elastic", **settings))
