@@ -9,13 +9,12 @@ from tailrace.config import RunConfig
 from tailrace.data.base import MixedSettings, sources_of
 from tailrace.devices import check_device
 from tailrace.errors import ConfigError
-from tailrace.reward.base import Call, Rewards, RewardSettings
+from tailrace.reward.base import Call, Rewards, RewardSettings, check_sources
 from tailrace.reward.judge import (
     EndpointJudge,
     Judge,
     WithJudges,
     check_endpoint,
-    check_sources,
     check_templates,
 )
 from tailrace.reward.judge_memory import check_folder
@@ -35,7 +34,8 @@ def check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     reward = config.reward
     assert config.data
     sources = [each.name for each in sources_of(config.data) if isinstance(each, MixedSettings)]
-    check_sources(reward.judges, sources, alone=not reward.calls_functions and not reward.code)
+    alone = not reward.calls_functions and not reward.code
+    check_sources("judge", reward.judges, sources, complete=alone)
     for judge in reward.judges:
         scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
         check_templates([judge], [prompt.row for prompt in scored])

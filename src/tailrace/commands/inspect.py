@@ -15,9 +15,9 @@ from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig
 from tailrace.engine.base import COUNTS_FOLDER, counted_tokens
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import Books, GroupRow, LifeRow, Origin, SampleRow
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import open_store
+from tailrace.ledger.base import GroupRow, LedgerTables, LifeRow, Origin, SampleRow
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import open_store
 from tailrace.types import Turn
 
 NUM_OLDEST = 5
@@ -134,9 +134,9 @@ def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: boo
         LedgerError: it is missing or damaged.
     """
     with closing(open_store(config.ledger, folder, only_read=True)) as store:
-        books = read_books(store, tokens=False)
+        tables = read_ledger(store, tokens=False)
     num_generated = counted_tokens(folder / COUNTS_FOLDER)
-    found = _balance(books, num_generated) if prompt is None else _group(books, prompt)
+    found = _balance(tables, num_generated) if prompt is None else _group(tables, prompt)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
@@ -147,10 +147,10 @@ def inspect(config: RunConfig, folder: Path, *, prompt: int | None, as_json: boo
         console.print(table)
 
 
-def _balance(books: Books, num_generated: int) -> Balance:
-    totals, held = totals_of(books), held_tokens_of(books)
-    living = [group for group in books.groups.values() if group.fate is None]
-    undone = [training for training in books.trainings.values() if training.undone is not None]
+def _balance(tables: LedgerTables, num_generated: int) -> Balance:
+    totals, held = totals_of(tables), tables.held_tokens
+    living = [group for group in tables.groups.values() if group.fate is None]
+    undone = [training for training in tables.trainings.values() if training.undone is not None]
     groups = totals.groups
     return Balance(
         Prompts(totals.num_drawn, groups["trained"], groups["filtered"], groups["dropped"], len(living)),
@@ -161,15 +161,15 @@ def _balance(books: Books, num_generated: int) -> Balance:
             wasted=dict(totals.wasted_tokens),
             evaluated=totals.evaluated_tokens,
             unwritten=num_generated - totals.num_known_tokens - held,
-            trained_again=sum(books.samples[training.id].num_tokens for training in undone),
+            trained_again=sum(tables.samples[training.id].num_tokens for training in undone),
         ),
-        [_life(row, sum(training.life == row.life for training in undone)) for row in books.lives.values()],
+        [_life(row, sum(training.life == row.life for training in undone)) for row in tables.lives.values()],
         [
             Checkpoint(mark.checkpoint, mark.round, mark.version, mark.step)
-            for mark in books.marks
+            for mark in tables.marks
             if mark.undone is None
         ],
-        [_living(books, group) for group in living[:NUM_OLDEST]],
+        [_living(tables, group) for group in living[:NUM_OLDEST]],
     )
 
 
@@ -177,33 +177,33 @@ def _life(row: LifeRow, undone: int) -> Life:
     return Life(row.life, row.parent, row.round, row.version, row.step, row.crash_tokens, undone)
 
 
-def _living(books: Books, row: GroupRow) -> LivingGroup:
-    samples = [sample for sample in books.samples.values() if sample.prompt == row.prompt]
+def _living(tables: LedgerTables, row: GroupRow) -> LivingGroup:
+    samples = [sample for sample in tables.samples.values() if sample.prompt == row.prompt]
     tokens = sum(sample.num_tokens for sample in samples if sample.fate is None)
-    kept = len(msgspec.json.decode(row.kept))
+    kept = len(row.kept)
     return LivingGroup(row.prompt, row.round, row.deferrals, kept, row.num_required, tokens)
 
 
-def _group(books: Books, prompt: int) -> GroupLife:
-    if (row := books.groups.get(prompt)) is None:
-        known = f"choose from 0 to {books.run.num_drawn - 1}" if books.groups else "none was drawn yet"
+def _group(tables: LedgerTables, prompt: int) -> GroupLife:
+    if (row := tables.groups.get(prompt)) is None:
+        known = f"choose from 0 to {tables.run.num_drawn - 1}" if tables.groups else "none was drawn yet"
         raise ConfigError("--group", prompt, "the ledger has no such group", known)
-    samples = [_sample(books, sample) for sample in books.samples.values() if sample.prompt == prompt]
+    samples = [_sample(tables, sample) for sample in tables.samples.values() if sample.prompt == prompt]
     return GroupLife(
         prompt, row.life, row.round, row.deferrals, row.attempt + 1, row.fate, row.reason, samples
     )
 
 
-def _sample(books: Books, row: SampleRow) -> SampleLife:
+def _sample(tables: LedgerTables, row: SampleRow) -> SampleLife:
     steps = [
         f"{training.step} in life {training.life}"
         + (f", undone by life {training.undone}" if training.undone else "")
-        for training in books.trainings.values()
+        for training in tables.trainings.values()
         if training.id == row.id
     ]
     ended = None if row.in_episode else row.finish_reason
-    turns = row.ended_turns
-    return SampleLife(str(row.id), row.origins, ended, row.reward, row.failure, row.fate, steps, turns)
+    turns = row.turns
+    return SampleLife(str(row.id), row.spans, ended, row.reward, row.failure, row.fate, steps, turns)
 
 
 def _balance_tables(balance: Balance) -> list[Table]:

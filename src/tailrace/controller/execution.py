@@ -12,7 +12,7 @@ from tailrace.controller.base import Parts, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
 from tailrace.rollout.pool import ComputeAdvantages
@@ -37,7 +37,7 @@ async def execute(
     compute_advantages: ComputeAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
-    journal: Journal | NullJournal | None = None,
+    journal: NullJournal | None = None,
     interruption: Interruption | None = None,
     beside: Sequence[Coroutine[Any, Any, None]] = (),
 ) -> Outcome:

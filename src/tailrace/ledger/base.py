@@ -1,8 +1,8 @@
-"""The contract of a store: tables of rows, committed in transactions.
+"""The tables of a ledger: rows, committed in transactions.
 
 A *life* is one process of a run, from its start or resumption to its end. A *mark* ties a checkpoint to the
 state of the ledger at that moment. The *fate* of a sample or group is what became of it; None: it has no fate
-yet. Rows hold plain values. A row replaces the row with the same key.
+yet. A row replaces the row with the same key. Fields of lists and dicts are stored as JSON.
 
     run         one row: how many prompts were drawn, how many tokens evaluations took
     lives       a row for each life: 1, 2, ...
@@ -24,14 +24,12 @@ version 4 of life 1: two publications back to the fork and three forward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
-from tailrace.errors import LedgerError
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
@@ -55,13 +53,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     table: ClassVar[str]
     num_keys: ClassVar[int] = 1
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return msgspec.structs.astuple(self)[: self.num_keys]
-
-
-R = TypeVar("R", bound=Row)
 
 
 class RunRow(Row, frozen=True, array_like=True):
@@ -103,14 +94,14 @@ class MarkRow(Row, frozen=True, array_like=True):
     """Optimizer steps made before it."""
     checkpoint: str
     """Name of the checkpoint's folder."""
-    partial_rollouts: str
-    """Indices of the parked prompts, in their order, as JSON."""
-    longest: str = "{}"
-    """Longest response to each row of the data, as JSON: {row number: tokens}."""
-    steps_at: str = "{}"
-    """Optimizer steps at each publication, as JSON: {version: steps}."""
-    anchors: str = "{}"
-    """Longest test case of the correct responses to each prompt, as JSON: {row number: seconds}."""
+    partial_rollouts: list[int]
+    """Indices of the parked prompts, in their order."""
+    longest: dict[int, int] = {}
+    """Longest response to each row of the data, in tokens, by row number."""
+    steps_at: dict[int, int] = {}
+    """Optimizer steps before each publication, by version."""
+    anchors: dict[int, float] = {}
+    """Longest test case of the correct responses to each prompt, in seconds, by row number."""
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
     cut_steps: int = 0
@@ -129,12 +120,20 @@ class GroupRow(Row, frozen=True, array_like=True):
     num_launched: int
     attempt: int
     deferrals: int
-    kept: str
-    """Numbers of the kept samples in the order in which they finished, as JSON."""
+    kept: list[int]
+    """Numbers of the kept samples, in the order in which they finished."""
     fate: str | None
     """trained, filtered or dropped."""
     reason: str = ""
     """Why it has that fate."""
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive tokens produced by one publication of one life."""
+
+    life: int
+    version: int
+    num_tokens: int
 
 
 class SampleRow(Row, frozen=True, array_like=True):
@@ -144,8 +143,8 @@ class SampleRow(Row, frozen=True, array_like=True):
     prompt: int
     attempt: int
     number: int
-    spans: str
-    """[[life, version, num_tokens], ...] as JSON: the publication that produced each run of tokens."""
+    spans: list[Origin]
+    """The publication that produced each run of tokens."""
     finish_reason: FinishReason | None
     text: str
     reward: float | None
@@ -156,10 +155,10 @@ class SampleRow(Row, frozen=True, array_like=True):
     """Its tokens, turns, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
     """Log-probs of its tokens under the reference model, float32."""
-    reward_report: str = "[{},{}]"
-    """What its reward functions report, as JSON: metrics, and columns of its record."""
-    turns: str = "[]"
-    """The turns of its episode that have ended (types.Turn), as JSON."""
+    reward_report: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """What its reward functions report: metrics, and columns of its record."""
+    turns: list[Turn] = []
+    """The turns of its episode that have ended."""
     in_episode: bool = False
     """Its episode has not ended."""
 
@@ -170,19 +169,11 @@ class SampleRow(Row, frozen=True, array_like=True):
     @property
     def without_tokens(self) -> "SampleRow":
         """The row of the sample when its tokens are removed."""
-        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns="[]")
-
-    @property
-    def origins(self) -> list["Origin"]:
-        return msgspec.json.decode(self.spans, type=list[Origin])
+        return msgspec.structs.replace(self, text="", pruned=True, reference_logprobs=b"", turns=[])
 
     @property
     def num_tokens(self) -> int:
-        return sum(origin.num_tokens for origin in self.origins)
-
-    @property
-    def ended_turns(self) -> list[Turn]:
-        return msgspec.json.decode(self.turns, type=list[Turn])
+        return sum(span.num_tokens for span in self.spans)
 
 
 class TokensRow(Row, frozen=True, array_like=True):
@@ -198,6 +189,10 @@ class TokensRow(Row, frozen=True, array_like=True):
     """Token ids, int32 in the byte order of the machine."""
     logprobs: bytes
     """Log-probs under the policy that drew the tokens, float32, the precision that the trainer uses."""
+
+    @property
+    def id(self) -> SampleId:
+        return SampleId(self.prompt, self.attempt, self.number)
 
 
 class TrainingRow(Row, frozen=True, array_like=True):
@@ -218,20 +213,12 @@ class TrainingRow(Row, frozen=True, array_like=True):
         return SampleId(self.prompt, self.attempt, self.number)
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens produced by one publication of one life."""
-
-    life: int
-    version: int
-    num_tokens: int
-
-
 ROWS: tuple[type[Row], ...] = (RunRow, LifeRow, MarkRow, GroupRow, SampleRow, TokensRow, TrainingRow)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One transaction: the rows that changed since the last one."""
+class Transaction:
+    """The rows that changed since the last one."""
 
     rows: Sequence[Row]
     pruned: Sequence[SampleId] = ()
@@ -241,9 +228,11 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Books:
+class LedgerTables:
     """All rows of a store, by key."""
 
+    store: str
+    """Name of the store, for messages."""
     run: RunRow
     lives: dict[int, LifeRow]
     marks: list[MarkRow]
@@ -254,40 +243,17 @@ class Books:
     tokens: dict[SampleId, list[TokensRow]] = field(default_factory=dict)
     """Rows of each sample, by position."""
 
+    def members(self) -> dict[int, list[SampleRow]]:
+        """Return the samples of every attempt, by prompt."""
+        members: dict[int, list[SampleRow]] = {prompt: [] for prompt in self.groups}
+        for sample in self.samples.values():
+            members[sample.prompt].append(sample)
+        return members
 
-class Store(Protocol):
-    """Keeps rows. Its methods block. They may run on another thread, one call at a time."""
-
-    name: str
-    """Path, for messages."""
-
-    def commit(self, cut: Cut) -> None:
-        """Commit the whole cut, or nothing of it.
-
-        Raises:
-            LedgerError: it cannot be written. The store holds what it held before.
-        """
-
-    def rows(self, kind: type[R]) -> list[R]:
-        """Return all rows of a table, sorted by key.
-
-        Raises:
-            LedgerError: the store is damaged.
-        """
-
-    def close(self) -> None:
-        """Release the file."""
-
-
-@contextmanager
-def explained(
-    name: str, problem: str, remedy: str, errors: type[Exception] | tuple[type[Exception], ...]
-) -> Iterator[None]:
-    """Turn errors of the library behind a store into a LedgerError."""
-    try:
-        yield
-    except errors as why:
-        raise LedgerError(f"{name} {problem} ({why}); {remedy}") from why
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the samples without a fate."""
+        return sum(sample.num_tokens for sample in self.samples.values() if sample.fate is None)
 
 
 def distance(lives: Mapping[int, LifeRow], one: tuple[int, int], other: tuple[int, int]) -> int:

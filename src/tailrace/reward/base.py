@@ -1,12 +1,13 @@
 """The contract of rewards, and their settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
 
-from tailrace.reward.judge_settings import JudgeSettings
+from tailrace.errors import ConfigError
+from tailrace.reward.judge_settings import JudgeSettings, WeightedSettings
 from tailrace.settings import Resumable, RunFunction, Settings
 from tailrace.types import FinishReason, Sample
 
@@ -57,21 +58,17 @@ class CodeSettings(Settings):
     """Output of a program, in KiB, above which it is stopped; at least 1."""
 
 
-class FunctionSettings(Settings):
+class FunctionSettings(WeightedSettings):
     """One of several reward functions."""
 
     function: RunFunction
     """As `reward.function`."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`. None: the name of the function."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its value in the reward, which is the weighted sum."""
     signature: Literal["auto", "tailrace", "trl", "verl"] = "auto"
     """How it is called. "auto": recognised from its parameters."""
     arguments: dict[str, str | bool | int | float | list[str]] = {}
     """Arguments given by name in each call, for instance `{ column = "gold" }`."""
-    sources: tuple[str, ...] | None = None
-    """Data sources whose samples it applies to. None: all."""
 
 
 class RewardSettings(Settings):
@@ -124,6 +121,36 @@ class RewardSettings(Settings):
             if names.count(name) > 1:
                 raise ValueError(f"{names.count(name)} judges or functions have the name {name!r}")
         return self
+
+
+def check_sources(
+    kind: Literal["function", "judge"],
+    scorers: Sequence[WeightedSettings],
+    sources: Collection[str],
+    *,
+    others: Sequence[WeightedSettings] = (),
+    complete: bool = True,
+) -> None:
+    """Check the data sources whose samples functions or judges score.
+
+    Args:
+        sources: of a mixture; empty: they are known only when rows are read.
+        others: what scores samples besides them.
+        complete: each source must be scored.
+
+    Raises:
+        ConfigError: the data have no such source, or nothing scores one.
+    """
+    key = f"reward.{kind}s.sources"
+    for named in [name for each in scorers for name in each.sources or () if sources]:
+        if named not in sources:
+            remedy = f"choose from {', '.join(sources)}"
+            raise ConfigError(key, named, "the data have no such source", remedy)
+    for source in sources if complete else ():
+        if not any(each.applies_to(source) for each in (*scorers, *others)):
+            raise ConfigError(
+                key, source, f"no {kind} scores this source", "add a judge or a function for it"
+            )
 
 
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason")

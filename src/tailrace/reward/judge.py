@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -138,27 +138,6 @@ def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str,
                 problem = f"{{{name}}} is no column of the data (columns: {', '.join(columns) or 'none'})"
                 remedy = f"name a column, or write {{{{{name}}}}} for the text {{{name}}}"
                 raise ConfigError("reward.judges.template", judge.template, problem, remedy)
-
-
-def check_sources(judges: Sequence[JudgeSettings], sources: Collection[str], *, alone: bool) -> None:
-    """Check the names of the sources that judges score.
-
-    Args:
-        sources: of a mixture; empty: they are known only when rows are read.
-        alone: nothing but judges scores samples.
-
-    Raises:
-        ConfigError: the data have no such source, or no judge scores one.
-    """
-    key = "reward.judges.sources"
-    for named in [name for judge in judges for name in judge.sources or () if sources]:
-        if named not in sources:
-            remedy = f"choose from {', '.join(sources)}"
-            raise ConfigError(key, named, "the data have no such source", remedy)
-    for source in sources if alone else ():
-        if not any(judge.applies_to(source) for judge in judges):
-            remedy = "add a judge or a function for it"
-            raise ConfigError(key, source, "no judge scores this source", remedy)
 
 
 class NoFunctions:

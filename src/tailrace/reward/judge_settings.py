@@ -9,21 +9,26 @@ from tailrace.devices import Device
 from tailrace.settings import Resumable, RunPath, Settings
 
 
-class JudgeBase(Settings):
-    """What all judges have."""
+class WeightedSettings(Settings):
+    """What reward functions and judges have in common."""
 
-    name: str = Field(default="judge", pattern=r"^[\w.-]+$")
-    """Name of its metric, `rewards/NAME`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its score in the reward, which is the weighted sum."""
+    """Factor of its value in the reward, which is the weighted sum."""
     sources: tuple[str, ...] | None = None
     """Data sources whose samples it scores. None: all."""
-    system: str | None = None
-    """System message that comes before the text. None: none."""
 
     def applies_to(self, source: str) -> bool:
         """Return whether it scores samples of a data source."""
         return self.sources is None or source in self.sources
+
+
+class JudgeBase(WeightedSettings):
+    """What all judges have."""
+
+    name: str = Field(default="judge", pattern=r"^[\w.-]+$")
+    """Name of its metric, `rewards/NAME`."""
+    system: str | None = None
+    """System message that comes before the text. None: none."""
 
 
 class EndpointJudgeSettings(JudgeBase):

@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from typing_extensions import override
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights, WeightSender
 from tailrace.weights.tensors import manifest
 
 Bucket = Sequence[TensorInfo]
@@ -52,11 +53,6 @@ def buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[list[Tenso
         divided[-1].append(tensor)
         room -= tensor.num_bytes
     return divided
-
-
-def num_bytes(bucket: Bucket) -> int:
-    """Size of a bucket."""
-    return sum(tensor.num_bytes for tensor in bucket)
 
 
 def pack(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
@@ -114,7 +110,7 @@ class Address(NamedTuple):
         return f"{self.backend}://{host}:{self.port}/?{query}"
 
 
-class Group:
+class TransferGroup:
     """One process of a link. The constructor waits for the others.
 
     Args:
@@ -180,7 +176,7 @@ class Group:
         self._group.broadcast(data, 0).wait(self._timeout)
 
 
-class ProcessGroupSender:
+class ProcessGroupSender(WeightSender):
     """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
 
     Args:
@@ -210,12 +206,12 @@ class ProcessGroupSender:
         )
         self._kept: dict[int, list[Tensor]] = {}
         """The buckets of the kept versions, the oldest first."""
-        self._groups: dict[str, tuple[Link, Group]] = {}
+        self._groups: dict[str, tuple[Link, TransferGroup]] = {}
         """The group of each engine."""
         self._lock = threading.Lock()
 
+    @override
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """As WeightSender.publish."""
         infos = manifest(tensors)
         packed = [pack(tensors, bucket) for bucket in buckets(infos, self._address.bucket_bytes)]
         with self._lock:
@@ -225,8 +221,8 @@ class ProcessGroupSender:
                 del self._kept[next(iter(self._kept))]
         return Weights(version, str(self._address), infos)
 
+    @override
     def send(self, version: int, link: Link) -> None:
-        """As WeightSender.send."""
         with self._lock:
             last = self._groups.pop(link.engine, None)
             packed = self._kept.get(version)
@@ -234,7 +230,7 @@ class ProcessGroupSender:
             last[1].abort()
         with _failures(f"{link.engine} did not take version {version} of the weights"):
             known = last is not None and last[0] == link
-            group = last[1] if last and known else Group(self._address, link, 0, self._device)
+            group = last[1] if last and known else TransferGroup(self._address, link, 0, self._device)
             with group.aborted_on_error():
                 if packed is None:
                     raise TransferFailed(
@@ -245,8 +241,8 @@ class ProcessGroupSender:
         with self._lock:
             self._groups[link.engine] = (link, group)
 
+    @override
     def close(self) -> None:
-        """Drop the groups."""
         with self._lock:
             self._groups.clear()
             self._kept.clear()
@@ -262,7 +258,7 @@ class ProcessGroupReceiver:
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._rank, self._device = rank, device
-        self._last: tuple[str, Link, Group] | None = None
+        self._last: tuple[str, Link, TransferGroup] | None = None
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
         """Receive the tensors of a publication, a bucket at a time, in the host's memory.
@@ -276,10 +272,10 @@ class ProcessGroupReceiver:
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
             known = last is not None and last[:2] == (weights.location, link)
-            group = last[2] if last and known else Group(address, link, self._rank, self._device)
+            group = last[2] if last and known else TransferGroup(address, link, self._rank, self._device)
             with group.aborted_on_error():
                 for bucket in buckets(weights.tensors, address.bucket_bytes):
-                    yield unpack(group.receive(num_bytes(bucket)), bucket)
+                    yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket)), bucket)
         self._last = (weights.location, link, group)
 
 

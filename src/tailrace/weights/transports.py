@@ -25,7 +25,6 @@ from tailrace.weights.base import (
 )
 from tailrace.weights.filesystem import FilesystemSender
 from tailrace.weights.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tailrace.weights.shared_memory import SharedMemorySender
 from tailrace.weights.tensors import manifest
 
 
@@ -49,7 +48,7 @@ def open_sender(
         case ProcessGroupSettings():
             return ProcessGroupSender(settings, device)
         case _:
-            return SharedMemorySender()
+            return FilesystemSender.in_shared_memory()
 
 
 class WeightReceiver:
