@@ -24,7 +24,7 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.checkpoint import prefixed, section
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.distributed import Ranks, gather
 from tailrace.trainer.forward_backward import ForwardBackward, PublishedPolicy, StepStatistics
@@ -194,12 +194,14 @@ class TorchTrainer:
     def save(self, folder: Path) -> Callable[[], None]:
         """Begin a checkpoint without the accumulated gradients. Returns what writes it, as
         `checkpoint.writing`: in a thread, or with `async_checkpoints = false` before the next call."""
-        random = {"cpu": torch.get_rng_state()}
+        rank = self._ranks.rank
+        state = {f"random.cpu.{rank}": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self._policy.device)
-        critic = self._critic.optimizer.state() if self._critic else None
-        values = self._critic.parameters() if self._critic else {}
-        state = TrainerState(self._optimizer.state(), critic, values, random)
+            state[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(self._policy.device)
+        state |= prefixed("policy.", self._optimizer.state())
+        if self._critic:
+            state |= prefixed("critic.", self._critic.optimizer.state())
+            state |= prefixed("critic.weight.", self._critic.parameters())
         copied = self._settings.async_checkpoints
         return checkpoint.writing(
             folder, self._policy, state, self._tokenizer_from, self._ranks, copied=copied
@@ -210,17 +212,18 @@ class TorchTrainer:
         discarded. Raises as `checkpoint.read`."""
         parameters = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy, parameters, self._ranks)
-        self._optimizer.restore(state.policy)
-        if self._critic and state.critic:
-            self._critic.optimizer.restore(state.critic)
+        self._optimizer.restore(section("policy.", state))
+        if self._critic:
+            self._critic.optimizer.restore(section("critic.", state))
         if self._published:
             self._published.publish()
         self._weights_published = True
         self._statistics = StepStatistics(self._policy.device, self._ranks)
         self._waiting.clear()
-        torch.set_rng_state(state.random["cpu"])
-        if "cuda" in state.random and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
+        for random in section("random.cpu.", state).values():
+            torch.set_rng_state(random)
+        for random in section("random.cuda.", state).values() if self._policy.device.type == "cuda" else ():
+            torch.cuda.set_rng_state(random, self._policy.device)
 
     def _compute_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
