@@ -324,7 +324,6 @@ class Scorer:
         return cls(tasks)
 
     def describe(self) -> str:
-        """Return how the functions are understood, for messages."""
         return "; ".join(each.describe() for each in self.functions)
 
     def check_columns(self, columns: Collection[str]) -> None:

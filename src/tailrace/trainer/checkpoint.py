@@ -10,10 +10,8 @@ folder is written under a temporary name, forced to the disk and renamed when it
 exists was written to its end. Later damage is found by the checksums when it is read. Nothing is pickled.
 
 A checkpoint has two halves. `writing` copies the state to host memory. What it returns writes the copy and
-may run in a thread, while the trainer goes on.
-
-Each rank writes what it has of each tensor of the state. Any number of ranks can read the files: each reads
-the parts of its own shards.
+may run in a thread, while the trainer goes on. Any number of ranks can read the files: each reads the parts
+of its own shards.
 """
 
 import math
@@ -95,7 +93,7 @@ def _read_state(folder: Path, owners: Mapping[str, Mapping[str, Tensor]], ranks:
     """Read this rank's part of a state.
 
     Args:
-        owners: parameters of the policy, and of the critic if there is one. Moments are those of the trained.
+        owners: parameters of the policy, and of the critic if there is one.
     """
     try:
         found = _shapes_in(folder)
@@ -196,8 +194,7 @@ def writing(
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
 
     Raises:
-        CheckpointError: it cannot be written, here or in what is returned. The checkpoint that was there is
-            unchanged.
+        CheckpointError: here or later, it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     is_first = ranks.rank == 0

@@ -74,14 +74,8 @@ class TorchTrainer:
         max_completion_tokens: int,
         ranks: Ranks | None = None,
     ) -> "TorchTrainer":
-        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Raises as
-        `PolicyModel.load`.
-
-        Args:
-            path: the folder. Its tokenizer is copied to checkpoints.
-            temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
-            ranks: the place of this process among several; None: it is alone.
-        """
+        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
+        the sampling temperature. Without `ranks` this process is alone. Raises as `PolicyModel.load`."""
         ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
         policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
@@ -100,10 +94,7 @@ class TorchTrainer:
             self._compute(full)
 
     def step(self) -> StepStats:
-        """One optimizer step, as `base.Trainer.step`.
-
-        Returns:
-            Statistics of all processes, but for `samples` and `compute_s`, which are those of this one.
+        """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
 
         Raises:
             ScheduleError: nothing was accumulated since the last step.

@@ -61,11 +61,7 @@ def pack(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
 
 
 def unpack(data: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-    """The tensors of a bucket by name. They are views of the data where its alignment allows it.
-
-    Args:
-        data: [num_bytes], uint8.
-    """
+    """Return the tensors of a bucket, [num_bytes] uint8, by name: views where its alignment allows it."""
     tensors: dict[str, Tensor] = {}
     sizes = [info.num_bytes for info in bucket]
     for info, part in zip(bucket, data.split_with_sizes(sizes), strict=True):
@@ -92,11 +88,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, location: str) -> "Address":
-        """Read a location.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Read a location. Raises a ValueError if it is none."""
         parts = urlsplit(location)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         if parts.scheme not in _CLASSES or parts.hostname is None or parts.port is None:
@@ -179,9 +171,6 @@ class TransferGroup:
 class ProcessGroupSender(WeightSender):
     """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
 
-    Args:
-        device: of the trainer's process.
-
     Raises:
         ConfigError: this machine cannot listen on the address, or torch lacks the backend.
     """
@@ -249,12 +238,7 @@ class ProcessGroupSender(WeightSender):
 
 
 class ProcessGroupReceiver:
-    """The engine's end of one link after another.
-
-    Args:
-        rank: of this process among those of the link; 1 is the first of the engine.
-        device: of this process.
-    """
+    """The engine's end of one link after another. `rank` and `device` are those of this process."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._rank, self._device = rank, device
