@@ -14,7 +14,7 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import GroupRow, MarkRow, Origin, Row, SampleRow, TokensRow, Transaction
+from tailrace.ledger.base import GroupRow, LedgerRow, MarkRow, Origin, SampleRow, TokensRow, Transaction
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
@@ -98,7 +98,7 @@ def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
         ledger.waste(sample, "low ess")
         await journal.finish()
         assert store.cuts[-1].pruned == [sample.id] and store.rows(TokensRow) == []
-        rows: list[Row] = store.rows(SampleRow)
+        rows: list[LedgerRow] = store.rows(SampleRow)
         assert isinstance(rows[0], SampleRow)
         assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
 

@@ -13,11 +13,11 @@ from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
     GroupRow,
+    LedgerRow,
     LedgerSettings,
     LifeRow,
     MarkRow,
     Origin,
-    Row,
     RunRow,
     SampleRow,
     TokensRow,
@@ -234,7 +234,7 @@ TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
     ],
 )
 def test_a_run_that_drew_prompts_can_be_resumed_and_one_that_trained_is_not_replaced(
-    tmp_path: Path, rows: list[Row], begun: bool, trained: bool
+    tmp_path: Path, rows: list[LedgerRow], begun: bool, trained: bool
 ) -> None:
     settings = LedgerSettings()
     assert not has_begun(settings, tmp_path, tmp_path / "checkpoints")

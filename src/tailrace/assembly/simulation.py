@@ -20,7 +20,7 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
-from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine, let_die
@@ -69,7 +69,7 @@ def simulate(
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], Parts] | None = None,
-    compute_advantages: ComputeAdvantages = GRPO,
+    compute_advantages: SetAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
 

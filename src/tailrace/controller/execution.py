@@ -15,7 +15,7 @@ from tailrace.errors import first_cause
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
-from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.rollout.pool import SetAdvantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    compute_advantages: ComputeAdvantages = GRPO,
+    compute_advantages: SetAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
     journal: NullJournal | None = None,

@@ -33,7 +33,7 @@ from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
-from tailrace.rollout.pool import Ages, ComputeAdvantages, PartialRolloutBuffer, Pool
+from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.router import Router, WithReference
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
 from tailrace.weights.base import Weights
@@ -117,7 +117,7 @@ class Run:
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
-        compute_advantages: ComputeAdvantages,
+        compute_advantages: SetAdvantages,
         folder: Path | None,
         start: StartingPoint,
         journal: NullJournal,

@@ -21,9 +21,9 @@ from typing_extensions import override
 from tailrace.clock import now, waiting
 from tailrace.ledger.base import (
     GroupRow,
+    LedgerRow,
     MarkRow,
     Origin,
-    Row,
     SampleRow,
     TokensRow,
     TrainingRow,
@@ -76,7 +76,7 @@ class Journal(NullJournal):
         """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
         self._finalized: list[tuple[Sample, int | None]] = []
-        self._rows: list[Row] = []
+        self._rows: list[LedgerRow] = []
         self._pruned: list[SampleId] = []
         self._covered_step = 0
         self._commit: asyncio.Future[None] | None = None
@@ -211,7 +211,7 @@ class Journal(NullJournal):
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 
-    def _sample_rows(self, sample: Sample) -> Iterator[Row]:
+    def _sample_rows(self, sample: Sample) -> Iterator[LedgerRow]:
         """Yield the row of the sample, and a row of the tokens gained since the last one."""
         yield self._sample_row(sample)
         start = self._num_stored(sample)

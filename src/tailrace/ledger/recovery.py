@@ -22,11 +22,11 @@ from tailrace.errors import BadRow, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
     GroupRow,
+    LedgerRow,
     LedgerTables,
     LifeRow,
     MarkRow,
     Origin,
-    Row,
     RunRow,
     SampleRow,
     TokensRow,
@@ -96,7 +96,7 @@ def next_life(
     life = max(tables.lives) + 1
     base = _base(tables, checkpoints)
     later = [mark for mark in tables.marks if mark.undone is None and _place(mark) > _place(base)]
-    rows: list[Row] = [replace(mark, undone=life) for mark in later]
+    rows: list[LedgerRow] = [replace(mark, undone=life) for mark in later]
     rows += _roll_back(tables, base, life)
     prompt_of = cache(prompt_of)
     rows += _drop_without_prompt(tables, prompt_of)
@@ -150,7 +150,7 @@ def _place(mark: MarkRow) -> tuple[int, int]:
     return mark.round, mark.step
 
 
-def _roll_back(tables: LedgerTables, base: MarkRow, life: int) -> list[Row]:
+def _roll_back(tables: LedgerTables, base: MarkRow, life: int) -> list[LedgerRow]:
     """Undo in the tables what came after the base. Return the rows that changed."""
     undone = {
         key: replace(training, undone=life)
@@ -159,7 +159,7 @@ def _roll_back(tables: LedgerTables, base: MarkRow, life: int) -> list[Row]:
     }
     tables.trainings |= undone
     alive = {training.id for training in undone.values()}
-    changed: list[Row] = [*undone.values()]
+    changed: list[LedgerRow] = [*undone.values()]
     for prompt, members in tables.members().items():
         group, samples = _rolled_back(tables.groups[prompt], members, alive)
         changed += [group] if group != tables.groups[prompt] else []
@@ -194,10 +194,10 @@ def _rolled_back(
     return group, [replace(sample, fate=fate) for sample in living]
 
 
-def _drop_without_prompt(tables: LedgerTables, prompt_of: Callable[[int], Prompt]) -> list[Row]:
+def _drop_without_prompt(tables: LedgerTables, prompt_of: Callable[[int], Prompt]) -> list[LedgerRow]:
     """Drop in the tables the groups without a fate whose prompt cannot be used, now that prompts are checked.
     Return the rows that changed."""
-    changed: list[Row] = []
+    changed: list[LedgerRow] = []
     members = tables.members()
     for group in [group for group in tables.groups.values() if group.fate is None]:
         try:

@@ -17,16 +17,16 @@ import msgspec
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     ROWS,
+    LedgerRow,
     LedgerSettings,
     MarkRow,
-    Row,
     RunRow,
     SampleRow,
     TrainingRow,
     Transaction,
 )
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=LedgerRow)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ class Store:
         with _readable(self.name):
             return [_checked(values, kind) for values in self._connection.execute(query)]
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[LedgerRow]) -> None:
         for kind in ROWS:
             values = [_with_checksum(row) for row in rows if type(row) is kind]
             places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
@@ -153,21 +153,21 @@ class Store:
         self._connection.close()
 
 
-def _columns(kind: type[Row]) -> str:
+def _columns(kind: type[LedgerRow]) -> str:
     return ", ".join((*kind.__struct_fields__, "crc"))
 
 
-def _key(kind: type[Row]) -> str:
+def _key(kind: type[LedgerRow]) -> str:
     return ", ".join(kind.__struct_fields__[: kind.num_keys])
 
 
 @cache
-def _json_fields(kind: type[Row]) -> list[bool]:
+def _json_fields(kind: type[LedgerRow]) -> list[bool]:
     """Return for each field of a row whether it is stored as JSON."""
     return [get_origin(field.type) in (list, dict, tuple) for field in msgspec.structs.fields(kind)]
 
 
-def _with_checksum(row: Row) -> tuple[object, ...]:
+def _with_checksum(row: LedgerRow) -> tuple[object, ...]:
     """Return the values of a row as SQLite returns them, and their checksum. SQLite's pages have none."""
     values = [_plain(value) for value in msgspec.structs.astuple(row)]
     return (*values, _checksum(values))

@@ -260,7 +260,7 @@ class Ages:
 
 Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""
-ComputeAdvantages = Callable[[Group], str | None]
+SetAdvantages = Callable[[Group], str | None]
 """Sets the advantages of a complete group, or returns the reason why the group is filtered."""
 
 
@@ -277,7 +277,7 @@ class Pool:
         recorder: Recorder,
         *,
         replace: Callable[[int], list[Group]],
-        compute_advantages: ComputeAdvantages,
+        compute_advantages: SetAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
         """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
