@@ -66,9 +66,7 @@ def test_a_trainer_that_joins_through_the_broker_trains_as_one_of_this_process(
 
     with joined(redis_url, "there"):
         there = execute(trained())
-    here = TorchTrainer.load(
-        model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40
-    )
+    here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40)
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
     stats = here.step()
     assert (there.loss, there.grad_norm) == pytest.approx((stats.loss, stats.grad_norm), rel=1e-5)

@@ -216,7 +216,7 @@ def _drop_without_prompt(tables: LedgerTables, prompt_of: Callable[[int], Prompt
 class _Restoration:
     """Restores the groups without a fate into a starting point."""
 
-    starting_point: StartingPoint
+    start: StartingPoint
     tables: LedgerTables
     prompt_of: Callable[[int], Prompt]
     seed: int
@@ -224,10 +224,10 @@ class _Restoration:
     def restore(self) -> None:
         """Restore each group: parked, or among the interrupted ones in the order drawn."""
         members, groups = self.tables.members(), self.tables.groups.values()
-        living = {row.prompt: self._group(row, members[row.prompt]) for row in groups if row.fate is None}
-        parked = [prompt for prompt in self.starting_point.base.partial_rollouts if prompt in living]
-        self.starting_point.partial_rollouts = [living.pop(prompt) for prompt in parked]
-        self.starting_point.interrupted = list(living.values())
+        alive = {row.prompt: self._group(row, members[row.prompt]) for row in groups if row.fate is None}
+        parked = [prompt for prompt in self.start.base.partial_rollouts if prompt in alive]
+        self.start.partial_rollouts = [alive.pop(prompt) for prompt in parked]
+        self.start.interrupted = list(alive.values())
 
     def _group(self, row: GroupRow, members: Sequence[SampleRow]) -> Group:
         group = Group(
@@ -239,7 +239,7 @@ class _Restoration:
             round_drawn=row.round,
             deferrals=row.deferrals,
         )
-        self.starting_point.group_rows[group] = row
+        self.start.group_rows[group] = row
         stored = {sample.number: sample for sample in members if sample.attempt == row.attempt}
         if not stored:  # this roll-back restarted the group
             ids = [SampleId(row.prompt, row.attempt, number) for number in range(row.num_launched)]
@@ -255,7 +255,6 @@ class _Restoration:
         return group
 
     def _sample(self, row: SampleRow, group: Group) -> Sample:
-        start, version = self.starting_point, self.starting_point.base.version
         metrics, columns = row.reward_report
         sample = Sample(
             row.id,
@@ -272,12 +271,13 @@ class _Restoration:
             failure=row.failure,
             fate=row.fate,
         )
-        start.origins[sample] = row.spans
-        for origin in row.spans:
-            age = distance(self.tables.lives, (start.life, version), (origin.life, origin.version))
-            sample.grow(origin.num_tokens, version - age)
-            if age != version - origin.version:
-                start.dead.add(group)
+        self.start.origins[sample] = row.spans
+        version = self.start.base.version
+        for span in row.spans:
+            age = distance(self.tables.lives, (self.start.life, version), (span.life, span.version))
+            sample.grow(span.num_tokens, version - age)
+            if age != version - span.version:
+                self.start.dead.add(group)
         for tokens in self.tables.tokens.get(row.id, ()):
             sample.completion_ids.extend(array("i", tokens.ids))
             sample.behavior_logprobs.extend(array("f", tokens.logprobs))

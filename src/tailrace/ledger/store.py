@@ -239,13 +239,10 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
 def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
     """Return whether a run in the folder drew a prompt or wrote a checkpoint, so that it can be resumed.
 
-    A run whose ledger is kept in memory has begun only when there is a checkpoint.
-
-    Raises:
-        LedgerError: the store is damaged.
+    A run whose ledger is kept in memory has begun only when there is a checkpoint. A damaged store raises a
+    LedgerError.
     """
-    saved = any(checkpoints.glob("round_*"))
-    return saved or _holds(settings, folder, _drew)
+    return any(checkpoints.glob("round_*")) or _holds(settings, folder, _drew)
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:

@@ -24,11 +24,11 @@ class TimeoutSettings(Settings):
     adaptive: bool = True
     """False: the limit is always max_s."""
     factor: float = Field(default=1.5, ge=1, le=1000)
-    """Lambda of the paper; 1 to 1000."""
+    """Lambda of the paper."""
     min_s: float = Field(default=2.0, gt=0, le=86_400)
     """T_min, in seconds; above 0, at most max_s."""
     max_s: float = Field(default=30.0, gt=0, le=86_400)
-    """T_max, in seconds; above 0, at most a day."""
+    """T_max, in seconds."""
 
     @model_validator(mode="after")
     def _check_order(self) -> "TimeoutSettings":
@@ -48,14 +48,14 @@ class CodeSettings(Settings):
     the share of the test cases that pass."""
     timeout: TimeoutSettings = TimeoutSettings()
     memory_mib: int = Field(default=512, ge=64, le=1_048_576)
-    """Address space of each process of a program, in MiB; at least 64."""
+    """Address space of each process of a program, in MiB."""
     processes: int = Field(default=8, ge=1, le=4096)
-    """Processes and threads of a program, itself included; 1 to 4096. Enforced by bubblewrap only."""
+    """Processes and threads of a program, itself included. Enforced by bubblewrap only."""
     tmp_mib: int = Field(default=64, ge=1, le=1_048_576)
-    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB; at least 1.
-    For each 4 KiB it may have one file or folder."""
+    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB. For each 4 KiB
+    it may have one file or folder."""
     output_kib: int = Field(default=1024, ge=1, le=1_048_576)
-    """Output of a program, in KiB, above which it is stopped; at least 1."""
+    """Output of a program, in KiB, above which it is stopped."""
 
 
 class FunctionSettings(WeightedSettings):
@@ -91,16 +91,14 @@ class RewardSettings(Settings):
     """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
     is scored as soon as it ends. A schedule that generates without a pause cannot be synchronous."""
     timeout_s: Resumable[float] = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
-    """Seconds after which a call is stopped together with the processes that it started; above 0, at most a
-    day."""
+    """Seconds after which a call is stopped together with the processes that it started."""
     on_timeout: Literal["zero", "drop"] = "zero"
     """What a call that is stopped gives: a reward of zero, which is counted as a timeout (RollPacker), or a
     failure, which drops the sample."""
     max_failures: Resumable[int | None] = Field(default=None, ge=1, le=1_000_000_000)
-    """Consecutive failures or timeouts that end the run; at least 1. None: as many as a round has samples."""
+    """Consecutive failures or timeouts that end the run. None: as many as a round has samples."""
     workers: Resumable[int] = Field(default=1, ge=1, le=1024)
-    """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time; 1 to
-    1024."""
+    """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time."""
 
     @property
     def calls_functions(self) -> bool:

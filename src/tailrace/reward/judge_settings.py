@@ -57,7 +57,7 @@ class EndpointJudgeSettings(JudgeBase):
     parameters: dict[str, JsonValue] = {"temperature": 0.0, "max_tokens": 512}
     """Further fields of the request, such as `max_tokens`."""
     concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)
-    """Requests at a time; at least 1."""
+    """Requests at a time."""
     asks: int = Field(default=3, ge=1, le=100)
     """How often it is asked until an answer can be read; 1 to 100. From the second time on a temperature
     of `parameters` is at least 1."""
@@ -113,7 +113,7 @@ class LocalJudgeSettings(JudgeBase):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights and computation."""
     threads: Resumable[int] = Field(default=1, ge=1, le=1024)
-    """Threads on the CPU; 1 to 1024."""
+    """Threads on the CPU."""
     memory_mib: Resumable[int | None] = Field(default=None, ge=1)
     """Memory on the device for layers and activations together, in MiB. None: all layers stay there."""
     max_tokens: Resumable[int] = Field(default=4096, ge=1, le=10_000_000)

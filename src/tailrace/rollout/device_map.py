@@ -19,7 +19,10 @@ def plan_devices(
     num_engines: int,
     tensor_parallel_size: int = 1,
 ) -> DeviceMap:
-    """Assign devices to processes, `tensor_parallel_size` to an engine. Without a list they share all.
+    """Assign devices to processes. Without a list the processes share the machine.
+
+    Args:
+        tensor_parallel_size: devices of one engine.
 
     Raises:
         ConfigError: there are fewer devices than that, or two processes would have the same device.

@@ -5,7 +5,7 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tailrace.clock import now
 from tailrace.environments.base import Environment, EpisodeOver, Outcome
@@ -25,10 +25,11 @@ class Episodes:
     """Plays samples with an environment.
 
     Args:
-        observe, max_completion_tokens, max_context_tokens, grace_s, max_branches: as Episode.
+        observe, max_completion_tokens, max_context_tokens, grace_s: as Episode.
         decode: text of token ids.
         max_failures: consecutive episodes that fail, which end the run.
         timeout_s: of one episode, without the time in which the policy generates. None: no limit.
+        max_branches: as Episode.
         history: makes what Episode takes as `rewritten`. None: turns extend what the policy wrote.
         must_reward: an episode without a reward fails, because nothing else gives it one.
         reference: log-probs of the samples that the environment rewards; the others get theirs when they are
@@ -52,14 +53,13 @@ class Episodes:
         history: Callable[[Prompt], Rewritten] | None = None,
     ) -> None:
         self._environment, self._observe, self._decode = environment, observe, decode
-        self._episode: dict[str, Any] = {
+        self._limits = {
             "max_completion_tokens": max_completion_tokens,
             "max_context_tokens": max_context_tokens,
-            "grace_s": grace_s,
-            "max_branches": max_branches,
         }
-        self._max_failures, self._reference, self._history = max_failures, reference, history
+        self._grace_s, self._max_failures, self._reference = grace_s, max_failures, reference
         self._timeout_s, self._must_reward = timeout_s, must_reward
+        self._max_branches, self._history = max_branches, history
         self._num_failures, self._first_failure = 0, ""
 
     async def play(
@@ -94,9 +94,11 @@ class Episodes:
             generate,
             self._observe,
             self._decode,
+            **self._limits,
+            grace_s=self._grace_s,
             written=lambda: kept(written() if is_stored else not_written()),
+            max_branches=self._max_branches,
             rewritten=self._history and self._history(sample.prompt),
-            **self._episode,
         )
         detail = ""
         try:
@@ -170,7 +172,11 @@ class Episodes:
 
 @contextmanager
 def _paused(limit: asyncio.Timeout) -> Iterator[None]:
-    """The time of the block does not count. Raises TimeoutError if the limit is over already."""
+    """The time of the block does not count.
+
+    Raises:
+        TimeoutError: the limit is over, and the environment goes on.
+    """
     if limit.expired():
         raise TimeoutError
     when = limit.when()

@@ -35,37 +35,11 @@ from tailrace.trainer.reference import TorchReference
 
 
 class TorchTrainer:
-    """One process, made by `load`. All ranks of a replica make the same calls in the same order. Replicas
+    """One process. All ranks of a replica make the same calls in the same order. Replicas
     make the same calls, but for `accumulate`."""
 
     def __init__(
         self,
-        policy: PolicyModel,
-        critic: Critic | None,
-        settings: TrainerSettings,
-        algorithm: AlgorithmSettings,
-        max_completion_tokens: int,
-        ranks: Ranks,
-        *,
-        tokenizer_from: Path,
-    ) -> None:
-        self._policy, self._critic, self._ranks = policy, critic, ranks
-        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, tokenizer_from
-        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
-        self._max_tokens = settings.max_tokens_per_microbatch
-        self._forward_backward = ForwardBackward(
-            policy, critic, self._published, algorithm, self._max_tokens, max_completion_tokens
-        )
-        self._optimizer = Optimizer(policy.parameters(), settings)
-        self._statistics = StepStatistics(policy.device, ranks)
-        self._waiting: list[TrainingSample] = []
-        """Accumulated samples that are not computed yet."""
-        self._weights_published = True
-        """Whether the current weights are those of the last publication. The engines start with them."""
-
-    @classmethod
-    def load(
-        cls,
         path: Path,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
@@ -73,14 +47,25 @@ class TorchTrainer:
         temperature: float,
         max_completion_tokens: int,
         ranks: Ranks | None = None,
-    ) -> "TorchTrainer":
+    ) -> None:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
         the sampling temperature. Without `ranks` this process is alone. Raises as `PolicyModel.load`."""
-        ranks = ranks or Ranks()
+        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, path
+        self._ranks = ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
-        policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
-        critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
-        return cls(policy, critic, settings, algorithm, max_completion_tokens, ranks, tokenizer_from=path)
+        self._policy = policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
+        self._critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
+        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
+        self._max_tokens = settings.max_tokens_per_microbatch
+        self._forward_backward = ForwardBackward(
+            policy, self._critic, self._published, algorithm, self._max_tokens, max_completion_tokens
+        )
+        self._optimizer = Optimizer(policy.parameters(), settings)
+        self._statistics = StepStatistics(policy.device, ranks)
+        self._waiting: list[TrainingSample] = []
+        """Accumulated samples that are not computed yet."""
+        self._weights_published = True
+        """Whether the current weights are those of the last publication. The engines start with them."""
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
         """Add the gradients of units to their sum, as `base.Trainer.accumulate`.

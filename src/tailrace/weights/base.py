@@ -50,7 +50,7 @@ class FilesystemSettings(Settings):
     """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
     Without it: `weights` in the run's folder."""
     shard_bytes: int = Field(default=5_000_000_000, ge=1)
-    """Size of a safetensors file, at most, unless one tensor is larger; at least 1."""
+    """Size of a safetensors file, at most, unless one tensor is larger."""
 
 
 class ProcessGroupSettings(Settings):

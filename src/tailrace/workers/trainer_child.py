@@ -165,7 +165,7 @@ def serve_as(
 ) -> None:
     """As `serve_by`, at a place among the trainer's processes; None: it is alone."""
     with config_errors_sent(channel):
-        trainer = TorchTrainer.load(
+        trainer = TorchTrainer(
             job.model,
             job.trainer,
             job.algorithm,
