@@ -154,18 +154,41 @@ class TransferGroup:
         """End the group, and whatever it or a peer waits for."""
         self._group.abort()
 
-    @contextmanager
-    def aborted_on_error(self) -> Iterator[None]:
-        """Abort the group if the block does not come to its end."""
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
-
     def _broadcast(self, data: Tensor) -> None:
         # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
         self._group.broadcast(data, 0).wait(self._timeout)
+
+
+class _Connections:
+    """The groups of one process, one for each engine, which stay connected between transfers."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        self._rank, self._device = rank, device
+        self._groups: dict[str, tuple[Address, Link, TransferGroup]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def group(self, address: Address, link: Link) -> Iterator[TransferGroup]:
+        """Yield the group of a link. It is aborted if the block does not come to its end, or when the engine
+        has another link."""
+        with self._lock:
+            last = self._groups.pop(link.engine, None)
+        if last and last[:2] != (address, link):
+            last[2].abort()
+            last = None
+        group = last[2] if last else TransferGroup(address, link, self._rank, self._device)
+        try:
+            yield group
+        except BaseException:
+            group.abort()
+            raise
+        with self._lock:
+            self._groups[link.engine] = (address, link, group)
+
+    def clear(self) -> None:
+        """Drop all groups."""
+        with self._lock:
+            self._groups.clear()
 
 
 class ProcessGroupSender(WeightSender):
@@ -176,7 +199,7 @@ class ProcessGroupSender(WeightSender):
     """
 
     def __init__(self, settings: ProcessGroupSettings, device: str = "cpu") -> None:
-        self._device = device
+        self._connections = _Connections(0, device)
         if not getattr(dist, f"is_{settings.backend}_available")():
             problem = "this torch was built without it"
             raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
@@ -195,8 +218,6 @@ class ProcessGroupSender(WeightSender):
         )
         self._kept: dict[int, list[Tensor]] = {}
         """The buckets of the kept versions, the oldest first."""
-        self._groups: dict[str, tuple[Link, TransferGroup]] = {}
-        """The group of each engine."""
         self._lock = threading.Lock()
 
     @override
@@ -213,27 +234,18 @@ class ProcessGroupSender(WeightSender):
     @override
     def send(self, version: int, link: Link) -> None:
         with self._lock:
-            last = self._groups.pop(link.engine, None)
             packed = self._kept.get(version)
-        if last and last[0] != link:
-            last[1].abort()
-        with _failures(f"{link.engine} did not take version {version} of the weights"):
-            known = last is not None and last[0] == link
-            group = last[1] if last and known else TransferGroup(self._address, link, 0, self._device)
-            with group.aborted_on_error():
-                if packed is None:
-                    raise TransferFailed(
-                        f"version {version} of the weights is no longer kept for {link.engine}"
-                    )
-                for data in packed:
-                    group.send(data)
-        with self._lock:
-            self._groups[link.engine] = (link, group)
+        problem = f"{link.engine} did not take version {version} of the weights"
+        with _failures(problem), self._connections.group(self._address, link) as group:
+            if packed is None:
+                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
+            for data in packed:
+                group.send(data)
 
     @override
     def close(self) -> None:
+        self._connections.clear()
         with self._lock:
-            self._groups.clear()
             self._kept.clear()
 
 
@@ -241,8 +253,7 @@ class ProcessGroupReceiver:
     """The engine's end of one link after another. `rank` and `device` are those of this process."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
-        self._rank, self._device = rank, device
-        self._last: tuple[str, Link, TransferGroup] | None = None
+        self._connections = _Connections(rank, device)
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
         """Receive the tensors of a publication, a bucket at a time, in the host's memory.
@@ -250,17 +261,11 @@ class ProcessGroupReceiver:
         Raises:
             TransferFailed: the trainer has ended, or did not send within the time limit.
         """
-        last, self._last = self._last, None
-        if last and last[:2] != (weights.location, link):
-            last[2].abort()
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
-            known = last is not None and last[:2] == (weights.location, link)
-            group = last[2] if last and known else TransferGroup(address, link, self._rank, self._device)
-            with group.aborted_on_error():
+            with self._connections.group(address, link) as group:
                 for bucket in buckets(weights.tensors, address.bucket_bytes):
                     yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket)), bucket)
-        self._last = (weights.location, link, group)
 
 
 @contextmanager
