@@ -58,10 +58,11 @@ from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
 from tailrace.environments.tools import CALLER
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import Books
-from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
-from tailrace.ledger.recovery import first_life, held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.base import LedgerTables
+from tailrace.ledger.journal import Journal, commits_on_thread
+from tailrace.ledger.ledger import NullJournal
+from tailrace.ledger.recovery import first_life, read_ledger, totals_of
+from tailrace.ledger.store import Store
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, RoundStarted
 from tailrace.record.figures import over_rounds
 from tailrace.record.steps import StepMeter
@@ -168,14 +169,14 @@ class Victim:
         """One life to its last round, in which nothing is killed."""
         self._finish(self._start(rounds))
 
-    def books(self) -> Books:
-        with closing(SqliteStore.open(self.folder / "ledger.sqlite", only_read=True)) as store:
-            return read_books(store)
+    def books(self) -> LedgerTables:
+        with closing(Store.open(self.folder / "ledger.sqlite", only_read=True)) as store:
+            return read_ledger(store)
 
     def audit(self) -> Found:
         """Compare the ledger with what it does not write itself."""
         books = self.books()
-        known = totals_of(books).num_known_tokens + held_tokens_of(books)
+        known = totals_of(books).num_known_tokens + books.held_tokens
         trained = [str(training.id) for training in books.trainings.values() if training.undone is None]
         recorded = Counter(
             json.loads(line)["id"]
@@ -364,7 +365,7 @@ class EpisodeVictim(Victim):
             self._calls.add(key)
         with suppress(LedgerError):
             for id, row in self.books().samples.items():
-                turns = row.ended_turns
+                turns = row.turns
                 self._ended[str(id)] = turns[-1].num_tokens if turns else 0
                 self._recorded |= {
                     (str(id), number, place)
@@ -457,7 +458,7 @@ async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list
                 start, journal = first_life(), NullJournal()
                 with ExitStack() as stack:
                     if with_ledger:
-                        store = stack.enter_context(closing(SqliteStore.create(folder / f"{repeat}.sqlite")))
+                        store = stack.enter_context(closing(Store.create(folder / f"{repeat}.sqlite")))
                         store.commit(start.opening)
                         commit = stack.enter_context(commits_on_thread(store))
                         journal = Journal(commit, start, flush_s=config.ledger.flush_s)

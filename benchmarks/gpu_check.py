@@ -260,7 +260,7 @@ def full_micro_batches(folder: Path, device: str) -> str | None:
     )
     settings = TrainerSettings.model_validate({"device": device, "dtype": "bfloat16", **chosen})
     length = limit // 14  # eight samples are 0.57 of a micro-batch
-    trainer = TorchTrainer.load(
+    trainer = TorchTrainer(
         folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=length
     )
     for group in range(14):
@@ -275,14 +275,12 @@ def publication(folder: Path, device: str) -> str | None:
     from tailrace.algo.base import AlgorithmSettings
     from tailrace.trainer.base import TrainerSettings
     from tailrace.trainer.trainer import TorchTrainer
-    from tailrace.weights.shared_memory import SharedMemorySender
+    from tailrace.weights.filesystem import FilesystemSender
     from tailrace.weights.tensors import Publisher
 
     settings = TrainerSettings(device=device, dtype="bfloat16")
-    trainer = TorchTrainer.load(
-        folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=8
-    )
-    sender = SharedMemorySender()
+    trainer = TorchTrainer(folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=8)
+    sender = FilesystemSender.in_shared_memory()
     try:
         publisher = Publisher(sender, "bfloat16", trainer.weights())
         started = time.perf_counter()

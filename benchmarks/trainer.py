@@ -66,7 +66,7 @@ def measure(shape: dict[str, int], num_groups: int, repeats: int) -> dict[str, f
         settings = TrainerSettings(learning_rate=1e-6, max_grad_norm=1.0)
         algorithm = AlgorithmSettings(clip_low=0.2, clip_high=0.2)
         limits = {"temperature": 1.0, "max_completion_tokens": 512}
-        trainer = TorchTrainer.load(Path(folder), settings, algorithm, **limits)
+        trainer = TorchTrainer(Path(folder), settings, algorithm, **limits)
     times = []
     for _ in range(3 + repeats):
         started = time.perf_counter()

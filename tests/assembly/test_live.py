@@ -117,7 +117,7 @@ def test_files_named_in_arrays_are_found_beside_the_config_and_functions_are_tol
         ),
         (
             'functions = [{ function = "math", sources = ["sums"] }]',
-            "reward.functions.sources = 'file': no function scores this source; add a function for it",
+            "reward.functions.sources = 'file': no function scores this source; add a judge or a",
         ),
     ],
 )

@@ -9,24 +9,22 @@ import pytest
 from tailrace.assembly.folder import RunFolder
 from tailrace.commands.inspect import inspect
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import FORMAT, Cut, GroupRow, LifeRow, RunRow, SampleRow
-from tailrace.ledger.sqlite import LEDGER_FILE, SqliteStore
+from tailrace.ledger.base import FORMAT, GroupRow, LifeRow, Origin, RunRow, SampleRow, Transaction
+from tailrace.ledger.store import LEDGER_FILE, Store
+from tailrace.types import Turn
 
-TURNS = (
-    '[{"num_tokens":3,"finish_reason":"stop","results":["7",null],"observation_ids":[8,9],'
-    '"begins_branch":true},'
-    '{"num_tokens":5,"finish_reason":"stop"}]'
-)
+TURNS = [Turn(3, "stop", ["7", None], [8, 9], begins_branch=True), Turn(5, "stop")]
 
 
 @pytest.mark.parametrize(("in_episode", "ended"), [(True, None), (False, "stop")])
 def test_the_turns_of_a_sample_are_shown_and_it_has_ended_with_its_episode(
     in_episode: bool, ended: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = SampleRow(0, 0, 0, "[[1,0,5]]", "stop", "", None, None, None, turns=TURNS, in_episode=in_episode)
-    group = GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)
-    with closing(SqliteStore.create(tmp_path / LEDGER_FILE)) as store:
-        store.commit(Cut([RunRow(FORMAT, 1, 0), LifeRow(1, 0, 0, 0, 0, 0), group, row]))
+    spans = [Origin(1, 0, 5)]
+    row = SampleRow(0, 0, 0, spans, "stop", "", None, None, None, turns=TURNS, in_episode=in_episode)
+    group = GroupRow(0, 1, 0, 1, 1, 0, 0, [], None)
+    with closing(Store.create(tmp_path / LEDGER_FILE)) as store:
+        store.commit(Transaction([RunRow(FORMAT, 1, 0), LifeRow(1, 0, 0, 0, 0, 0), group, row]))
     folder = RunFolder(tmp_path)
     folder.config.write_text("run = { rounds = 1, group_size = 2 }\nschedule = { name = 'serial' }\n")
     inspect(tmp_path, group=0, as_json=True, overrides={})

@@ -11,8 +11,8 @@ import pytest
 
 from helpers.small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 from tailrace.engine.base import counted_tokens
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import Store
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -148,12 +148,12 @@ def test_a_run_learns_outlives_the_node_of_an_engine_and_restarts_after_that_of_
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["groups"]["trained"] == 32 * rounds
     assert summary["eval"]["last"] > summary["eval"]["first"] + 0.1
-    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
-        books = read_books(store)
+    with closing(Store.open(folder / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
     totals = totals_of(books)
     assert len(books.lives) == 2 and books.lives[2].round > 0
     assert totals.groups == {"trained": 32 * rounds}
-    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(folder / "counts")
 
 
 @pytest.mark.vllm
@@ -180,8 +180,8 @@ def test_a_server_that_the_run_starts_is_placed_on_a_node_and_is_started_again_e
         _, err = process.communicate()
     assert process.returncode == 0, err
     assert num_steps(folder) == rounds
-    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
-        books = read_books(store)
+    with closing(Store.open(folder / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
     assert len(books.lives) == 1, "the trainer has gone on"
     totals = totals_of(books)
-    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(folder / "counts")

@@ -13,8 +13,8 @@ import pytest
 from helpers.processes import worker_of
 from helpers.small_run import EXAMPLES, train_here, trained_prompts, wait_for_steps
 from tailrace.engine.base import counted_tokens
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import Store
 
 
 def test_after_its_trainer_is_killed_while_it_writes_a_checkpoint_a_run_goes_on_from_the_one_before(
@@ -45,9 +45,9 @@ def test_after_its_trainer_is_killed_while_it_writes_a_checkpoint_a_run_goes_on_
     assert "tailrace: restart 1 of 1" in err
     assert trained_prompts(folder) == {prompt: 2 for prompt in range(32)}
     assert json.loads((folder / "summary.json").read_text())["groups"]["trained"] == 32
-    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
-        books = read_books(store)
+    with closing(Store.open(folder / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
     totals = totals_of(books)
     torn = int(written[0].parent.name.removeprefix("round_").removesuffix(".partial"))
     assert len(books.lives) == 2 and books.lives[2].round == torn - 1 and totals.groups == {"trained": 32}
-    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(folder / "counts")

@@ -14,8 +14,8 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.commands.train import opened
 from tailrace.config import load_config
 from tailrace.engine.base import counted_tokens
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import Store
 
 
 def said_in(err: str) -> list[str]:
@@ -40,10 +40,10 @@ def test_sigterm_saves_the_weights_and_says_where(
 
 
 def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -> None:
-    with closing(SqliteStore.open(interrupted / "ledger.sqlite", only_read=True)) as store:
-        books = read_books(store)
+    with closing(Store.open(interrupted / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
     totals = totals_of(books)
-    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(interrupted / "counts")
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(interrupted / "counts")
     assert len(books.groups) == 128 and set(totals.wasted_tokens) == set()
     steps = num_steps(interrupted)
     assert totals.groups == {"trained": 2 * steps}
@@ -71,8 +71,8 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == list(range(1, len(steps) + 1)), "the steps before the interruption are still there"
-    with closing(SqliteStore.open(folder / "ledger.sqlite", only_read=True)) as store:
-        assert len(read_books(store).lives) == 2
+    with closing(Store.open(folder / "ledger.sqlite", only_read=True)) as store:
+        assert len(read_ledger(store).lives) == 2
 
 
 def test_sigint_while_workers_start_ends_well_and_leaves_nothing_in_the_way(config_path: Path) -> None:

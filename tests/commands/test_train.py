@@ -24,8 +24,8 @@ from tailrace.commands.train import opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import Store
 from tailrace.record.timeline import RunTimelines
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
@@ -128,14 +128,14 @@ def test_a_torn_checkpoint_is_named_and_nothing_is_overwritten(killed: Path, kil
         train(killed_config(killed), killed_copy, resume=True)
     assert changed(killed_copy, before) <= {"ledger.sqlite"}
     shutil.rmtree(newest)
-    with closing(SqliteStore.open(killed_copy / "ledger.sqlite")) as store:
-        assert len(read_books(store).lives) == 1
+    with closing(Store.open(killed_copy / "ledger.sqlite")) as store:
+        assert len(read_ledger(store).lives) == 1
 
 
 def newest_marked(folder: Path) -> Path:
     """The newest checkpoint with a mark; a later one may have none yet."""
-    with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
-        marks = read_books(store).marks
+    with closing(Store.open(folder / "ledger.sqlite")) as store:
+        marks = read_ledger(store).marks
     return folder / "checkpoints" / max(marks, key=lambda mark: mark.round).checkpoint
 
 
@@ -184,10 +184,10 @@ def test_resume_says_from_where_and_which_checkpoint_is_missing(
         _,
         start,
     ):
-        assert start.checkpoint == f"round_{int(newest.name[-6:]) - 1:06d}"
+        assert start.base.checkpoint == f"round_{int(newest.name[-6:]) - 1:06d}"
     told = capsys.readouterr().err
     assert f"checkpoints that the ledger knows are missing: {newest.name}" in told
-    assert f"resumed from {start.checkpoint}, step {start.step} (" in told
+    assert f"resumed from {start.base.checkpoint}, step {start.base.step} (" in told
     assert int(told.rpartition("(")[2].split()[0]) >= 2, "the two steps of the last round are undone"
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_without_checksums_is_taken_and_named(
         _,
         start,
     ):
-        assert start.checkpoint == newest.name
+        assert start.base.checkpoint == newest.name
     assert f"{newest} has no checksums.json (an older version wrote it)" in capsys.readouterr().err
 
 
@@ -235,12 +235,12 @@ def test_a_run_killed_with_sigkill_resumes_and_trains_no_group_twice(killed: Pat
     assert (first.life, second.life) == (1, 2) and second.is_closed and not first.is_closed
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     assert second.start_s == first.end_s and second.steps[-1].number == steps
-    with closing(SqliteStore.open(folder / "ledger.sqlite")) as store:
-        books = read_books(store)
+    with closing(Store.open(folder / "ledger.sqlite")) as store:
+        books = read_ledger(store)
     assert set(books.groups) == set(range(48)) and len(books.lives) == 2
     totals = totals_of(books)
     assert totals.groups == {"trained": 48} and set(totals.wasted_tokens) <= {"crash", "interrupted"}
-    assert totals.num_known_tokens + held_tokens_of(books) == counted_tokens(folder / "counts")
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(folder / "counts")
 
 
 def test_inspect_shows_the_balance_and_the_life_of_a_group(

@@ -11,7 +11,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simu
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
 from tailrace.errors import CheckpointError
-from tailrace.ledger.recovery import read_books
+from tailrace.ledger.recovery import read_ledger
 from tailrace.record.events import RoundStarted, Saved, Stepped
 
 SERIAL = SCHEDULES_BY_NAME["serial"]
@@ -52,7 +52,7 @@ def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before
     assert (tmp_path / "round_000002.partial").is_dir()
     resumed = simulate(SERIAL, EVERY_ROUND, folder=tmp_path, book=book, parts=parts)
     assert [event.round for event in resumed.of(RoundStarted)] == [1, 2]
-    assert read_books(book.store).lives[2].step == 2, "of round 1"
+    assert read_ledger(book.store).lives[2].step == 2, "of round 1"
     assert [event.stats.num_steps for event in resumed.of(Stepped)] == [3, 4, 5, 6]
 
 
@@ -62,7 +62,7 @@ def test_the_mark_has_the_state_of_the_moment_at_which_the_checkpoint_began(tmp_
         book = Book()
         folder = tmp_path / str(number)
         simulate(pipelinerl, EVERY_ROUND, folder=folder, book=book, parts=slow(write_s))
-        books.append(read_books(book.store))
+        books.append(read_ledger(book.store))
     assert books[0].marks == books[1].marks
 
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause(tmp_pat
     book, parts = Book(), slow(0.1, fails="round_000002")
     with pytest.raises(CheckpointError, match=r"round_000002 cannot be written \(no space left\)"):
         simulate(SERIAL, EVERY_ROUND, folder=tmp_path, book=book, parts=parts)
-    assert [mark.checkpoint for mark in read_books(book.store).marks] == ["round_000000", "round_000001"]
+    assert [mark.checkpoint for mark in read_ledger(book.store).marks] == ["round_000000", "round_000001"]
 
 
 def test_an_interrupted_run_waits_for_its_checkpoint(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
-from tailrace.ledger.base import Books
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
+from tailrace.ledger.base import LedgerTables
+from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import BooksClosed, Evaluated, Published, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 
@@ -16,7 +16,7 @@ def num_steps(folder: Path) -> int:
     return int((folder / "steps.txt").read_text())
 
 
-def surviving(books: Books) -> Counter[str]:
+def surviving(books: LedgerTables) -> Counter[str]:
     return Counter(str(training.id) for training in books.trainings.values() if training.undone is None)
 
 
@@ -29,15 +29,15 @@ def test_an_interrupted_run_saves_every_step_and_goes_on_without_loss(name: str,
         life = simulate(schedule, folder=tmp_path, book=book, interrupt_at_s=share * ended_s)
         lives.append(life)
         assert life.ended.interrupted and len(life.of(BooksClosed)) == 1
-        books = read_books(book.store)
-        assert totals_of(books).num_known_tokens + held_tokens_of(books) == book.num_generated
+        books = read_ledger(book.store)
+        assert totals_of(books).num_known_tokens + books.held_tokens == book.num_generated
         last_step = max((training.step for training in books.trainings.values()), default=0)
         if last_step:
             assert life.ended.checkpoint and num_steps(life.ended.checkpoint) == last_step
         assert all(training.undone is None for training in books.trainings.values()), "no step is undone"
     last = simulate(schedule, folder=tmp_path, book=book)
     assert not last.ended.interrupted and last.ended.checkpoint
-    books = read_books(book.store)
+    books = read_ledger(book.store)
     assert set(surviving(books).values()) == {1}, "each sample is trained once"
     assert "crash" not in totals_of(books).wasted_tokens
     steps = [step.stats.num_steps for life in [*lives, last] for step in life.of(Stepped)]
@@ -77,11 +77,11 @@ def test_a_checkpoint_within_a_round_is_a_new_version_when_steps_were_made_since
     (saved,) = life.of(Saved)
     assert Path(saved.path).name == f"round_000000_step_{steps:06d}"
     assert (saved.round, saved.version) == (0, 1), "version 0 is published; the saved weights are newer"
-    (mark,) = read_books(book.store).marks
-    assert (mark.round, mark.version, mark.step, mark.partial_rollouts) == (0, 1, steps, "[]")
+    (mark,) = read_ledger(book.store).marks
+    assert (mark.round, mark.version, mark.step, mark.partial_rollouts) == (0, 1, steps, [])
     again = simulate(rolloutpipe, SETTINGS, sim, folder=tmp_path, book=book, interrupt_at_s=0.5)
     assert again.ended.checkpoint == Path(saved.path) and not again.of(Saved), "nothing was added to it"
-    wasted = totals_of(read_books(book.store)).wasted_tokens
+    wasted = totals_of(read_ledger(book.store)).wasted_tokens
     waiting = (16 - 4 * steps) * 4 * 10
     assert wasted == {"interrupted": waiting}, "tokens of version 0 are stale now and are generated again"
 
@@ -91,10 +91,10 @@ def test_before_the_first_step_nothing_is_saved_and_the_tokens_are_kept(tmp_path
     life = simulate(serial, folder=tmp_path, book=book, interrupt_at_s=1.0)
     assert (life.ended.interrupted, life.ended.checkpoint) == (True, None)
     assert list(tmp_path.iterdir()) == []
-    held = held_tokens_of(read_books(book.store))
+    held = read_ledger(book.store).held_tokens
     assert held == book.num_generated > 0
     simulate(serial, folder=tmp_path, book=book)
-    assert totals_of(read_books(book.store)).wasted_tokens == {}
+    assert totals_of(read_ledger(book.store)).wasted_tokens == {}
 
 
 def test_an_interruption_during_a_step_takes_effect_after_it(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_interrupted_evaluation_is_counted(tmp_path: Path) -> None:
     book = Book()
     settings = change(SETTINGS, eval_every=1, eval_prompts=8)
     simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path, book=book, interrupt_at_s=0.5)
-    totals = totals_of(read_books(book.store))
+    totals = totals_of(read_ledger(book.store))
     assert totals.num_known_tokens == totals.evaluated_tokens == book.num_generated > 0
 
 
@@ -142,8 +142,8 @@ def test_the_steps_of_a_round_that_was_interrupted_count(name: str, num_steps: i
     last = simulate(schedule, settings, folder=tmp_path, book=book)
     assert last.ended.checkpoint and last.ended.checkpoint.name == "round_000006"
     assert last.of(Stepped)[-1].stats.num_steps == len(ends_s)
-    books = read_books(book.store)
-    assert totals_of(books).num_known_tokens + held_tokens_of(books) == book.num_generated
+    books = read_ledger(book.store)
+    assert totals_of(books).num_known_tokens + books.held_tokens == book.num_generated
     assert last.run.version == last.of(Published)[-1].version
 
 

@@ -42,7 +42,7 @@ from tailrace.errors import (
     StalenessError,
     Stuck,
 )
-from tailrace.ledger.recovery import read_books
+from tailrace.ledger.recovery import read_ledger
 from tailrace.record.events import (
     Accumulated,
     ControllerLag,
@@ -137,7 +137,7 @@ def test_what_was_trained_since_the_last_checkpoint_is_trained_again_from_its_to
     whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
     first_round_s = whole.of(RoundEnded)[0].time_s
     lineage, last, book = lives("serial", settings, iter([first_round_s + 0.1]), tmp_path)
-    again = {training.id for training in read_books(book.store).trainings.values() if training.undone == 2}
+    again = {training.id for training in read_ledger(book.store).trainings.values() if training.undone == 2}
     first = [event for event in lineage if isinstance(event, Stepped)][:2]
     assert again == {sample.id for event in first for sample in event.samples}
     assert not any(event.sample in again for event in last.of(RequestStarted))
@@ -157,10 +157,10 @@ def test_groups_that_a_crash_interrupted_come_first_and_go_on_from_their_tokens(
     schedule = SCHEDULES_BY_NAME["pipelinerl"]
     killed_s = simulate(schedule, settings).of(RoundEnded)[1].time_s
     simulate(schedule, settings, folder=tmp_path, book=book, kill_at_s=killed_s, beside=reporting)
-    interrupted = {group.prompt for group in read_books(book.store).groups.values() if group.fate is None}
+    interrupted = {group.prompt for group in read_ledger(book.store).groups.values() if group.fate is None}
     resumed = simulate(schedule, settings, folder=tmp_path, book=book)
     origins = [
-        [origin.life for origin in sample.origins] for sample in read_books(book.store).samples.values()
+        [origin.life for origin in sample.spans] for sample in read_ledger(book.store).samples.values()
     ]
     assert any(set(lives) == {1, 2} for lives in origins)
     asked = dict.fromkeys(event.sample.prompt for event in resumed.of(RequestStarted))

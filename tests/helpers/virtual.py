@@ -18,10 +18,11 @@ from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.engine.base import Usage
-from tailrace.ledger.base import Cut, RunRow, Store
+from tailrace.ledger.base import RunRow, Transaction
 from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
+from tailrace.ledger.store import Store
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.rollout.placement import DISAGGREGATED, Shared
@@ -210,8 +211,7 @@ class Book:
         if not self.store.rows(RunRow):
             return first_life()
         return next_life(
-            read_books(self.store),
-            name=self.store.name,
+            read_ledger(self.store),
             checkpoints=checkpoints,
             num_generated=self.num_generated,
             prompt_of=parts.prompts.__getitem__,
@@ -225,7 +225,7 @@ class Book:
         )
         return Journal(start_commit, starting_point, flush_s=self.flush_s)
 
-    def _commit_slowly(self, cut: Cut) -> asyncio.Future[None]:
+    def _commit_slowly(self, cut: Transaction) -> asyncio.Future[None]:
         """What a thread does, in virtual time."""
 
         async def commit() -> None:
@@ -329,8 +329,9 @@ def simulate(
         starting_point, journal = StartingPoint(), None
         if book and folder:
             starting_point = book.starting_point(outcome.parts, folder, settings.seed)
-            if starting_point.checkpoint:
-                await rewind(outcome.parts, folder / starting_point.checkpoint, starting_point.version)
+            base = starting_point.base
+            if base.checkpoint:
+                await rewind(outcome.parts, folder / base.checkpoint, base.version)
             journal = book.open(starting_point)
 
         async def watched(run: Run) -> None:

@@ -33,8 +33,8 @@ from helpers.virtual import (
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
-from tailrace.ledger.base import Books, distance
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
+from tailrace.ledger.base import LedgerTables, distance
+from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.schedules import SCHEDULES
@@ -216,7 +216,7 @@ def test_the_books_close_in_every_world(
                 algorithm=algorithm,
             )
             assert regenerated(outcome.events) == []
-            books = read_books(book.store)
+            books = read_ledger(book.store)
             assert set(books.groups) == set(range(books.run.num_drawn)), "a prompt was lost"
             assert drawn.items() <= (drawn := _lives_of(books)).items(), "a prompt was drawn twice"
             if schedule.func.__name__ in ON_POLICY:
@@ -228,7 +228,7 @@ def test_the_books_close_in_every_world(
     assert outcome.run.overtime
     totals = outcome.totals
     assert totals_of(books) == totals
-    assert totals.num_known_tokens + held_tokens_of(books) == book.num_generated
+    assert totals.num_known_tokens + books.held_tokens == book.num_generated
     assert totals.num_drawn == totals.groups.total() + sum(g.fate is None for g in books.groups.values())
     _check_lineage(books)
     witness = outcome.parts.trainer
@@ -263,12 +263,12 @@ class Witness(SlowDisk):
         self.trained = msgspec.json.decode((folder / "trained").read_bytes(), type=list[SampleId])
 
 
-def _lives_of(books: Books) -> dict[int, int]:
+def _lives_of(books: LedgerTables) -> dict[int, int]:
     """In which life each prompt was drawn."""
     return {prompt: group.life for prompt, group in books.groups.items()}
 
 
-def _check_lineage(books: Books) -> None:
+def _check_lineage(books: LedgerTables) -> None:
     """Of what the last checkpoint's ancestors trained, each sample once, in steps without a gap."""
     trained = [training for training in books.trainings.values() if training.undone is None]
     ids = [training.id for training in trained]
@@ -283,7 +283,7 @@ def _check_lineage(books: Books) -> None:
         assert group.fate is None or None not in fates
 
 
-def _check_on_policy(outcome: Outcome, books: Books) -> None:
+def _check_on_policy(outcome: Outcome, books: LedgerTables) -> None:
     """Whatever was trained was produced by the very publication that the round began with."""
     life = max(books.lives)
     for event in outcome.events:
@@ -291,5 +291,5 @@ def _check_on_policy(outcome: Outcome, books: Books) -> None:
             version = event.version
         elif isinstance(event, Stepped):
             rows = [books.samples[sample.id] for sample in event.samples if sample.id in books.samples]
-            for origin in [origin for row in rows for origin in row.origins]:
+            for origin in [origin for row in rows for origin in row.spans]:
                 assert distance(books.lives, (life, version), (origin.life, origin.version)) == 0

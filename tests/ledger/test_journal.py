@@ -14,11 +14,11 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import Cut, GroupRow, Origin, Row, SampleRow, Store, TokensRow
+from tailrace.ledger.base import GroupRow, LedgerRow, MarkRow, Origin, SampleRow, TokensRow, Transaction
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.store import Store
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn
@@ -29,9 +29,9 @@ class Cuts(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cuts: list[Cut] = []
+        self.cuts: list[Transaction] = []
 
-    def commit(self, cut: Cut) -> None:
+    def commit(self, cut: Transaction) -> None:
         super().commit(cut)
         self.cuts.append(cut)
 
@@ -43,7 +43,7 @@ class Full(MemoryStore):
         super().__init__()
         self.room = room
 
-    def commit(self, cut: Cut) -> None:
+    def commit(self, cut: Transaction) -> None:
         if self.room == 0:
             raise LedgerError("ledger cannot be written (disk full); make room on the disk, then --resume")
         self.room -= 1
@@ -98,7 +98,7 @@ def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
         ledger.waste(sample, "low ess")
         await journal.finish()
         assert store.cuts[-1].pruned == [sample.id] and store.rows(TokensRow) == []
-        rows: list[Row] = store.rows(SampleRow)
+        rows: list[LedgerRow] = store.rows(SampleRow)
         assert isinstance(rows[0], SampleRow)
         assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
 
@@ -109,7 +109,7 @@ def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_s
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        store = SqliteStore.create(tmp_path / "ledger.sqlite")
+        store = Store.create(tmp_path / "ledger.sqlite")
         journal, ledger = followed(store)
         for step in range(1, 201):
             group = Group(Prompt(step, [1]), 1, [], num_launched=1)
@@ -123,10 +123,9 @@ def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_s
                 after_one = size_of(journal)
         assert size_of(journal) <= after_one
         assert len(store.rows(TokensRow)) == 200, "a resume without a mark trains all of them again"
-        state = {"version": 0, "parked": [], "longest": {}, "steps_at": {}, "anchors": {}}
-        await journal.mark("round_000001", round=1, step=150, **state)
+        await journal.mark(MarkRow(1, 1, 0, 150, "round_000001", []))
         assert len(store.rows(TokensRow)) == 200, "the mark's checkpoint may be damaged"
-        await journal.mark("round_000002", round=2, step=200, **state)
+        await journal.mark(MarkRow(1, 2, 0, 200, "round_000002", []))
         assert [row.prompt for row in store.rows(TokensRow)] == list(range(151, 201))
         assert [row.prompt for row in store.rows(SampleRow) if not row.pruned] == list(range(151, 201))
         assert {row.text for row in store.rows(SampleRow) if row.pruned} == {""}
@@ -169,7 +168,7 @@ def test_a_thread_commits_while_the_loop_goes_on() -> None:
             self.threads: set[int] = set()
             self.go_on = Event()
 
-        def commit(self, cut: Cut) -> None:
+        def commit(self, cut: Transaction) -> None:
             self.go_on.wait()
             self.threads.add(get_ident())
             super().commit(cut)
@@ -177,7 +176,10 @@ def test_a_thread_commits_while_the_loop_goes_on() -> None:
     async def main() -> None:
         store = Slow()
         with commits_on_thread(store) as commit:
-            first, second = commit(Cut([])), commit(Cut([GroupRow(0, 1, 0, 1, 1, 0, 0, "[]", None)]))
+            first, second = (
+                commit(Transaction([])),
+                commit(Transaction([GroupRow(0, 1, 0, 1, 1, 0, 0, [], None)])),
+            )
             await asyncio.sleep(0)
             assert not first.done() and store.cuts == []
             store.go_on.set()
@@ -207,7 +209,7 @@ def test_each_change_of_an_episode_is_written() -> None:
             change()
             await journal.finish()
             (row,) = store.cuts[-1].rows
-            assert isinstance(row, SampleRow) and row.ended_turns == sample.turns
+            assert isinstance(row, SampleRow) and row.turns == sample.turns
             return row
 
         num_cuts = len(store.cuts)
@@ -224,7 +226,7 @@ def test_each_change_of_an_episode_is_written() -> None:
         ledger.waste(sample, "low ess")
         await journal.finish()
         (last,) = store.rows(SampleRow)
-        assert isinstance(last, SampleRow) and last.pruned and last.ended_turns == []
+        assert isinstance(last, SampleRow) and last.pruned and last.turns == []
 
     clock.run(main(), virtual=True)
 
@@ -245,7 +247,7 @@ def test_versions_that_are_corrected_after_a_commit_are_written() -> None:
         await journal.finish()
         (row,) = store.rows(SampleRow)
         assert isinstance(row, SampleRow)
-        assert row.origins == [Origin(1, 3, 6), Origin(1, 7, 4)]
+        assert row.spans == [Origin(1, 3, 6), Origin(1, 7, 4)]
         assert [type(row) for row in store.cuts[-1].rows] == [SampleRow], "no token is written twice"
 
     clock.run(main(), virtual=True)
@@ -259,7 +261,7 @@ def test_what_was_trained_and_committed_is_not_kept_in_memory() -> None:
     """Also in a run without checkpoints, where all tokens stay in the store."""
 
     class Forgetful(MemoryStore):
-        def commit(self, cut: Cut) -> None:
+        def commit(self, cut: Transaction) -> None:
             """Keep nothing."""
 
     async def main() -> None:

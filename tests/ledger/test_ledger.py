@@ -48,9 +48,9 @@ def test_a_token_too_many_or_too_few_is_found_and_the_sums_are_shown(num_generat
 
 def test_a_prompt_that_vanished_is_found() -> None:
     ledger = clock.run(settled_books(), virtual=True)
-    del ledger.living[3]
+    del ledger.active[3]
     ledger.totals.trained_tokens += 30
-    said = "4 prompts were drawn, the ledger knows 0 living and dropped 2, trained 1"
+    said = "4 prompts were drawn, the ledger knows 0 active and dropped 2, trained 1"
     with pytest.raises(LedgerError, match=said):
         ledger.check(60)
 
@@ -76,6 +76,6 @@ def test_a_group_whose_samples_train_apart_ends_with_the_last_of_them() -> None:
         ledger.train(group.samples[:1], 1)
         assert group.fate is None
         ledger.train(group.samples[2:], 2)
-        assert (group.fate, ledger.living) == ("trained", {})
+        assert (group.fate, ledger.active) == ("trained", {})
 
     clock.run(main(), virtual=True)

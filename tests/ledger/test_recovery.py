@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.errors import BadRow, LedgerError
-from tailrace.ledger.base import LifeRow, Origin, Store, distance
+from tailrace.ledger.base import LifeRow, MarkRow, Origin, distance
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
+from tailrace.ledger.store import Store
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed
 
@@ -123,22 +123,20 @@ class Life:
         name = f"round_{round:06d}"
         (folder / name).mkdir()
         await self.journal.mark(
-            name,
-            round=round,
-            version=round,
-            step=step,
-            parked=parked or [],
-            longest={7: round},
-            steps_at={round: step},
-            anchors={7: 0.5 * round},
+            MarkRow(
+                *(self.starting_point.life, round, round, step, name),
+                partial_rollouts=[group.prompt.index for group in parked or []],
+                longest={7: round},
+                steps_at={round: step},
+                anchors={7: 0.5 * round},
+            )
         )
 
     def next(
         self, folder: Path, num_generated: int, prompt_of: Callable[[int], Prompt] = prompt_of
     ) -> StartingPoint:
         return next_life(
-            read_books(self.store),
-            name="ledger",
+            read_ledger(self.store),
             config='{"life": 2}',
             checkpoints=folder,
             num_generated=num_generated,
@@ -158,7 +156,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("starting_point")
 
     async def main() -> None:
-        life = Life(SqliteStore.create(folder / "ledger.sqlite"))
+        life = Life(Store.create(folder / "ledger.sqlite"))
         for group in alive:
             life.ledger.draw(group)
         await life.mark(folder, 5, 7, parked=alive[:1])
@@ -167,15 +165,13 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
             looks(group) for group in alive[:1]
         ]
         assert [looks(group) for group in starting_point.interrupted] == [looks(group) for group in alive[1:]]
-        assert (starting_point.life, starting_point.round, starting_point.version, starting_point.step) == (
-            2,
-            5,
-            5,
-            7,
+        base = starting_point.base
+        assert (starting_point.life, base.round, base.version, base.step) == (2, 5, 5, 7)
+        assert (base.longest, base.steps_at) == ({7: 5}, {5: 7})
+        assert starting_point.base.anchors == {7: 2.5}
+        assert starting_point.base.checkpoint == "round_000005" and starting_point.totals.num_drawn == len(
+            alive
         )
-        assert (starting_point.longest, starting_point.steps_at) == ({7: 5}, {5: 7})
-        assert starting_point.anchors == {7: 2.5}
-        assert starting_point.checkpoint == "round_000005" and starting_point.totals.num_drawn == len(alive)
 
     by_hand(main)
 
@@ -196,7 +192,7 @@ def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_no
         again = Life(life.store, starting_point)
         again.ledger.train(starting_point.interrupted[0].samples, 2)
         await again.journal.finish()
-        trainings = read_books(life.store).trainings.values()
+        trainings = read_ledger(life.store).trainings.values()
         assert [(t.prompt, t.life, t.step, t.undone) for t in trainings] == [
             (0, 1, 1, None), (0, 1, 1, None), (1, 1, 2, 2), (1, 2, 2, None)
         ]  # fmt: skip
@@ -240,13 +236,13 @@ def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Pa
         group = life.draw(4, 5)
         life.ledger.train(group.samples, 1)
         await life.mark(tmp_path, 1, 1)
-        assert set(read_books(life.store).tokens) == {SampleId(0, 0, 0), SampleId(0, 0, 1)}
+        assert set(read_ledger(life.store).tokens) == {SampleId(0, 0, 0), SampleId(0, 0, 1)}
         await life.mark(tmp_path, 2, 2)
-        assert read_books(life.store).tokens == {}
+        assert read_ledger(life.store).tokens == {}
         for name in ("round_000001", "round_000002"):
             (tmp_path / name).rmdir()
         starting_point = life.next(tmp_path, 9)
-        assert starting_point.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
+        assert starting_point.base.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
         samples = starting_point.interrupted[0].samples
         assert [(sample.id, sample.num_tokens) for sample in samples] == [
             (SampleId(0, 1, 0), 0), (SampleId(0, 1, 1), 0)
@@ -275,7 +271,7 @@ def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -
 
 def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> None:
     async def main() -> None:
-        life = Life(SqliteStore.create(tmp_path / "ledger.sqlite"))
+        life = Life(Store.create(tmp_path / "ledger.sqlite"))
         group = life.draw(10, version=7)
         await life.mark(tmp_path, 7, 7)
         group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
@@ -297,7 +293,7 @@ def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path
         return Prompt(index, [] if index == 1 else [1, 2])
 
     async def main() -> None:
-        life = Life(SqliteStore.create(tmp_path / "ledger.sqlite"))
+        life = Life(Store.create(tmp_path / "ledger.sqlite"))
         groups = [life.draw(3), life.draw(4), life.draw(5)]
         await life.mark(tmp_path, 1, 1, parked=groups[1:])
         for _ in range(2):  # the second time it has its fate
@@ -307,7 +303,7 @@ def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path
             assert start.totals.groups == {"dropped": 1}
             assert start.totals.wasted_tokens == {"empty prompt": 4}
             life.store.commit(start.opening)
-        assert read_books(life.store).groups[1].reason == "empty prompt"
+        assert read_ledger(life.store).groups[1].reason == "empty prompt"
 
     by_hand(main)
 
@@ -321,13 +317,13 @@ def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path
         life.draw(1, version=4)
         await life.journal.finish()
         starting_point = life.next(tmp_path, 3)
-        assert starting_point.version == 2
+        assert starting_point.base.version == 2
         assert [group.oldest_version for group in starting_point.interrupted] == [1, 2, 0]
         again = Life(life.store, starting_point)
         again.starting_point.interrupted[2].samples[0].extend([7], [0.0], 3)
         await again.journal.finish()
-        row = read_books(life.store).samples[SampleId(2, 0, 0)]
-        assert row.origins == [Origin(1, 4, 1), Origin(2, 3, 1)]
+        row = read_ledger(life.store).samples[SampleId(2, 0, 0)]
+        assert row.spans == [Origin(1, 4, 1), Origin(2, 3, 1)]
 
     by_hand(main)
 
@@ -354,13 +350,13 @@ def test_distances_in_the_tree_of_lives(
 def test_each_life_keeps_the_config_with_which_it_ran(tmp_path: Path) -> None:
     life = Life(MemoryStore(), first_life('{"life": 1}'))
     Life(life.store, life.next(tmp_path, 0))
-    assert [row.config for row in read_books(life.store).lives.values()] == ['{"life": 1}', '{"life": 2}']
+    assert [row.config for row in read_ledger(life.store).lives.values()] == ['{"life": 1}', '{"life": 2}']
 
 
 def test_nothing_is_changed_before_the_opening_is_committed(tmp_path: Path) -> None:
     life = Life(MemoryStore())
     life.next(tmp_path, 0)
-    assert len(read_books(life.store).lives) == 1
+    assert len(read_ledger(life.store).lives) == 1
 
 
 def test_engines_that_counted_less_than_the_ledger_knows_are_of_another_run(tmp_path: Path) -> None:

@@ -1,45 +1,43 @@
-"""Every store: what was committed is read, whole cuts only, and what is wrong is said with its remedy."""
+"""The store: what was committed is read, whole cuts only, and what is wrong is said with its remedy."""
 
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.memory_store import MemoryStore
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
-    Cut,
     GroupRow,
+    LedgerRow,
     LedgerSettings,
     LifeRow,
     MarkRow,
-    Row,
+    Origin,
     RunRow,
     SampleRow,
-    Store,
     TokensRow,
     TrainingRow,
+    Transaction,
 )
-from tailrace.ledger.recovery import read_books
-from tailrace.ledger.sqlite import SqliteStore, create_store, has_begun, has_trained, open_store
-from tailrace.types import SampleId
+from tailrace.ledger.recovery import read_ledger
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.types import SampleId, Turn
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 ROWS = [
     RunRow(FORMAT, 1, 5),
     LifeRow(1, 0, 0, 0, 0, 0, '{"run":{"seed":3}}'),
-    MarkRow(1, 2, 2, 4, "round_000002", "[0]"),
-    GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", None),
-    SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None),
+    MarkRow(1, 2, 2, 4, "round_000002", [0]),
+    GroupRow(0, 1, 0, 2, 2, 0, 1, [1], None),
+    SampleRow(0, 0, 0, [Origin(1, 0, 2)], None, "", None, None, None),
     SampleRow(
-        *(0, 0, 1, "[[1,0,2],[1,1,2]]", "stop", "a\n\u00e4", 0.5, None, "trained"),
-        turns='[{"num_tokens":2,"finish_reason":"stop","results":["\u00e4"],"observation_ids":[7]}]',
+        *(0, 0, 1, [Origin(1, 0, 2), Origin(1, 1, 2)], "stop", "a\n\u00e4", 0.5, None, "trained"),
+        turns=[Turn(2, "stop", ["\u00e4"], [7])],
         in_episode=True,
     ),
     TokensRow(0, 0, 0, 0, TWO, TWO),
@@ -49,24 +47,11 @@ ROWS = [
 ]
 
 
-Again = Callable[[], Store]
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Again]:
-    """A new store, and how its next life opens it."""
-    if request.param == "memory":
-        store = MemoryStore()
-        return store, lambda: store
-    path = tmp_path / "ledger.sqlite"
-    return SqliteStore.create(path), lambda: SqliteStore.open(path)
-
-
-def test_what_was_committed_is_what_the_next_life_reads(stores: tuple[Store, Again]) -> None:
-    store, again = stores
-    store.commit(Cut(ROWS))
+def test_what_was_committed_is_what_the_next_life_reads(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(Transaction(ROWS))
     store.close()
-    books = read_books(again())
+    books = read_ledger(Store.open(tmp_path / "ledger.sqlite"))
     assert books.run == ROWS[0]
     assert list(books.lives.values()) == [ROWS[1]] and books.marks == [ROWS[2]]
     assert books.groups == {0: ROWS[3]}
@@ -75,47 +60,49 @@ def test_what_was_committed_is_what_the_next_life_reads(stores: tuple[Store, Aga
     assert list(books.trainings.values()) == [ROWS[9]]
 
 
-def test_a_row_replaces_the_one_with_its_key_and_pruned_tokens_are_gone(stores: tuple[Store, Again]) -> None:
-    store, again = stores
-    store.commit(Cut(ROWS))
-    dropped = GroupRow(0, 1, 0, 2, 2, 0, 1, "[1]", "dropped", "low ess")
-    store.commit(Cut([dropped], [SampleId(0, 0, 1)]))
+def test_a_row_replaces_the_one_with_its_key_and_pruned_tokens_are_gone(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(Transaction(ROWS))
+    dropped = GroupRow(0, 1, 0, 2, 2, 0, 1, [1], "dropped", "low ess")
+    store.commit(Transaction([dropped], [SampleId(0, 0, 1)]))
     store.close()
-    books = read_books(again())
+    books = read_ledger(Store.open(tmp_path / "ledger.sqlite"))
     assert books.groups == {0: dropped}
     assert list(books.tokens) == [SampleId(0, 0, 0)]
 
 
-def test_tokens_that_do_not_add_up_are_damage(stores: tuple[Store, Again]) -> None:
-    store, _ = stores
-    store.commit(Cut([*ROWS, TokensRow(0, 0, 0, 2, TWO, TWO)]))
+def test_tokens_that_do_not_add_up_are_damage(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(Transaction([*ROWS, TokensRow(0, 0, 0, 2, TWO, TWO)]))
     with pytest.raises(
         LedgerError, match=r"damaged \(sample 0\.0/0 has 4 tokens stored, and produced 2\); put"
     ):
-        read_books(store)
+        read_ledger(store)
 
 
-def test_turns_that_do_not_fit_the_tokens_are_damage(stores: tuple[Store, Again]) -> None:
-    store, _ = stores
-    turns = '[{"num_tokens":3,"finish_reason":"stop"}]'
-    store.commit(Cut([*ROWS, SampleRow(0, 0, 0, "[[1,0,2]]", None, "", None, None, None, turns=turns)]))
+def test_turns_that_do_not_fit_the_tokens_are_damage(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "ledger.sqlite")
+    turns = [Turn(3, "stop")]
+    store.commit(
+        Transaction([*ROWS, SampleRow(0, 0, 0, [Origin(1, 0, 2)], None, "", None, None, None, turns=turns)])
+    )
     with pytest.raises(
         LedgerError, match=r"damaged \(the turns of sample 0\.0/0 end at \[3\] of 2 tokens\); put"
     ):
-        read_books(store)
+        read_ledger(store)
 
 
-# -- SQLite ------------------------------------------------------------------------------------------
+# -- the file ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
     """A closed file of some pages."""
     path = tmp_path / "ledger.sqlite"
-    store = SqliteStore.create(path)
-    store.commit(Cut(ROWS))
-    groups = [GroupRow(prompt, 1, 0, 2, 2, 0, 0, "[]", None) for prompt in range(1, 500)]
-    store.commit(Cut([RunRow(FORMAT, 500, 0), *groups]))
+    store = Store.create(path)
+    store.commit(Transaction(ROWS))
+    groups = [GroupRow(prompt, 1, 0, 2, 2, 0, 0, [], None) for prompt in range(1, 500)]
+    store.commit(Transaction([RunRow(FORMAT, 500, 0), *groups]))
     store.close()
     return path
 
@@ -125,13 +112,13 @@ def test_an_existing_ledger_is_not_overwritten(ledger: Path) -> None:
     with pytest.raises(
         LedgerError, match=r"ledger\.sqlite exists; add --resume, or choose another --output-dir"
     ):
-        SqliteStore.create(ledger)
+        Store.create(ledger)
     assert ledger.read_bytes() == before
 
 
 def test_a_missing_ledger_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; start without --resume"):
-        SqliteStore.open(tmp_path / "ledger.sqlite")
+        Store.open(tmp_path / "ledger.sqlite")
     assert not (tmp_path / "ledger.sqlite").exists()
 
 
@@ -143,20 +130,20 @@ def test_a_truncated_ledger_is_damaged_and_stays_as_it_is(ledger: Path, share: f
     with pytest.raises(
         LedgerError, match=r"ledger\.sqlite (is damaged|holds no ledger).*another --output-dir"
     ):
-        read_books(SqliteStore.open(ledger))
+        read_ledger(Store.open(ledger))
     assert ledger.read_bytes() == torn
 
 
 def test_a_corrupted_ledger_is_damaged_and_stays_as_it_is_or_is_read_as_it_was(ledger: Path) -> None:
     """SQLite looks at its pages, the rows have checksums, and part of a page is nothing."""
     whole, chance, found = ledger.read_bytes(), random.Random(0), 0
-    books = read_books(SqliteStore.open(ledger))
+    books = read_ledger(Store.open(ledger))
     for _ in range(100):
         data, place = bytearray(whole), chance.randrange(len(whole))
         data[place : place + 8] = chance.randbytes(len(data[place : place + 8]))
         ledger.write_bytes(data)
         try:
-            assert read_books(SqliteStore.open(ledger)) == books
+            assert read_ledger(Store.open(ledger)) == books
         except LedgerError as why:
             assert "put a copy back, or begin a new run in another --output-dir" in str(why)
             assert ledger.read_bytes() == data
@@ -168,31 +155,31 @@ def test_a_file_that_is_something_else_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"[run]\nrounds = 3\n" * 1000)
     with pytest.raises(LedgerError, match=r"is damaged .*file is not a database"):
-        SqliteStore.open(path)
+        Store.open(path)
 
 
 def test_a_full_disk_is_an_error_that_undoes_the_cut_and_nothing_else(ledger: Path) -> None:
-    store = SqliteStore.open(ledger)
+    store = Store.open(ledger)
     pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
     store._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
     many = [TokensRow(0, 0, 0, place, TWO * 500, TWO * 500) for place in range(2, 99)]
     with pytest.raises(
         LedgerError, match=r"cannot be written \(.*full\); make room on the disk, then --resume"
     ):
-        store.commit(Cut([RunRow(FORMAT, 777, 0), *many]))
-    assert read_books(store).run.num_drawn == 500
+        store.commit(Transaction([RunRow(FORMAT, 777, 0), *many]))
+    assert read_ledger(store).run.num_drawn == 500
     store.close()
-    assert read_books(SqliteStore.open(ledger)).run.num_drawn == 500
+    assert read_ledger(Store.open(ledger)).run.num_drawn == 500
 
 
 KILLED_WRITER = """
 import sys
 from pathlib import Path
-from tailrace.ledger.base import FORMAT, Cut, RunRow, GroupRow
-from tailrace.ledger.sqlite import SqliteStore
-store = SqliteStore.open(Path(sys.argv[1]))
+from tailrace.ledger.base import FORMAT, Transaction, RunRow, GroupRow
+from tailrace.ledger.store import Store
+store = Store.open(Path(sys.argv[1]))
 for n in range(500, 10**9):
-    store.commit(Cut([RunRow(FORMAT, n + 1, 0), GroupRow(n, 1, 0, 2, 2, 0, 0, "[]", None)]))
+    store.commit(Transaction([RunRow(FORMAT, n + 1, 0), GroupRow(n, 1, 0, 2, 2, 0, 0, [], None)]))
     print(n, flush=True)
 """
 
@@ -204,16 +191,16 @@ def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger:
         for _ in range(50):
             last = int(process.stdout.readline())
         os.kill(process.pid, signal.SIGKILL)
-    books = read_books(SqliteStore.open(ledger))
+    books = read_ledger(Store.open(ledger))
     assert books.run.num_drawn > last
     assert len(books.groups) == books.run.num_drawn
 
 
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
-    store = SqliteStore.create(tmp_path / "ledger.sqlite")
-    store.commit(Cut([RunRow(FORMAT + 1, 0, 0)]))
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(Transaction([RunRow(FORMAT + 1, 0, 0)]))
     with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 6\)"):
-        read_books(store)
+        read_ledger(store)
 
 
 # -- what a config names -----------------------------------------------------------------------------
@@ -230,8 +217,8 @@ def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
 
 OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
 DRAWN = [RunRow(FORMAT, 1, 0)]
-MARKED = [MarkRow(1, 0, 0, 0, "round_000000", "[]")]
-STEPPED = [MarkRow(1, 1, 1, 4, "round_000001", "[]")]
+MARKED = [MarkRow(1, 0, 0, 0, "round_000000", [])]
+STEPPED = [MarkRow(1, 1, 1, 4, "round_000001", [])]
 TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
 
 
@@ -247,13 +234,13 @@ TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
     ],
 )
 def test_a_run_that_drew_prompts_can_be_resumed_and_one_that_trained_is_not_replaced(
-    tmp_path: Path, rows: list[Row], begun: bool, trained: bool
+    tmp_path: Path, rows: list[LedgerRow], begun: bool, trained: bool
 ) -> None:
     settings = LedgerSettings()
     assert not has_begun(settings, tmp_path, tmp_path / "checkpoints")
     store = create_store(settings, tmp_path)
     assert store is not None
-    store.commit(Cut([*OPENED, *rows] if rows else []))
+    store.commit(Transaction([*OPENED, *rows] if rows else []))
     store.close()
     assert has_begun(settings, tmp_path, tmp_path / "checkpoints") == begun
     assert has_trained(settings, tmp_path, tmp_path / "checkpoints") == trained
@@ -280,6 +267,6 @@ def test_a_ledger_that_was_not_initialised_is_replaced(tmp_path: Path) -> None:
     assert not has_begun(LedgerSettings(), tmp_path, tmp_path / "checkpoints")
     store = create_store(LedgerSettings(), tmp_path)
     assert store is not None
-    store.commit(Cut(OPENED))
+    store.commit(Transaction(OPENED))
     assert store.rows(RunRow) == OPENED[:1]
     store.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from record_story import make_group, pipelined_round, play
 
-from tailrace.ledger.base import FORMAT, Cut, GroupRow, LifeRow, RunRow, SampleRow, TokensRow
-from tailrace.ledger.sqlite import SqliteStore
+from tailrace.ledger.base import FORMAT, GroupRow, LifeRow, Origin, RunRow, SampleRow, TokensRow, Transaction
+from tailrace.ledger.store import Store
 from tailrace.page.samples import SampleBook, TokenTexts
 from tailrace.record.events import Stepped
 from tailrace.record.samples import SamplesWriter
@@ -111,16 +111,16 @@ def test_a_resumed_run_replaces_its_samples(folder: Path) -> None:
 def test_a_sample_that_was_not_trained_is_found_in_the_ledger(folder: Path) -> None:
     ids = ids_of("9 - 4")
     sample = make_group(3, [len(ids)], [0.0]).samples[0]
-    store = SqliteStore.create(folder / "ledger.sqlite")
-    spans = f"[[1, 2, {len(ids)}]]"
+    store = Store.create(folder / "ledger.sqlite")
+    spans = [Origin(1, 2, len(ids))]
     rows = [
         RunRow(FORMAT, 4, 0),
         LifeRow(1, 0, 0, 0, 0, 0),
-        GroupRow(3, 1, 0, 2, 2, 0, 1, "[]", None),
+        GroupRow(3, 1, 0, 2, 2, 0, 1, [], None),
         SampleRow(*sample.id, spans, None, "", None, None, None),
         TokensRow(*sample.id, 0, array("i", ids).tobytes(), array("f", [-0.5] * len(ids)).tobytes()),
     ]
-    store.commit(Cut(rows))
+    store.commit(Transaction(rows))
     store.close()
     book = SampleBook(folder)
     view = book.find("3.0/0")

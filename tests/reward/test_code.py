@@ -127,7 +127,7 @@ class Unsteady:
 
 
 def test_a_sandbox_that_fails_is_tried_again_and_is_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RETRIES_S", (0.0, 0.0))
     row = {"tests": {"inputs": ["2"], "outputs": ["4"]}}
     unsteady = Unsteady(failures=2)
     assert asyncio.run(rewards_of(unsteady, CodeSettings()).score(saying(RIGHT, row))) == 1.0

@@ -8,12 +8,11 @@ import pytest
 
 from helpers.episodes import answer
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.reward.base import Call, RewardSettings
+from tailrace.reward.base import Call, RewardSettings, check_sources
 from tailrace.reward.judge import (
     NoFunctions,
     Verdict,
     WithJudges,
-    check_sources,
     check_templates,
     messages_of,
     render,
@@ -166,7 +165,7 @@ def test_sources_that_do_not_exist_or_that_nothing_scores_are_refused(
     sources: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_sources([endpoint(sources=sources)], ["chat", "sums"], alone=True)
+        check_sources("judge", [endpoint(sources=sources)], ["chat", "sums"])
     assert said in str(refused.value)
 
 

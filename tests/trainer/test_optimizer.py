@@ -48,14 +48,14 @@ def test_steps_equal_adamw_s_and_matrices_alone_decay() -> None:
 def test_moments_are_known_by_parameter_and_another_goes_on_from_them() -> None:
     ours, others = make_parameters(), make_parameters()
     optimizer, another = Optimizer(ours, SETTINGS), Optimizer(others, SETTINGS)
-    assert optimizer.state().first_moments == {}
+    assert optimizer.state().keys() == {"counts"}
     add_gradients(ours)
     gradients = {name: p.grad.clone() for name, p in ours.items() if p.grad is not None}
     optimizer.step(1)
     state = optimizer.state()
-    assert state.first_moments.keys() == ours.keys()
-    for name, moment in state.first_moments.items():
-        torch.testing.assert_close(moment, 0.2 * gradients[name])
+    assert state.keys() == {"counts"} | {f"{part}.{name}" for part in ("first", "second") for name in ours}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(state[f"first.{name}"], 0.2 * gradient)
     with torch.no_grad():
         for name, parameter in others.items():
             parameter.copy_(ours[name])
@@ -73,5 +73,5 @@ def test_a_gradient_above_the_limit_is_scaled_to_it_and_the_norm_returned_is_the
     (parameters["weight"] * torch.tensor([[6.0, 0.0], [0.0, 8.0]])).sum().backward()
     assert optimizer.step(2) == 5.0  # of [[3, 0], [0, 4]]
     wanted = torch.tensor([[0.3, 0.0], [0.0, 0.4]])
-    torch.testing.assert_close(optimizer.state().first_moments["weight"], wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(optimizer.state()["first.weight"], wanted, atol=1e-6, rtol=0)
     assert not any(gradient.any() for gradient in optimizer.gradients())

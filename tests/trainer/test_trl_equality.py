@@ -43,7 +43,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
     )
     algorithm = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "correction_cap": CAP, **case.ours}
     algorithm["old_policy"] = "recomputed" if case.vllm else "recorded"
-    trainer = TorchTrainer.load(
+    trainer = TorchTrainer(
         tmp_path / "model",
         settings,
         AlgorithmSettings.model_validate(algorithm),

@@ -45,7 +45,7 @@ def make_torch_trainer(
     """A trainer of a model folder; each setting goes to the section that has it."""
     own = {key: value for key, value in settings.items() if key in AlgorithmSettings.model_fields}
     rest = {key: value for key, value in settings.items() if key not in own}
-    return TorchTrainer.load(
+    return TorchTrainer(
         model,
         TrainerSettings.model_validate(rest),
         AlgorithmSettings.model_validate(own),

@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tailrace.weights.base import TensorInfo
-from tailrace.weights.process_group import buckets, num_bytes, pack, unpack
+from tailrace.weights.process_group import Bucket, buckets, pack, unpack
 from tailrace.weights.tensors import manifest
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(SHAPES, st.sampled_from([torch.float32, torch.bfloat16])), max_size=12)
+
+
+def num_bytes(bucket: Bucket) -> int:
+    return sum(info.num_bytes for info in bucket)
 
 
 def make(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:

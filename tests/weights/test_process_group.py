@@ -59,8 +59,8 @@ def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroup
                 connection.send((weights, link))
             list(pool.map(sender.send, [version] * 2, links))
             assert [answer(one), answer(two)] == [digest(tensors)] * 2
-        groups = list(sender._groups.values())
-        assert sorted(link for link, _ in groups) == sorted(links)
+        groups = list(sender._connections._groups.values())
+        assert sorted(link for _, link, _ in groups) == sorted(links)
 
 
 def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tailrace.errors import TransferFailed
 from tailrace.weights.base import TensorInfo, Weights, new_link
-from tailrace.weights.shared_memory import SharedMemorySender, shared_memory
+from tailrace.weights.filesystem import FilesystemSender, shared_memory
 from tailrace.weights.transports import WeightReceiver
 
 
 @pytest.fixture
-def sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedMemorySender]:
-    monkeypatch.setattr("tailrace.weights.shared_memory.shared_memory", lambda: tmp_path)
-    opened = SharedMemorySender()
+def sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FilesystemSender]:
+    monkeypatch.setattr("tailrace.weights.filesystem.shared_memory", lambda: tmp_path)
+    opened = FilesystemSender.in_shared_memory()
     yield opened
     opened.close()
     assert not opened.folder.exists()
@@ -30,11 +30,11 @@ def read(weights: Weights) -> dict[str, Tensor]:
     return WeightReceiver().receive(weights, new_link("engine-0"))
 
 
-def test_what_is_written_is_read(sender: SharedMemorySender) -> None:
+def test_what_is_written_is_read(sender: FilesystemSender) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.ones(3, dtype=torch.bfloat16)}
     weights = sender.publish(tensors, 7)
     manifest = (TensorInfo("a", (3, 2), "float32"), TensorInfo("b", (3,), "bfloat16"))
-    assert weights == Weights(7, str(sender.folder / "7.safetensors"), manifest)
+    assert weights == Weights(7, str(sender.folder / "version-7"), manifest)
     assert (weights.is_streamed, weights.num_bytes) == (False, 30)
     got = read(weights)
     assert got.keys() == tensors.keys()
@@ -42,21 +42,21 @@ def test_what_is_written_is_read(sender: SharedMemorySender) -> None:
     assert got["b"].dtype == torch.bfloat16
 
 
-def test_the_last_two_versions_are_kept(sender: SharedMemorySender) -> None:
+def test_the_last_two_versions_are_kept(sender: FilesystemSender) -> None:
     versions = [sender.publish({"a": torch.full((2,), float(v))}, v) for v in range(5)]
-    assert sorted(file.name for file in sender.folder.glob("*.*")) == ["3.safetensors", "4.safetensors"]
+    assert sorted(each.name for each in sender.folder.glob("[a-z]*")) == ["version-3", "version-4"]
     assert [read(weights)["a"].tolist() for weights in versions[3:]] == [[3.0] * 2, [4.0] * 2]
-    with pytest.raises(TransferFailed, match=r"version 2 of the weights cannot be read: .*2\.safetensors"):
+    with pytest.raises(TransferFailed, match=r"version 2 of the weights cannot be read: .*version-2"):
         read(versions[2])
 
 
-def test_a_version_written_again_replaces_itself(sender: SharedMemorySender) -> None:
+def test_a_version_written_again_replaces_itself(sender: FilesystemSender) -> None:
     for value in (1.0, 2.0, 3.0):
         weights = sender.publish({"a": torch.tensor([value])}, 0)
     assert read(weights)["a"].tolist() == [3.0]
 
 
-def test_tensors_that_were_read_do_not_change_with_later_versions(sender: SharedMemorySender) -> None:
+def test_tensors_that_were_read_do_not_change_with_later_versions(sender: FilesystemSender) -> None:
     got = read(sender.publish({"a": torch.zeros(4)}, 0))
     for version in (0, 1, 2, 3):
         sender.publish({"a": torch.ones(4)}, version)
@@ -64,14 +64,16 @@ def test_tensors_that_were_read_do_not_change_with_later_versions(sender: Shared
 
 
 def test_a_version_that_cannot_be_written_names_the_file_and_leaves_nothing(
-    sender: SharedMemorySender,
+    sender: FilesystemSender,
 ) -> None:
     shutil.rmtree(sender.folder)
-    with pytest.raises(TransferFailed, match=r"3\.safetensors: .*--shm-size\); make room, then --resume"):
+    with pytest.raises(
+        TransferFailed, match=r"version-3 cannot be written .*--shm-size\); make room, then --resume"
+    ):
         sender.publish({"a": torch.zeros(4)}, 3)
 
 
-def test_tensors_outlive_their_file(sender: SharedMemorySender) -> None:
+def test_tensors_outlive_their_file(sender: FilesystemSender) -> None:
     got = read(sender.publish({"a": torch.arange(5.0)}, 0))
     shutil.rmtree(sender.folder)
     assert got["a"].tolist() == [0, 1, 2, 3, 4]
@@ -85,21 +87,21 @@ def test_shared_memory_is_a_folder_one_can_write_to() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tailrace.weights import shared_memory as shared
+from tailrace.weights import filesystem
 
-shared.shared_memory = lambda: Path(sys.argv[1])
-(shared.SharedMemorySender().folder / "1.safetensors").write_bytes(b"weights")
+filesystem.shared_memory = lambda: Path(sys.argv[1])
+(filesystem.FilesystemSender.in_shared_memory().folder / "1.safetensors").write_bytes(b"weights")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_what_a_killed_run_left_is_removed_and_what_lives_stays(
-    tmp_path: Path, sender: SharedMemorySender
+    tmp_path: Path, sender: FilesystemSender
 ) -> None:
     (tmp_path / "of-others").mkdir()
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert len(list(tmp_path.glob("*/1.safetensors"))) == 1
-    mine = SharedMemorySender()
+    mine = FilesystemSender.in_shared_memory()
     assert {path.name for path in tmp_path.iterdir()} == {"of-others", sender.folder.name, mine.folder.name}
     mine.close()
     assert {path.name for path in tmp_path.iterdir()} == {"of-others", sender.folder.name}

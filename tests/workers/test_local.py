@@ -55,7 +55,7 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert stats.num_tokens == sum(sample.num_tokens for sample in first)
     assert stats.grad_norm > 0
     weights = await publish(opened, 1)
-    before, after = load_file(model / "model.safetensors"), load_file(weights.location)
+    before, after = load_file(model / "model.safetensors"), load_file(f"{weights.location}/model.safetensors")
     assert after.keys() == before.keys()
     assert not any(after[name].equal(before[name]) for name in after)
     second = await roll_out(opened, 8)

@@ -88,7 +88,7 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
                 assert stats.num_tokens == 28
                 weights = await trainer.publish(1)
                 names = set(load_file(model_path / "model.safetensors"))
-                assert set(load_file(Path(weights.location))) == names
+                assert set(load_file(Path(weights.location) / "model.safetensors")) == names
                 written = await trainer.save(tmp_path / "checkpoint")
                 await trainer.accumulate([unit(0, 5)], version=1)
                 await trainer.step()

@@ -65,9 +65,9 @@ class AlgorithmSettings(Settings):
     """grpo: the clipped surrogate of PPO with a ratio for each token. gspo: with a ratio for each sequence.
     cispo: the ratio is clipped, its gradient is not. reinforce: log-prob times advantage. (algo/losses.py)"""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The ratio is clipped below 1 - clip_low. Not used by cispo. Range: (0, 1]."""
+    """The ratio is clipped below 1 - clip_low. Not used by cispo."""
     clip_high: float = Field(default=0.2, gt=0, le=1000)
-    """The ratio is clipped above 1 + clip_high. Range: (0, 1000]."""
+    """The ratio is clipped above 1 + clip_high."""
     normalize: Normalize = "sample_mean"
     """How token losses are averaged. sample_mean: mean over samples of the mean over each sample's tokens
     (GRPO eq. 3). token_mean: mean over all tokens of the step (DAPO eq. 8). sample_sum: mean over samples of
@@ -79,17 +79,16 @@ class AlgorithmSettings(Settings):
     group's mean (Dr. GRPO). rloo: reward minus the mean of the other samples. gae: generalised advantage
     estimation for each token, with a critic that is trained beside the policy (PPO). (algo/advantages.py)"""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a token, for gae. Range: (0, 1]."""
+    """Discount a token, for gae."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Lambda of gae. 1 with gamma 1: reward minus value (PipelineRL eq. 4). Range: [0, 1]."""
+    """Lambda of gae. 1 with gamma 1: reward minus value (PipelineRL eq. 4)."""
     filter: Literal["none", "zero_variance"] = "none"
     """zero_variance: a group whose rewards are all equal is replaced by another group (DAPO 3.2)."""
 
     overlong_buffer: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the length limit, at its end, over which the overlong penalty rises from 0 (DAPO eq. 13).
-    Range: [0, 1)."""
+    """Share of the length limit, at its end, over which the overlong penalty rises from 0 (DAPO eq. 13)."""
     overlong_penalty: float = Field(default=0.0, ge=0)
-    """Subtracted from the reward of a sample that reaches the length limit. At least 0."""
+    """Subtracted from the reward of a sample that reaches the length limit."""
 
     old_policy: Literal["recorded", "recomputed"] | None = None
     """pi_old of the ratio. Left out: as the schedule's paper has it, which is recomputed for april and
@@ -102,13 +101,13 @@ class AlgorithmSettings(Settings):
     reinforce. truncate: min(cap, w) for each token. mask: w, or 0 above the cap. sequence: min(cap, product
     of a sample's w) for all of its tokens. (algo/losses.py)"""
     correction_cap: float = Field(default=5.0, gt=0)
-    """Cap of the importance weights. Above 0."""
+    """Cap of the importance weights."""
     mask_carried: bool = False
     """Exclude tokens that were generated before the last publication from the loss and its count (APRIL)."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL to the reference model, which is the model that the run began with. 0: no
-    reference model is loaded. At least 0."""
+    reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of that KL. (algo/losses.py)"""
     kl_in: Literal["loss", "reward"] = "loss"

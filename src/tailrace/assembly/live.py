@@ -41,7 +41,7 @@ from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.sinks import check_trackers, import_sinks
-from tailrace.reward.base import Call, Rewards
+from tailrace.reward.base import Call, Rewards, check_sources
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
 from tailrace.reward.functions import Scorer
 from tailrace.reward.judge import (
@@ -50,7 +50,6 @@ from tailrace.reward.judge import (
     NoFunctions,
     WithJudges,
     check_endpoint,
-    check_sources,
     check_templates,
 )
 from tailrace.reward.judge_memory import check_folder
@@ -144,7 +143,8 @@ def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     reward = config.reward
     assert config.data
     sources = [each.name for each in sources_of(config.data) if isinstance(each, MixedSettings)]
-    check_sources(reward.judges, sources, alone=not reward.calls_functions and not reward.code)
+    alone = not reward.calls_functions and not reward.code
+    check_sources("judge", reward.judges, sources, complete=alone)
     for judge in reward.judges:
         scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
         check_templates([judge], [prompt.row for prompt in scored])

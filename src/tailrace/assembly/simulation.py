@@ -21,7 +21,7 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
-from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine, let_die
@@ -70,7 +70,7 @@ def simulate(
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], RunComponents] | None = None,
-    compute_advantages: ComputeAdvantages = GRPO,
+    compute_advantages: SetAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
 
@@ -99,7 +99,7 @@ def _executed(
     parts: Callable[[], RunComponents],
     settings: RunSettings,
     recorder: Recorder,
-    compute_advantages: ComputeAdvantages,
+    compute_advantages: SetAdvantages,
 ) -> float:
     """Return the virtual seconds that a run took."""
 

@@ -18,7 +18,7 @@ from tailrace.assembly.schedule import check_parameter_names
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LifeRow
-from tailrace.ledger.sqlite import LEDGER_FILE, open_store
+from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.events import Recorder
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router

@@ -18,9 +18,9 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.commands.tables import open_console
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import Books, GroupRow, SampleRow
-from tailrace.ledger.recovery import held_tokens_of, read_books, totals_of
-from tailrace.ledger.sqlite import open_store
+from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
+from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.store import open_store
 from tailrace.types import Turn
 
 NUM_OLDEST = 5
@@ -49,8 +49,8 @@ def inspect(
     folder = RunFolder(run)
     folder.require_run()
     with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
-        books = read_books(store, tokens=False)
-    found = _balance(books, counted_tokens(folder.counts)) if group is None else _group(books, group)
+        tables = read_ledger(store, tokens=False)
+    found = _balance(tables, counted_tokens(folder.counts)) if group is None else _group(tables, group)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
@@ -61,10 +61,10 @@ def inspect(
         console.print(table)
 
 
-def _balance(books: Books, num_generated: int) -> dict[str, Any]:
-    totals, held = totals_of(books), held_tokens_of(books)
-    living = [group for group in books.groups.values() if group.fate is None]
-    undone = [training for training in books.trainings.values() if training.undone is not None]
+def _balance(tables: LedgerTables, num_generated: int) -> dict[str, Any]:
+    totals, held = totals_of(tables), tables.held_tokens
+    living = [group for group in tables.groups.values() if group.fate is None]
+    undone = [training for training in tables.trainings.values() if training.undone is not None]
     return {
         "prompts": {
             "drawn": totals.num_drawn,
@@ -78,19 +78,19 @@ def _balance(books: Books, num_generated: int) -> dict[str, Any]:
             "wasted": dict(totals.wasted_tokens),
             "evaluated": totals.evaluated_tokens,
             "unwritten": num_generated - totals.num_known_tokens - held,
-            "trained_again": sum(books.samples[training.id].num_tokens for training in undone),
+            "trained_again": sum(tables.samples[training.id].num_tokens for training in undone),
         },
         "lives": [
             _fields_of(row, "life", "parent", "round", "version", "step", "crash_tokens")
             | {"samples_undone": sum(training.life == row.life for training in undone)}
-            for row in books.lives.values()
+            for row in tables.lives.values()
         ],
         "checkpoints": [
             {"name": mark.checkpoint, **_fields_of(mark, "round", "version", "step")}
-            for mark in books.marks
+            for mark in tables.marks
             if mark.undone is None
         ],
-        "oldest": [_living(books, group) for group in living[:NUM_OLDEST]],
+        "oldest": [_living(tables, group) for group in living[:NUM_OLDEST]],
     }
 
 
@@ -98,31 +98,31 @@ def _fields_of(row: msgspec.Struct, *names: str) -> dict[str, Any]:
     return {name: getattr(row, name) for name in names}
 
 
-def _living(books: Books, row: GroupRow) -> dict[str, Any]:
-    samples = [sample for sample in books.samples.values() if sample.prompt == row.prompt]
+def _living(tables: LedgerTables, row: GroupRow) -> dict[str, Any]:
+    samples = [sample for sample in tables.samples.values() if sample.prompt == row.prompt]
     return {
         **_fields_of(row, "prompt", "round", "deferrals"),
-        "kept": len(msgspec.json.decode(row.kept)),
+        "kept": len(row.kept),
         "num_required": row.num_required,
         "tokens": sum(sample.num_tokens for sample in samples if sample.fate is None),
     }
 
 
-def _group(books: Books, prompt: int) -> dict[str, Any]:
-    if (row := books.groups.get(prompt)) is None:
-        known = f"choose from 0 to {books.run.num_drawn - 1}" if books.groups else "none was drawn yet"
+def _group(tables: LedgerTables, prompt: int) -> dict[str, Any]:
+    if (row := tables.groups.get(prompt)) is None:
+        known = f"choose from 0 to {tables.run.num_drawn - 1}" if tables.groups else "none was drawn yet"
         raise ConfigError("--group", prompt, "the ledger has no such group", known)
-    samples = [_sample(books, sample) for sample in books.samples.values() if sample.prompt == prompt]
+    samples = [_sample(tables, sample) for sample in tables.samples.values() if sample.prompt == prompt]
     attempts = {"attempts": row.attempt + 1}
     drawn = _fields_of(row, "prompt", "life", "round", "deferrals")
     return {**drawn, **attempts, **_fields_of(row, "fate", "reason"), "samples": samples}
 
 
-def _sample(books: Books, row: SampleRow) -> dict[str, Any]:
-    trainings = [training for training in books.trainings.values() if training.id == row.id]
+def _sample(tables: LedgerTables, row: SampleRow) -> dict[str, Any]:
+    trainings = [training for training in tables.trainings.values() if training.id == row.id]
     return {
         "id": str(row.id),
-        "spans": row.origins,
+        "spans": row.spans,
         "finish_reason": None if row.in_episode else row.finish_reason,
         **_fields_of(row, "reward", "failure", "fate"),
         "steps": [
@@ -130,7 +130,7 @@ def _sample(books: Books, row: SampleRow) -> dict[str, Any]:
             + (f", undone by life {training.undone}" if training.undone else "")
             for training in trainings
         ],
-        "turns": row.ended_turns,
+        "turns": row.turns,
     }
 
 

@@ -31,10 +31,10 @@ from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
 from tailrace.importing import saved_function
-from tailrace.ledger.base import Store
-from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
-from tailrace.ledger.sqlite import create_store, has_begun, has_trained, open_store
+from tailrace.ledger.journal import Journal, commits_on_thread
+from tailrace.ledger.ledger import NullJournal
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
 from tailrace.record.figures import Row
@@ -187,11 +187,10 @@ def opened(
 
 
 def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
-    books = read_books(store)
-    check_resumable(books.lives[max(books.lives)].config, config)
+    tables = read_ledger(store)
+    check_resumable(tables.lives[max(tables.lives)].config, config)
     start = next_life(
-        books,
-        name=store.name,
+        tables,
         config=config.to_json(),
         checkpoints=folder.checkpoints,
         num_generated=counted_tokens(folder.counts),
@@ -199,17 +198,17 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
         seed=config.run.seed,
     )
     _check_checkpoint(folder, start)
-    undone = [training.step for training in books.trainings.values() if training.undone == start.life]
-    num_undone = max(undone, default=start.step) - start.step
-    where = start.checkpoint or "the model of the config"
-    _say(f"resumed from {where}, step {start.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
+    undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
+    num_undone = max(undone, default=start.base.step) - start.base.step
+    where = start.base.checkpoint or "the model of the config"
+    _say(f"resumed from {where}, step {start.base.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
     return start
 
 
 def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
     """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
     missing = ", ".join(mark.checkpoint for mark in start.missing)
-    if not start.checkpoint:
+    if not start.base.checkpoint:
         if any(mark.step for mark in start.missing):
             raise CheckpointError(
                 f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
@@ -218,8 +217,8 @@ def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
         return
     if missing:
         _say(f"checkpoints that the ledger knows are missing: {missing}")
-    path = folder.checkpoints / start.checkpoint
-    if not verify(path, remedy(path), step=start.step):
+    path = folder.checkpoints / start.base.checkpoint
+    if not verify(path, remedy(path), step=start.base.step):
         _say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
 
 
@@ -237,12 +236,12 @@ async def _train(
 ) -> tuple[RunResult, RunSummary]:
     interruption.begin()
     async with open_parts(config, folder.path, life=start.life) as parts:
-        if start.checkpoint:
-            await rewind(parts, folder.checkpoints / start.checkpoint, start.version)
+        if start.base.checkpoint:
+            await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
         if store and start.life > 1:
             store.commit(start.opening)
             folder.config.write_text(config.toml())
-        rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
+        rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         earlier = read_rows(folder.metrics)
         start.best = _best(earlier, folder)
         recorder, summary = _recorder(config, folder, start, earlier)
@@ -283,7 +282,7 @@ def _recorder(
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own
     display = Display(config.run.rounds, partial(clock.who_waits, loop), config.record)
     tracked = TrackedRun(
-        config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.step
+        config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.base.step
     )
     meter = StepMeter(
         MetricsWriter(folder.metrics),
@@ -292,9 +291,9 @@ def _recorder(
             folder.events,
             waits=clock.open_waits,
             life=start.life,
-            round=start.round,
-            version=start.version,
-            step=start.step,
+            round=start.base.round,
+            version=start.base.version,
+            step=start.base.step,
         ),
         summary,
         display,
@@ -331,8 +330,8 @@ def _interrupted(interruption: Interruption, state: str) -> Interrupted:
 
 def _before_training(start: StartingPoint) -> str:
     """What a signal found while the workers were starting."""
-    if start.checkpoint:
-        return f" before training went on; --resume continues from {start.checkpoint}, as before"
+    if start.base.checkpoint:
+        return f" before training went on; --resume continues from {start.base.checkpoint}, as before"
     return " before training began: there is nothing to save; start the run again"
 
 

@@ -4,15 +4,14 @@ import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from pathlib import Path
 
 from tailrace import clock
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
-from tailrace.ledger.journal import Journal, NullJournal
-from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.base import MarkRow
+from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
@@ -39,7 +38,7 @@ class Checkpoints:
         parts: RunComponents,
         settings: RunSettings,
         ledger: Ledger,
-        journal: Journal | NullJournal,
+        journal: NullJournal,
         recorder: Recorder,
         tasks: asyncio.TaskGroup,
         *,
@@ -51,11 +50,12 @@ class Checkpoints:
         self._tasks = tasks
         self._writing: asyncio.Task[None] | None = None
         """Completes the newest checkpoint."""
-        self.newest = folder / start.checkpoint if folder and start.checkpoint and start.step else None
+        self._life, base = start.life, start.base
+        self.newest = folder / base.checkpoint if folder and base.checkpoint and base.step else None
         """The newest complete checkpoint that has an optimizer step; None: there is none."""
-        self._saved_at = (start.round if start.checkpoint else -1, start.step)
+        self._saved_at = (base.round if base.checkpoint else -1, base.step)
         """Round and optimizer steps of the newest checkpoint, which may be still being written."""
-        self._saved_name = start.checkpoint
+        self._saved_name = base.checkpoint
         self._best = start.best
 
     async def save_if_due(
@@ -114,13 +114,13 @@ class Checkpoints:
         await self.written()  # at most one is written at a time
         folder, round, num_steps = self._folder / name, state.round, state.num_steps
         num_drawn = self._ledger.totals.num_drawn
-        mark = partial(
-            self._journal.mark,
+        mark = MarkRow(
+            self._life,
+            round,
+            version,
+            num_steps,
             name,
-            round=round,
-            version=version,
-            step=num_steps,
-            parked=list(parked),
+            partial_rollouts=[group.prompt.index for group in parked],
             longest=dict(longest),
             steps_at={**state.steps_at, version: num_steps},
             anchors=dict(self._parts.anchors.longest_s),
@@ -131,7 +131,7 @@ class Checkpoints:
 
         async def complete() -> None:
             await trainer_done
-            await mark()
+            await self._journal.mark(mark)
             self.newest = folder if num_steps else None
             self._delete_old(folder)
             self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))

@@ -12,10 +12,10 @@ from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.errors import first_cause
-from tailrace.ledger.journal import Journal, NullJournal
+from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
-from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.rollout.pool import SetAdvantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    compute_advantages: ComputeAdvantages = GRPO,
+    compute_advantages: SetAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
-    journal: Journal | NullJournal | None = None,
+    journal: NullJournal | None = None,
     interruption: Interruption | None = None,
     beside: Sequence[Coroutine[Any, Any, None]] = (),
 ) -> RunResult:

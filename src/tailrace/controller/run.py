@@ -26,15 +26,14 @@ from tailrace.controller.watchdog import Watchdog
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
 from tailrace.errors import BadRow, ConfigError, GroupsLost, NotFinite, ScheduleError, StalenessError
-from tailrace.ledger.journal import Journal, NullJournal
-from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
-from tailrace.rollout.pool import Ages, ComputeAdvantages, PartialRolloutBuffer, Pool
+from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.router import Router, WithReference
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
 from tailrace.weights.base import Weights
@@ -118,10 +117,10 @@ class Run:
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
-        compute_advantages: ComputeAdvantages,
+        compute_advantages: SetAdvantages,
         folder: Path | None,
         start: StartingPoint,
-        journal: Journal | NullJournal,
+        journal: NullJournal,
         interruption: Interruption,
     ) -> None:
         self.group_size = settings.group_size
@@ -136,8 +135,8 @@ class Run:
         self._update: WeightUpdate | None = None
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
-        self.history = History(start.longest)
-        parts.anchors.restore(start.anchors)
+        self.history = History(dict(start.base.longest))
+        parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder, parts.play, journal.written)
@@ -329,7 +328,7 @@ class Run:
         await self.pool.park()
         await self._update_arrived()
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
-        if lost := sorted(self._ledger.living.keys() - here):
+        if lost := sorted(self._ledger.active.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
         await self._close_ledger()
 
@@ -409,7 +408,7 @@ class Run:
     async def _close_ledger(self) -> None:
         self._ledger.check(self.router.num_generated + self._generated_before)
         self.router.check_counts()
-        closed = events.BooksClosed(clock.now(), len(self._ledger.living), self._ledger.held_tokens)
+        closed = events.BooksClosed(clock.now(), len(self._ledger.active), self._ledger.held_tokens)
         self._recorder.emit(closed)
         await self._journal.finish()
 

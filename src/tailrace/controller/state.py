@@ -10,14 +10,11 @@ class RunState:
     """Starts where the last checkpoint of the run was saved."""
 
     def __init__(self, starting_point: StartingPoint) -> None:
-        self.round, self.version, self.num_steps = (
-            starting_point.round,
-            starting_point.version,
-            starting_point.step,
-        )
-        self.steps_at = starting_point.steps_at or {self.version: self.num_steps}
+        base = starting_point.base
+        self.round, self.version, self.num_steps = base.round, base.version, base.step
+        self.steps_at = dict(base.steps_at) or {self.version: self.num_steps}
         """Optimizer steps before each publication, by version."""
-        self._cut_before, self._round_began_at = starting_point.cut_steps, self.num_steps
+        self._cut_before, self._round_began_at = base.cut_steps, self.num_steps
         self.loss, self.num_not_finite = 0.0, 0
         """Of the last step; steps since the last one with a finite loss and a finite gradient."""
 

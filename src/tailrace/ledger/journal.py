@@ -1,8 +1,8 @@
 """Writes the ledger to a store while the run goes on, off the critical path.
 
 Groups and samples hold the state of the run. At intervals, between two events of the loop, the journal
-compares them with what it wrote last. The rows that differ are a consistent cut through the whole run at one
-instant. Cuts are committed in order, one at a time. While a commit is under way the next cut grows.
+compares them with what it wrote last. The rows that differ are the whole run's changes until one instant: a
+transaction. Transactions are committed in order, one at a time. While one is committed the next one grows.
 
 A mark is committed after its checkpoint is complete, and a checkpoint without a mark is ignored. So the
 weights of a checkpoint and the ledger agree after a kill at any moment.
@@ -10,26 +10,28 @@ weights of a checkpoint and the ledger agree after a kill at any moment.
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.clock import now, waiting
 from tailrace.ledger.base import (
-    Cut,
     GroupRow,
+    LedgerRow,
     MarkRow,
     Origin,
-    Row,
     SampleRow,
-    Store,
     TokensRow,
     TrainingRow,
+    Transaction,
 )
-from tailrace.ledger.ledger import Ledger
+from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
+from tailrace.ledger.store import Store
 from tailrace.types import Group, Sample, SampleId
 
 MIN_PAUSE_RATIO, NOW_PAUSE_RATIO = 50, 10
@@ -38,8 +40,8 @@ where someone waits for what is written."""
 
 _SampleState = tuple[int, *tuple[object, ...]]
 
-StartCommit = Callable[[Cut], asyncio.Future[None]]
-"""Starts the commit of a cut. The future fails with the LedgerError of the store."""
+StartCommit = Callable[[Transaction], asyncio.Future[None]]
+"""Starts a commit. The future fails with the LedgerError of the store."""
 
 
 @contextmanager
@@ -47,11 +49,11 @@ def commits_on_thread(store: Store) -> Iterator[StartCommit]:
     """Commit on a thread, so that the controller does not wait for a disk or a network. The end of the block
     waits for the commits that were started."""
     with ThreadPoolExecutor(1, thread_name_prefix="ledger") as thread:
-        yield lambda cut: asyncio.get_running_loop().run_in_executor(thread, store.commit, cut)
+        yield lambda rows: asyncio.get_running_loop().run_in_executor(thread, store.commit, rows)
 
 
-class Journal:
-    """A `FateListener` that writes the ledger of one life.
+class Journal(NullJournal):
+    """Writes the ledger of one life.
 
     Its coroutines raise the LedgerError of a store that cannot be written.
     """
@@ -66,73 +68,42 @@ class Journal:
         self._life = starting_point.life
         self._run = starting_point.run
         self._origins = starting_point.origins
-        self._groups = starting_point.rows
+        self._groups = starting_point.group_rows
         """Stored row of each group without a fate."""
         self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
         """Stored state of each sample without a fate."""
-        self._marks = starting_point.marks
+        self._marks = [starting_point.base] if starting_point.base.checkpoint else []
         """The last two marks."""
         self._ended: list[tuple[Group, str]] = []
-        self._settled: list[tuple[Sample, int | None]] = []
-        self._rows: list[Row] = []
+        self._finalized: list[tuple[Sample, int | None]] = []
+        self._rows: list[LedgerRow] = []
         self._pruned: list[SampleId] = []
         self._covered_step = 0
         self._commit: asyncio.Future[None] | None = None
         self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
         self._scan_s = 0.0  # how long the last scan of all groups took
 
+    @override
     def follow(self, ledger: Ledger) -> None:
-        """Attach the ledger to write."""
         self._ledger = ledger
 
-    def settle(self, sample: Sample, step: int | None) -> None:
-        self._settled.append((sample, step))
+    @override
+    def finalize(self, sample: Sample, step: int | None) -> None:
+        self._finalized.append((sample, step))
 
+    @override
     def end(self, group: Group, reason: str) -> None:
         self._ended.append((group, reason))
 
-    async def mark(
-        self,
-        checkpoint: str,
-        *,
-        round: int,
-        version: int,
-        step: int,
-        parked: Iterable[Group],
-        longest: Mapping[int, int],
-        steps_at: Mapping[int, int],
-        anchors: Mapping[int, float],
-        cut_steps: int = 0,
-    ) -> None:
-        """Commit a mark for a complete checkpoint, with all changes until now.
-
-        Args:
-            checkpoint: name of the checkpoint's folder.
-            parked: groups that a resumed run finds parked.
-            longest: longest response to each row of the data, in tokens.
-            steps_at: optimizer steps at each publication.
-            anchors: longest test case of the correct responses to each prompt, in seconds.
-            cut_steps: steps made in rounds that were interrupted.
-        """
+    @override
+    async def mark(self, mark: MarkRow) -> None:
         self._collect_changes()
-        mark = MarkRow(
-            self._life,
-            round,
-            version,
-            step,
-            checkpoint,
-            partial_rollouts=_json([group.prompt.index for group in parked]),
-            longest=_json(longest),
-            steps_at=_json(steps_at),
-            anchors=_json(anchors),
-            cut_steps=cut_steps,
-        )
         self._rows.append(mark)
         self._prune_behind(mark)
         await self._put_and_wait()
 
+    @override
     async def keep(self) -> None:
-        """Commit changes at intervals until cancelled."""
         pause_s = self._flush_s
         while True:
             await asyncio.sleep(pause_s)
@@ -140,8 +111,8 @@ class Journal:
                 self._put_changes()
                 pause_s = max(self._flush_s, MIN_PAUSE_RATIO * self._scan_s)
 
+    @override
     async def written(self) -> None:
-        """Wait until all changes until now are in the store. Calls of one moment share a commit."""
         if self._flush is None:
             self._flush = asyncio.create_task(self._write_now())
         with waiting("the ledger to be written"):
@@ -156,8 +127,8 @@ class Journal:
         self._put_changes()
         await self._last_commit()
 
+    @override
     async def finish(self) -> None:
-        """Commit all changes that are left."""
         self._collect_changes()
         await self._put_and_wait()
 
@@ -175,7 +146,7 @@ class Journal:
 
     def _put(self) -> None:
         if self._rows or self._pruned:
-            self._commit = self._start_commit(Cut(self._rows, self._pruned, self._covered_step))
+            self._commit = self._start_commit(Transaction(self._rows, self._pruned, self._covered_step))
             self._commit.add_done_callback(_retrieve_error)
             self._rows, self._pruned, self._covered_step = [], [], 0
 
@@ -198,7 +169,7 @@ class Journal:
         if run != self._run:
             self._rows.append(run)
             self._run = run
-        for group in self._ledger.living.values():
+        for group in self._ledger.active.values():
             self._collect_group(group, "")
             for sample in group.samples:
                 if sample.fate is None and self._samples.get(sample) != _state_of(sample):
@@ -207,9 +178,9 @@ class Journal:
         for group, reason in self._ended:
             self._collect_group(group, reason)
             del self._groups[group]
-        for sample, step in self._settled:
-            self._collect_settled(sample, step)
-        self._ended, self._settled = [], []
+        for sample, step in self._finalized:
+            self._collect_finalized(sample, step)
+        self._ended, self._finalized = [], []
 
     def _collect_group(self, group: Group, reason: str) -> None:
         old = self._groups.get(group)
@@ -221,7 +192,7 @@ class Journal:
             num_launched=group.num_launched,
             attempt=group.attempt,
             deferrals=group.deferrals,
-            kept=_json([sample.id.number for sample in group.kept]),
+            kept=[sample.id.number for sample in group.kept],
             fate=group.fate,
             reason=reason,
         )
@@ -229,7 +200,7 @@ class Journal:
             self._groups[group] = row
             self._rows.append(row)
 
-    def _collect_settled(self, sample: Sample, step: int | None) -> None:
+    def _collect_finalized(self, sample: Sample, step: int | None) -> None:
         if step is None:
             self._rows.append(self._sample_row(sample).without_tokens)
             if self._num_stored(sample):
@@ -240,7 +211,7 @@ class Journal:
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 
-    def _sample_rows(self, sample: Sample) -> Iterator[Row]:
+    def _sample_rows(self, sample: Sample) -> Iterator[LedgerRow]:
         """Yield the row of the sample, and a row of the tokens gained since the last one."""
         yield self._sample_row(sample)
         start = self._num_stored(sample)
@@ -255,15 +226,15 @@ class Journal:
     def _sample_row(self, sample: Sample) -> SampleRow:
         return SampleRow(
             *sample.id,
-            spans=_json(self._spans(sample)),
+            spans=self._spans(sample),
             finish_reason=sample.finish_reason,
             text=sample.text,
             reward=sample.reward,
             failure=sample.failure,
             fate=sample.fate,
             reference_logprobs=array("f", sample.reference_logprobs).tobytes(),
-            reward_report=_json([sample.reward_metrics, sample.reward_columns]),
-            turns=_json(sample.turns),
+            reward_report=(dict(sample.reward_metrics), dict(sample.reward_columns)),
+            turns=deepcopy(sample.turns),
             in_episode=sample.in_episode,
         )
 
@@ -282,32 +253,10 @@ class Journal:
         is damaged."""
         marks = [*self._marks, mark]
         for old in marks[:-2]:
-            self._rows.append(msgspec.structs.replace(old, longest="{}", steps_at="{}", anchors="{}"))
+            self._rows.append(msgspec.structs.replace(old, longest={}, steps_at={}, anchors={}))
         for last in marks[-2:-1]:
             self._covered_step = last.step
         self._marks = marks[-2:]
-
-
-class NullJournal:
-    """The journal of a run that is not stored."""
-
-    def follow(self, ledger: Ledger) -> None: ...
-
-    def settle(self, sample: Sample, step: int | None) -> None: ...
-
-    def end(self, group: Group, reason: str) -> None: ...
-
-    async def mark(self, checkpoint: str, **state: object) -> None: ...
-
-    async def keep(self) -> None: ...
-
-    async def written(self) -> None: ...
-
-    async def finish(self) -> None: ...
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _state_of(sample: Sample) -> _SampleState:

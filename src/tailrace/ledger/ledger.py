@@ -12,10 +12,11 @@ Each fate is reported to the journal, which stores it (journal.py).
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from tailrace.clock import now
 from tailrace.errors import LedgerError
+from tailrace.ledger.base import MarkRow
 from tailrace.record.events import GroupEnded, Recorder, TokensWasted
 from tailrace.types import Group, Sample
 
@@ -42,39 +43,29 @@ class Totals:
         return self.trained_tokens + self.wasted_tokens.total() + self.evaluated_tokens
 
 
-class FateListener(Protocol):
-    """Is told each fate as it is decided."""
-
-    def settle(self, sample: Sample, step: int | None) -> None:
-        """A sample has its fate. `step`: the optimizer step that trained it; None: waste."""
-
-    def end(self, group: Group, reason: str) -> None:
-        """A group has its fate."""
-
-
 class Ledger:
     """The fates of all samples and groups of a run, in memory."""
 
     def __init__(
-        self, recorder: Recorder, totals: Totals | None = None, journal: FateListener | None = None
+        self, recorder: Recorder, totals: Totals | None = None, journal: "NullJournal | None" = None
     ) -> None:
         self.totals = totals or Totals()
-        self._journal = journal
-        self.living: dict[int, Group] = {}
+        self._journal = journal or NullJournal()
+        self.active: dict[int, Group] = {}
         """Groups without a fate, by prompt index, in the order drawn."""
         self._recorder = recorder
 
     def draw(self, group: Group) -> None:
         self.totals.num_drawn += 1
-        self.living[group.prompt.index] = group
+        self.active[group.prompt.index] = group
 
     def recall(self, groups: Iterable[Group]) -> None:
         """Record groups that an earlier life of this run drew and that have no fate yet."""
-        self.living.update((group.prompt.index, group) for group in groups)
+        self.active.update((group.prompt.index, group) for group in groups)
 
     def waste(self, sample: Sample, reason: str) -> None:
         """Record that the sample's tokens will not be trained."""
-        self._settle(sample, reason, None)
+        self._finalize(sample, reason, None)
         self.totals.wasted_tokens[reason] += sample.num_tokens
         self._recorder.emit(TokensWasted(now(), sample.id, sample.num_tokens, reason))
 
@@ -82,7 +73,7 @@ class Ledger:
         """Record that an optimizer step trained the samples. A group is trained with its last sample."""
         samples = list(samples)
         for sample in samples:
-            self._settle(sample, "trained", step)
+            self._finalize(sample, "trained", step)
             self.totals.trained_tokens += sample.num_tokens
         for group in dict.fromkeys(sample.group for sample in samples):
             if all(sample.fate is not None for sample in group.kept):
@@ -98,9 +89,8 @@ class Ledger:
             raise LedgerError(f"prompt {group.prompt.index} ended twice: {group.fate}, then {fate}")
         group.fate = fate
         self.totals.groups[fate] += 1
-        del self.living[group.prompt.index]
-        if self._journal:
-            self._journal.end(group, reason)
+        del self.active[group.prompt.index]
+        self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
     def skip(self) -> None:
@@ -111,7 +101,7 @@ class Ledger:
     @property
     def held_tokens(self) -> int:
         """Tokens of the samples without a fate."""
-        samples = (sample for group in self.living.values() for sample in group.samples)
+        samples = (sample for group in self.active.values() for sample in group.samples)
         return sum(sample.num_tokens for sample in samples if sample.fate is None)
 
     def check(self, num_generated: int) -> None:
@@ -132,19 +122,43 @@ class Ledger:
                 f"trained {totals.trained_tokens}, held {held}, "
                 f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
             )
-        if totals.num_drawn != totals.groups.total() + len(self.living):
+        if totals.num_drawn != totals.groups.total() + len(self.active):
             raise LedgerError(
-                f"{totals.num_drawn} prompts were drawn, the ledger knows {len(self.living)} living and "
+                f"{totals.num_drawn} prompts were drawn, the ledger knows {len(self.active)} active and "
                 f"{_by_reason(totals.groups)}"
             )
 
-    def _settle(self, sample: Sample, fate: str, step: int | None) -> None:
+    def _finalize(self, sample: Sample, fate: str, step: int | None) -> None:
         if sample.fate is not None:
             raise LedgerError(f"sample {sample.id} ended twice: {sample.fate}, then {fate}")
         sample.fate = fate
-        if self._journal:
-            self._journal.settle(sample, step)
+        self._journal.finalize(sample, step)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in counts.items()) or "none"
+
+
+class NullJournal:
+    """The journal of a run that is not stored. `Journal` (journal.py) writes to a store."""
+
+    def follow(self, ledger: Ledger) -> None:
+        """Attach the ledger to write."""
+
+    def finalize(self, sample: Sample, step: int | None) -> None:
+        """A sample has its fate. `step`: the optimizer step that trained it; None: waste."""
+
+    def end(self, group: Group, reason: str) -> None:
+        """A group has its fate."""
+
+    async def mark(self, mark: MarkRow) -> None:
+        """Commit the mark of a complete checkpoint, with all changes until now."""
+
+    async def keep(self) -> None:
+        """Commit changes at intervals until cancelled."""
+
+    async def written(self) -> None:
+        """Wait until all changes until now are in the store. Calls of one moment share a commit."""
+
+    async def finish(self) -> None:
+        """Commit all changes that are left."""

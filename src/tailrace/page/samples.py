@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
-from tailrace.ledger.sqlite import open_store
+from tailrace.ledger.store import open_store
 from tailrace.record.run_log import GrowingFile
 
 NUM_LISTED = 300
@@ -143,7 +143,7 @@ class SampleBook:
             row = next((row for row in store.rows(SampleRow) if str(row.id) == id), None)
             if row is None:
                 raise ConfigError("sample", id, "it has no such sample", "choose another")
-            rows = [each for each in store.rows(TokensRow) if each.key[:3] == row.key]
+            rows = [each for each in store.rows(TokensRow) if each.id == row.id]
         ids = np.frombuffer(b"".join(each.ids for each in rows), np.int32).tolist()
         logprobs = np.frombuffer(b"".join(each.logprobs for each in rows), np.float32).tolist()
         record = {
@@ -154,7 +154,7 @@ class SampleBook:
             "fate": row.fate or "alive",
             "num_tokens": row.num_tokens,
         }
-        spans = [(f"{origin.life}.{origin.version}", origin.num_tokens) for origin in row.origins]
+        spans = [(f"{origin.life}.{origin.version}", origin.num_tokens) for origin in row.spans]
         note = "" if ids else "the ledger no longer keeps its tokens"
         return self._with_tokens(SampleView(id, "ledger", record, spans, None, note), ids, logprobs)
 

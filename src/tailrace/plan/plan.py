@@ -29,7 +29,7 @@ from tailrace.plan.candidates import Candidate, Workload, candidates, response_l
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.figures import Row
 from tailrace.rollout.placement import Shared
-from tailrace.rollout.pool import ComputeAdvantages
+from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates, trainer_memory_share
 from tailrace.sim.settings import SimEngineSettings, SimSettings
@@ -189,7 +189,7 @@ class Problem:
     max_lag: float = inf
     max_length_bias: float = 0.02
     reference: bool = False
-    compute_advantages: ComputeAdvantages = GRPO
+    compute_advantages: SetAdvantages = GRPO
     progress: Callable[[str], None] = lambda words: None
 
     def load(self, steps: int) -> Workload:

@@ -1,12 +1,13 @@
 """The contract of rewards, and their settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
 
-from tailrace.reward.judge_settings import JudgeSettings
+from tailrace.errors import ConfigError
+from tailrace.reward.judge_settings import JudgeSettings, WeightedSettings
 from tailrace.settings import Resumable, RunFunction, Settings
 from tailrace.types import FinishReason, Sample
 
@@ -23,11 +24,11 @@ class TimeoutSettings(Settings):
     adaptive: bool = True
     """False: the limit is always max_s."""
     factor: float = Field(default=1.5, ge=1, le=1000)
-    """Lambda of the paper; 1 to 1000."""
+    """Lambda of the paper."""
     min_s: float = Field(default=2.0, gt=0, le=86_400)
     """T_min, in seconds; above 0, at most max_s."""
     max_s: float = Field(default=30.0, gt=0, le=86_400)
-    """T_max, in seconds; above 0, at most a day."""
+    """T_max, in seconds."""
 
     @model_validator(mode="after")
     def _check_order(self) -> "TimeoutSettings":
@@ -47,31 +48,27 @@ class CodeSettings(Settings):
     the share of the test cases that pass."""
     timeout: TimeoutSettings = TimeoutSettings()
     memory_mib: int = Field(default=512, ge=64, le=1_048_576)
-    """Address space of each process of a program, in MiB; at least 64."""
+    """Address space of each process of a program, in MiB."""
     processes: int = Field(default=8, ge=1, le=4096)
-    """Processes and threads of a program, itself included; 1 to 4096. Enforced by bubblewrap only."""
+    """Processes and threads of a program, itself included. Enforced by bubblewrap only."""
     tmp_mib: int = Field(default=64, ge=1, le=1_048_576)
-    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB; at least 1.
-    For each 4 KiB it may have one file or folder."""
+    """Size of a program's /tmp, which is in memory, and of each file that it writes, in MiB. For each 4 KiB
+    it may have one file or folder."""
     output_kib: int = Field(default=1024, ge=1, le=1_048_576)
-    """Output of a program, in KiB, above which it is stopped; at least 1."""
+    """Output of a program, in KiB, above which it is stopped."""
 
 
-class FunctionSettings(Settings):
+class FunctionSettings(WeightedSettings):
     """One of several reward functions."""
 
     function: RunFunction
     """As `reward.function`."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`. None: the name of the function."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its value in the reward, which is the weighted sum."""
     signature: Literal["auto", "tailrace", "trl", "verl"] = "auto"
     """How it is called. "auto": recognised from its parameters."""
     arguments: dict[str, str | bool | int | float | list[str]] = {}
     """Arguments given by name in each call, for instance `{ column = "gold" }`."""
-    sources: tuple[str, ...] | None = None
-    """Data sources whose samples it applies to. None: all."""
 
 
 class RewardSettings(Settings):
@@ -94,16 +91,14 @@ class RewardSettings(Settings):
     """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
     is scored as soon as it ends. A schedule that generates without a pause cannot be synchronous."""
     timeout_s: Resumable[float] = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
-    """Seconds after which a call is stopped together with the processes that it started; above 0, at most a
-    day."""
+    """Seconds after which a call is stopped together with the processes that it started."""
     on_timeout: Literal["zero", "drop"] = "zero"
     """What a call that is stopped gives: a reward of zero, which is counted as a timeout (RollPacker), or a
     failure, which drops the sample."""
     max_failures: Resumable[int | None] = Field(default=None, ge=1, le=1_000_000_000)
-    """Consecutive failures or timeouts that end the run; at least 1. None: as many as a round has samples."""
+    """Consecutive failures or timeouts that end the run. None: as many as a round has samples."""
     workers: Resumable[int] = Field(default=1, ge=1, le=1024)
-    """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time; 1 to
-    1024."""
+    """Processes that score, one call at a time each; with [reward.code]: test cases that run at a time."""
 
     @property
     def calls_functions(self) -> bool:
@@ -124,6 +119,36 @@ class RewardSettings(Settings):
             if names.count(name) > 1:
                 raise ValueError(f"{names.count(name)} judges or functions have the name {name!r}")
         return self
+
+
+def check_sources(
+    kind: Literal["function", "judge"],
+    scorers: Sequence[WeightedSettings],
+    sources: Collection[str],
+    *,
+    others: Sequence[WeightedSettings] = (),
+    complete: bool = True,
+) -> None:
+    """Check the data sources whose samples functions or judges score.
+
+    Args:
+        sources: of a mixture; empty: they are known only when rows are read.
+        others: what scores samples besides them.
+        complete: each source must be scored.
+
+    Raises:
+        ConfigError: the data have no such source, or nothing scores one.
+    """
+    key = f"reward.{kind}s.sources"
+    for named in [name for each in scorers for name in each.sources or () if sources]:
+        if named not in sources:
+            remedy = f"choose from {', '.join(sources)}"
+            raise ConfigError(key, named, "the data have no such source", remedy)
+    for source in sources if complete else ():
+        if not any(each.applies_to(source) for each in (*scorers, *others)):
+            raise ConfigError(
+                key, source, f"no {kind} scores this source", "add a judge or a function for it"
+            )
 
 
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason")

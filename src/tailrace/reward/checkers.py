@@ -6,14 +6,15 @@ in verl's data), and the columns `ground_truth`, `solution` and `answer`.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function
 
 TRUTH_COLUMNS = ("ground_truth", "solution", "answer")
 
@@ -81,19 +82,44 @@ def _validator(schema: str) -> Any:
     return kind(decoded, registry=Registry())
 
 
-_CHECKERS: Mapping[str, tuple[str, str | None, str | None]] = {
-    "exact_match": ("tailrace.reward.checkers:exact_match", None, None),
-    "json_schema": ("tailrace.reward.checkers:json_schema", "jsonschema", "json"),
-    "math": ("tailrace.reward.mathematics:math", "math_verify", "math"),
+def math(completion: str, column: str | None = None, **row: object) -> float:
+    r"""Return 1 if the answer in the completion equals the ground truth, by math-verify.
+
+    math-verify extracts the answer: what stands in \boxed{}, or else a LaTeX or plain expression. The ground
+    truth is an expression, or a solution with its answer in \boxed{}, in $...$ or after "####". math-verify
+    bounds its time with signals. That is off here: the worker process kills a call that takes too long.
+
+    Raises:
+        ValueError: the ground truth is not mathematics.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn at each call that the time limit is off
+    extraction = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
+
+    def parsed(text: str) -> list[object]:
+        found: list[object] = parse(text, extraction_config=extraction, parsing_timeout=None)
+        return found
+
+    truth = str(ground_truth(row, column)).rpartition("####")[2].strip()
+    is_marked = "\\boxed" in truth or "$" in truth
+    gold = parsed(truth if is_marked else f"\\boxed{{{truth}}}") or parsed(truth)
+    if not gold:
+        raise ValueError(f"the ground truth {truth!r:.200} is not mathematics")
+    return float(verify(gold, parsed(completion), timeout_seconds=None))
+
+
+_CHECKERS: Mapping[str, tuple[Callable[..., float], str | None, str]] = {
+    "exact_match": (exact_match, None, ""),
+    "json_schema": (json_schema, "jsonschema", "json"),
+    "math": (math, "math_verify", "math"),
 }
-"""Where each checker is, the module that it needs, and the extra that installs it."""
+"""Each checker, the module that it needs, and the extra that installs it."""
 
 
 def import_checker(name: str, key: str) -> Callable[..., Any] | None:
-    """Return the checker of a name, or None if it is a function of the user's.
-
-    Args:
-        key: the config key that holds the name, for the message.
+    """Return the checker of a name, or None if it is a function of the user's. `key` of the config has it.
 
     Raises:
         ConfigError: the package that the checker needs is not installed, or there is no checker of that name.
@@ -103,9 +129,10 @@ def import_checker(name: str, key: str) -> Callable[..., Any] | None:
     if name not in _CHECKERS:
         remedy = f"write 'package.module:name', 'path/to/file.py:name' or one of {', '.join(_CHECKERS)}"
         raise ConfigError(key, name, "this names no function", remedy)
-    spec, module, extra = _CHECKERS[name]
-    if module is not None and find_spec(module) is None:
-        problem = f"this checker needs the package {module}"
-        raise ConfigError(key, name, problem, f"pip install 'tailrace[{extra}]'")
-    function: Callable[..., Any] = import_function(spec, key)
+    function, module, extra = _CHECKERS[name]
+    if module is not None:
+        if find_spec(module) is None:
+            problem = f"this checker needs the package {module}"
+            raise ConfigError(key, name, problem, f"pip install 'tailrace[{extra}]'")
+        import_module(module)  # now, so that it is not in the time of the first call
     return function

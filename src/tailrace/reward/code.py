@@ -18,7 +18,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import isclose
 from typing import Any, Literal
 
@@ -57,7 +59,7 @@ Case = StdinCase | CallCase | AssertCase
 
 
 def column_of(row: Mapping[str, object], path: str) -> object:
-    """Return a column; dots lead into columns that are objects. None: the row does not have it."""
+    """Return a column, into which dots lead where it is an object. None: the row does not have it."""
     value: object = row
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -114,18 +116,12 @@ def _text(value: Any) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether two outputs have equal words line by line.
-
-    Spaces, and empty lines at the end, do not count. A word with a decimal point may differ by 1e-6, relative
-    or absolute.
-    """
-    left, right = printed.rstrip().splitlines(), expected.rstrip().splitlines()
-    return len(left) == len(right) and all(map(_same_line, left, right))
-
-
-def _same_line(printed: str, expected: str) -> bool:
-    left, right = printed.split(), expected.split()
-    return len(left) == len(right) and all(map(_same_word, left, right))
+    """Return whether two outputs have equal words line by line. Spaces, and empty lines at the end, do not
+    count. A word with a decimal point may differ by 1e-6, relative or absolute."""
+    left, right = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    if list(map(len, left)) != list(map(len, right)):
+        return False
+    return all(map(_same_word, chain.from_iterable(left), chain.from_iterable(right)))
 
 
 def _same_word(printed: str, expected: str) -> bool:
@@ -147,13 +143,11 @@ def same_value(answer: bytes, expected: Any) -> bool:
     return bool(value == wrapped or [value] == wrapped)
 
 
-ATTEMPTS = 3
-"""How often a sandbox that does not start its program is tried."""
-RETRY_S = 0.5
-"""Seconds before the second attempt; doubled before the third."""
+RETRIES_S = (0.5, 1.0)
+"""Seconds before a second and a third attempt with a sandbox that does not start its program."""
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
-Verdict = Literal["passed", "failed", "timeout"]
+CaseResult = Literal["passed", "failed", "timeout"]
 
 
 def extract_code(completion: str) -> str:
@@ -163,13 +157,12 @@ def extract_code(completion: str) -> str:
 
 
 class CodeRewards:
-    """Rewards (reward/base.py) of rows with test cases; other rows go to the reward functions.
+    """`Rewards` of rows with test cases.
 
     Args:
-        others: scores rows without test cases; None: they fail.
-        workers: test cases that run at a time. The runs of a sample that ended first come first.
-        anchors: what is known of the time that correct responses take.
         text_of: turns token ids into text.
+        workers: test cases that run at a time. The runs of a sample that ended first come first.
+        others: scores rows without test cases; None: they fail.
     """
 
     def __init__(
@@ -187,12 +180,8 @@ class CodeRewards:
         self._workers = asyncio.Semaphore(workers)
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score. A test case that exceeds its time limit has not passed, and sets
-        `sample.timed_out`.
-
-        Raises:
-            RewardFailed: also where the sandbox did not start a program after several attempts.
-        """
+        """Score as `Rewards.score`. A test case that exceeds its time limit has not passed, and sets
+        `sample.timed_out`. A sandbox that starts no program after several attempts is a RewardFailed."""
         value = column_of(sample.prompt.row, self._settings.column)
         if value is None and self._others is not None:
             return await self._others.score(sample)
@@ -207,19 +196,17 @@ class CodeRewards:
         sample.timed_out = verdicts["timeout"] > 0
         return self._reward(sample, verdicts, len(cases))
 
-    def _reward(self, sample: Sample, verdicts: Mapping[Verdict, int], num_cases: int) -> float:
+    def _reward(self, sample: Sample, verdicts: Mapping[CaseResult, int], num_cases: int) -> float:
         share = verdicts["passed"] / num_cases
-        sample.reward_metrics = {
-            "passed_cases": share,
-            "timed_out_cases": verdicts["timeout"] / num_cases,
-        }
+        timed_out = verdicts["timeout"] / num_cases
+        sample.reward_metrics = {"passed_cases": share, "timed_out_cases": timed_out}
         return share if self._settings.score == "share" else float(share == 1.0)
 
     async def _run_all(
         self, sample: Sample, program: str, cases: Sequence[Case]
-    ) -> tuple[Counter[Verdict], float]:
-        """Return the number of each verdict, and the seconds of the longest test case."""
-        verdicts: Counter[Verdict] = Counter()
+    ) -> tuple[Counter[CaseResult], float]:
+        """Return the number of each result, and the seconds of the longest test case."""
+        verdicts: Counter[CaseResult] = Counter()
         longest_s = 0.0
         runs = [asyncio.create_task(self._run(sample, program, case)) for case in cases]
         try:
@@ -235,7 +222,7 @@ class CodeRewards:
             await asyncio.gather(*runs, return_exceptions=True)
         return verdicts, longest_s
 
-    async def _run(self, sample: Sample, program: str, case: Case) -> tuple[Verdict, float]:
+    async def _run(self, sample: Sample, program: str, case: Case) -> tuple[CaseResult, float]:
         secret = os.urandom(16).hex()
         stdin = case.text if isinstance(case, StdinCase) else ""
         async with self._workers:
@@ -246,11 +233,10 @@ class CodeRewards:
         return ("passed" if _passes(execution, case, secret) else "failed"), execution.seconds
 
     async def _execute(self, job: Mapping[str, object], stdin: str, limit: TimeLimit) -> Execution:
-        for attempt in range(ATTEMPTS - 1):
-            try:
+        for pause_s in RETRIES_S:
+            with suppress(SandboxFailed):
                 return await self._sandbox.run(job, stdin, limit)
-            except SandboxFailed:
-                await asyncio.sleep(RETRY_S * 2**attempt)
+            await asyncio.sleep(pause_s)
         try:
             return await self._sandbox.run(job, stdin, limit)
         except SandboxFailed as why:

@@ -24,22 +24,26 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
+
+from typing_extensions import override
 
 from tailrace.data.base import DataSettings, MixedSettings, ProceduralSettings, sources_of
 from tailrace.data.procedural import Task
 from tailrace.errors import ConfigError, RewardBroken, RewardFailed
 from tailrace.importing import import_function
-from tailrace.reward.base import OWN_ARGUMENTS, Call, FunctionSettings, Rewards, RewardSettings, Scores
+from tailrace.reward.base import (
+    OWN_ARGUMENTS,
+    Call,
+    FunctionSettings,
+    Rewards,
+    RewardSettings,
+    Scores,
+    check_sources,
+)
 from tailrace.reward.checkers import import_checker
-from tailrace.reward.judge_settings import JudgeSettings
 from tailrace.types import Sample
 
-Parameters = Mapping[str, inspect.Parameter]
-Plain = str | float | int | None
-
-TRL_BATCH = ("prompts", "completions", "completion_ids")
-TRL_EXTRAS = ("trainer_state", "log_extra", "log_metric")
 VERL_TEXT = ("solution_str", "model_output", "predict_str")
 """What verl and its scorers call the text of the completion."""
 VERL_PLURALS = {
@@ -52,11 +56,11 @@ VERL_PLURALS = {
 
 
 @dataclass(slots=True)
-class Report:
+class FunctionReport:
     """What a function reports beside its value."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    columns: dict[str, Plain] = field(default_factory=dict)
+    columns: dict[str, str | float | int | None] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
         """TRL's `log_metric`."""
@@ -65,7 +69,7 @@ class Report:
     def log_extra(self, column: str, values: Sequence[object]) -> None:
         """TRL's `log_extra`, of a batch of one."""
         (value,) = values
-        self.columns[column] = value if isinstance(value, Plain) else str(value)
+        self.columns[column] = value if isinstance(value, str | float | int | None) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,57 +80,37 @@ class TrainerState:
     """Version of the policy that finished the completion: publications since the start of the run."""
 
 
-class Signature(Protocol):
-    """One way to call a reward function."""
+class Signature:
+    """One way to call a reward function: tailrace's."""
 
-    title: str
-    """For messages."""
-    own: Collection[str]
+    title = "tailrace's signature"
+    own: Collection[str] = OWN_ARGUMENTS
     """Names of the arguments that do not come from the data."""
-    gives_rest: bool
+    gives_rest = True
     """Whether `**kwargs` takes the columns that no parameter names."""
 
-    def names(self, columns: Collection[str]) -> set[str]:
-        """Return the names of all arguments that can be given."""
+    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
+        """Return all arguments that can be given, by name."""
+        return call.arguments()
 
-    def arguments(self, call: Call, report: Report) -> dict[str, object]:
-        """Return these arguments."""
-
-    def value(self, result: Any, report: Report) -> float | None:
+    def value(self, result: Any, report: FunctionReport) -> float | None:
         """Read a result. None: the function does not apply to this completion.
 
         Raises:
             RewardFailed: it is not what the signature promises.
         """
-
-
-class OwnSignature:
-    title = "tailrace's signature"
-    own: Collection[str] = OWN_ARGUMENTS
-    gives_rest = True
-
-    def names(self, columns: Collection[str]) -> set[str]:
-        return {*OWN_ARGUMENTS, *columns}
-
-    def arguments(self, call: Call, report: Report) -> dict[str, object]:
-        return call.arguments()
-
-    def value(self, result: Any, report: Report) -> float:
         if isinstance(result, list):
             detail = f"{reprlib.repr(result)}: for a function that returns lists set signature = 'trl'"
             raise RewardFailed("not a number", detail, is_defect=True)
         return finite(result)
 
 
-class TrlSignature:
+class TrlSignature(Signature):
     title = "TRL's signature, called with lists of one"
-    own: Collection[str] = (*TRL_BATCH, *TRL_EXTRAS)
-    gives_rest = True
+    own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
-    def names(self, columns: Collection[str]) -> set[str]:
-        return {*self.own, *columns} - {"prompt", "completion"}
-
-    def arguments(self, call: Call, report: Report) -> dict[str, object]:
+    @override
+    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
         is_chat = isinstance(call.given, list)
         completion = call.messages or [{"role": "assistant", "content": call.completion}]
         columns: dict[str, object] = {
@@ -141,7 +125,8 @@ class TrlSignature:
             "log_metric": report.log_metric,
         }
 
-    def value(self, result: Any, report: Report) -> float | None:
+    @override
+    def value(self, result: Any, report: FunctionReport) -> float | None:
         try:
             (value,) = result
         except (TypeError, ValueError) as why:
@@ -149,18 +134,13 @@ class TrlSignature:
         return None if value is None else finite(value)
 
 
-class VerlSignature:
+class VerlSignature(Signature):
     title = "verl's signature"
-    own: Collection[str] = (*VERL_TEXT, "solution_strs", "extra_info", "extra_infos")
+    own = (*VERL_TEXT, "solution_strs", "extra_info", "extra_infos")
     gives_rest = False
 
-    def names(self, columns: Collection[str]) -> set[str]:
-        names = {*VERL_TEXT, "extra_info", *({"data_source"} & {*columns})}
-        if {"reward_model", "ground_truth"} & {*columns}:
-            names.add("ground_truth")
-        return names | {many for many, one in VERL_PLURALS.items() if one in names}
-
-    def arguments(self, call: Call, report: Report) -> dict[str, object]:
+    @override
+    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
         row = call.row
         arguments: dict[str, object] = dict.fromkeys(VERL_TEXT, call.completion)
         arguments |= {name: row[name] for name in ("data_source", "ground_truth") if name in row}
@@ -170,7 +150,8 @@ class VerlSignature:
         arguments["extra_info"] = dict(extra) if isinstance(extra, Mapping) else {}
         return arguments | {many: [arguments[one]] for many, one in VERL_PLURALS.items() if one in arguments}
 
-    def value(self, result: Any, report: Report) -> float:
+    @override
+    def value(self, result: Any, report: FunctionReport) -> float:
         if isinstance(result, list | tuple) and result:  # as verl: the first is the score
             result = result[0]
         if not isinstance(result, Mapping):
@@ -185,11 +166,7 @@ class VerlSignature:
         return finite(result["score"])
 
 
-SIGNATURES: Mapping[str, Callable[[], Signature]] = {
-    "tailrace": OwnSignature,
-    "trl": TrlSignature,
-    "verl": VerlSignature,
-}
+SIGNATURES = {"tailrace": Signature, "trl": TrlSignature, "verl": VerlSignature}
 
 
 def recognise(signature: inspect.Signature) -> str:
@@ -281,7 +258,8 @@ class RewardFunction:
             if name not in self._names and not self._takes_rest:
                 key, remedy = f"{self._key}.arguments", f"choose from {_listed(self._names)}"
                 raise ConfigError(key, name, "the function has no such parameter", remedy)
-        given = self._signature.names(columns)
+        row = {name: {"ground_truth": ""} for name in columns}  # verl's signature looks into a column
+        given = self._signature.arguments(Call("", "", [], "stop", row), FunctionReport())
         missing = [name for name in self._required if name not in given]
         if missing:
             problem = f"its parameter {missing[0]!r} is no column of the data (columns: {_listed(columns)})"
@@ -292,20 +270,14 @@ class RewardFunction:
             )
             raise ConfigError(self._key, spec, problem, remedy)
 
-    def applies_to(self, source: str) -> bool:
-        """Return whether it scores samples of a data source."""
-        return self.settings.sources is None or source in self.settings.sources
-
-    def call(self, call: Call, wait: Callable[[Awaitable[Any]], Any]) -> tuple[float | None, Report]:
+    def call(self, call: Call, wait: Callable[[Awaitable[Any]], Any]) -> tuple[float | None, FunctionReport]:
         """Return the value of one completion, None where the function does not apply, and what it reports.
-
-        Args:
-            wait: returns the result of an awaitable.
+        `wait` returns the result of an awaitable.
 
         Raises:
             RewardFailed: reason "raised", "not a number", "nan", "infinite" or "not a list of one".
         """
-        report = Report()
+        report = FunctionReport()
         try:
             arguments = self._signature.arguments(call, report)
             takes_all = self._takes_rest and self._signature.gives_rest
@@ -343,7 +315,7 @@ class Scorer:
                     problem = f"{number} functions have this name"
                     raise ConfigError("reward.functions.name", name, problem, "give each a name of its own")
             mixed = [each.name for each in sources_of(data) if isinstance(each, MixedSettings)]
-            _check_sources(loaded, mixed, settings.judges)
+            check_sources("function", settings.functions, mixed, others=settings.judges)
             return cls(loaded, has_judges=bool(settings.judges))
         sources = sources_of(data)
         tasks = [_task_scorer(source) for source in sources if isinstance(source, ProceduralSettings)]
@@ -352,11 +324,10 @@ class Scorer:
         return cls(tasks)
 
     def describe(self) -> str:
-        """Return how the functions are understood, for messages."""
         return "; ".join(each.describe() for each in self.functions)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """As RewardFunction.check_columns, of each function."""
+        """Check each function, as `RewardFunction.check_columns`."""
         for each in self.functions:
             each.check_columns(columns)
 
@@ -369,7 +340,7 @@ class Scorer:
         scores = Scores(0.0)
         applied = 0
         for function in self.functions:
-            if not function.applies_to(call.source):
+            if not function.settings.applies_to(call.source):
                 continue
             value, report = function.call(call, self._wait)
             scores.metrics |= {f"{function.name}/{name}": each for name, each in report.metrics.items()}
@@ -411,19 +382,6 @@ def _load(settings: FunctionSettings, key: str) -> RewardFunction:
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
 
 
-def _check_sources(
-    functions: Sequence[RewardFunction], sources: Sequence[str], judges: Sequence[JudgeSettings]
-) -> None:
-    """Check the names of the sources of a mixture; those of rows are known only when they are read."""
-    key = "reward.functions.sources"
-    for named in [name for each in functions for name in each.settings.sources or () if sources]:
-        if named not in sources:
-            raise ConfigError(key, named, "the data have no such source", f"choose from {_listed(sources)}")
-    for source in sources:
-        if not any(each.applies_to(source) for each in (*functions, *judges)):
-            raise ConfigError(key, source, "no function scores this source", "add a function for it")
-
-
 def _task_scorer(data: ProceduralSettings) -> RewardFunction:
     task = Task(data)
 
@@ -462,13 +420,8 @@ def _user_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 class WithFailureLimit:
-    """Rewards (reward/base.py) that end the run after too many failures without a success in between.
-
-    A timeout counts as a failure, also where it gives a reward of zero.
-
-    Args:
-        limit: the number of consecutive failures that ends the run.
-    """
+    """`Rewards` that end the run after `limit` failures without a success in between. A timeout counts as a
+    failure, also where it gives a reward of zero."""
 
     def __init__(self, rewards: Rewards, limit: int) -> None:
         self._rewards, self._limit = rewards, limit

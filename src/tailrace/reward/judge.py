@@ -9,8 +9,7 @@ import asyncio
 import json
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -65,7 +64,7 @@ class Judge(Protocol):
 
 
 def names_in(template: str) -> list[str]:
-    """Return the names that a template replaces."""
+    """Return the names that `render` replaces."""
     return [name for _, name in _FIELD.findall(template) if name]
 
 
@@ -140,43 +139,16 @@ def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str,
                 raise ConfigError("reward.judges.template", judge.template, problem, remedy)
 
 
-def check_sources(judges: Sequence[JudgeSettings], sources: Collection[str], *, alone: bool) -> None:
-    """Check the names of the sources that judges score.
-
-    Args:
-        sources: of a mixture; empty: they are known only when rows are read.
-        alone: nothing but judges scores samples.
-
-    Raises:
-        ConfigError: the data have no such source, or no judge scores one.
-    """
-    key = "reward.judges.sources"
-    for named in [name for judge in judges for name in judge.sources or () if sources]:
-        if named not in sources:
-            remedy = f"choose from {', '.join(sources)}"
-            raise ConfigError(key, named, "the data have no such source", remedy)
-    for source in sources if alone else ():
-        if not any(judge.applies_to(source) for judge in judges):
-            remedy = "add a judge or a function for it"
-            raise ConfigError(key, source, "no judge scores this source", remedy)
-
-
 class NoFunctions:
-    """Rewards (reward/base.py) of a run without reward functions."""
+    """`Rewards` of a run without reward functions."""
 
     async def score(self, sample: Sample) -> float:
         raise RewardFailed(NOT_APPLICABLE, "no reward function and no judge applies to this sample")
 
 
 class WithJudges:
-    """Rewards (reward/base.py) to which the scores of judges are added.
-
-    Reward functions and judges work at the same time. A judge that does not answer in time gives 0.
-
-    Args:
-        others: scores samples apart from the judges.
-        drop_timeouts: a timeout fails the sample.
-    """
+    """`Rewards` of `others` to which the scores of judges are added. All score at the same time. A judge that
+    does not answer in time gives 0, or with `drop_timeouts` fails the sample."""
 
     def __init__(
         self,
@@ -190,17 +162,16 @@ class WithJudges:
         self._drop_timeouts = drop_timeouts
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score."""
         sample.text = self._text_of(sample.scored_ids)
         call = Call.of(sample)
         judges = [judge for judge in self._judges if judge.settings.applies_to(call.source)]
         asked = [self._ask(judge, call) for judge in judges]
-        others, *verdicts = await asyncio.gather(self._score(sample), *asked, return_exceptions=True)
+        others, *verdicts = await asyncio.gather(self._others.score(sample), *asked, return_exceptions=True)
         for outcome in (others, *verdicts):
             is_other = isinstance(outcome, RewardFailed) and outcome.reason == NOT_APPLICABLE and judges
             if isinstance(outcome, BaseException) and not is_other:
                 raise outcome
-        reward = others if isinstance(others, float) else 0.0
+        reward = others if isinstance(others, float | int) else 0.0
         for judge, verdict in zip(judges, verdicts, strict=True):
             name, score = judge.settings.name, 0.0
             if isinstance(verdict, Verdict):
@@ -212,9 +183,6 @@ class WithJudges:
                 sample.timed_out = True
             reward += judge.settings.weight * score
         return reward
-
-    async def _score(self, sample: Sample) -> float:
-        return float(await self._others.score(sample))
 
     async def _ask(self, judge: Judge, call: Call) -> Verdict | None:
         """Return the verdict; None after a timeout."""
@@ -267,7 +235,8 @@ class AnswerCache:
 
     def __init__(self, size: int, folder: Path | None) -> None:
         self._size, self._folder = size, folder
-        self._answers: OrderedDict[str, str] = OrderedDict()
+        self._answers: dict[str, str] = {}
+        """The one used last comes last."""
 
     @staticmethod
     def key(*question: object) -> str:
@@ -276,14 +245,12 @@ class AnswerCache:
 
     def get(self, key: str) -> str | None:
         """Return the answer to a question, or None."""
-        if key in self._answers:
-            self._answers.move_to_end(key)
-            return self._answers[key]
-        answer = None
-        if self._folder:
+        answer = self._answers.get(key)
+        if answer is None and self._folder:
             with suppress(OSError, ValueError):
                 answer = self._file(self._folder, key).read_text()
-                self._remember(key, answer)
+        if answer is not None:
+            self._remember(key, answer)
         return answer
 
     def put(self, key: str, answer: str) -> None:
@@ -298,10 +265,10 @@ class AnswerCache:
                 new.replace(file)
 
     def _remember(self, key: str, answer: str) -> None:
+        self._answers.pop(key, None)
         self._answers[key] = answer
-        self._answers.move_to_end(key)
         if len(self._answers) > self._size:
-            self._answers.popitem(last=False)
+            del self._answers[next(iter(self._answers))]
 
     @staticmethod
     def _file(folder: Path, key: str) -> Path:
@@ -318,10 +285,8 @@ KEY = "reward.judges"
 
 
 class EndpointJudge:
-    """A Judge (judge.py). Equal questions that are open at the same time are asked once.
-
-    Args:
-        timeout_s: seconds for one answer; waiting for a free place does not count.
+    """A `Judge`. Equal questions that are open at the same time are asked once. An answer may take
+    `timeout_s`; waiting for a free place does not count.
 
     Raises:
         ConfigError: the address is malformed, or the environment variable of the API key is not set.
@@ -348,7 +313,7 @@ class EndpointJudge:
         )
 
     async def judge(self, call: Call) -> Verdict:
-        """As Judge.judge. When this is cancelled, the question stays open, for others that ask it.
+        """Score as `Judge.judge`. When this is cancelled, the question stays open, for others that ask it.
 
         Raises:
             RewardFailed: reason "judge unavailable", "judge refused", "judge unreadable" or "judge template".

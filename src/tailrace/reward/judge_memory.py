@@ -24,24 +24,20 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class LayerBudget:
-    """The rule that divides the memory of a judge.
-
-    Args:
-        total_bytes: for everything; None: without limit.
-        layer_bytes: of the largest layer.
-        outside_bytes: of what is in no layer: embedding, last norm, head.
-        token_bytes: of the activations of a token.
-    """
+    """The rule that divides the memory of a judge."""
 
     total_bytes: int | None
+    """For everything; None: without limit."""
     num_layers: int
     layer_bytes: int
+    """Of the largest layer."""
     outside_bytes: int
+    """Of what is in no layer: embedding, last norm, head."""
     token_bytes: int
+    """Of the activations of a token."""
 
     @classmethod
     def of(cls, shape: ModelShape, settings: LocalJudgeSettings) -> "LayerBudget":
-        """Return the budget of a judge."""
         size = ITEM_BYTES[settings.dtype]
         wide = 4 * shape.hidden_size + 3 * shape.mlp_size + 2 * (shape.query_size + shape.kv_size)
         return cls(
@@ -65,12 +61,9 @@ class LayerBudget:
         if fitting >= self.num_layers:
             return self.num_layers
         if fitting < IN_TRANSIT:
-            raise ValueError(f"{num_tokens} tokens need {gib(self.least_bytes(num_tokens))}")
+            least = self.outside_bytes + num_tokens * self.token_bytes + IN_TRANSIT * self.layer_bytes
+            raise ValueError(f"{num_tokens} tokens need {gib(least)}")
         return fitting - IN_TRANSIT
-
-    def least_bytes(self, num_tokens: int) -> int:
-        """Return the memory without resident layers."""
-        return self.outside_bytes + num_tokens * self.token_bytes + IN_TRANSIT * self.layer_bytes
 
     def most_bytes(self, num_tokens: int) -> int:
         """Return the memory that is used at most."""
@@ -79,18 +72,13 @@ class LayerBudget:
 
 
 def kept_layers(num: int, num_layers: int) -> set[int]:
-    """Return which layers are resident. They are spread evenly, so that the copy of each other layer has
-    time."""
+    """Return which layers are resident: evenly spread ones, so that the copy of each other layer has time."""
     return {i for i in range(num_layers) if (i + 1) * num // num_layers > i * num // num_layers}
 
 
 def batches(numbers: Iterable[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Divide texts into batches of similar lengths.
-
-    Args:
-        lengths: of all texts, by number.
-        max_tokens: of a batch, with padding to its longest text.
-    """
+    """Divide texts, whose `lengths` are given by number, into batches of similar lengths and of at most
+    `max_tokens`, with padding to the longest text."""
     found: list[list[int]] = []
     for number in sorted(numbers, key=lambda number: -lengths[number]):
         if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= max_tokens:

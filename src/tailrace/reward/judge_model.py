@@ -36,18 +36,15 @@ Reader = Callable[[int, Mapping[str, Tensor]], None]
 
 @dataclass
 class _Place:
-    """Memory of the device that holds a layer.
-
-    Args:
-        layer: what is in it; None: nothing that is still needed.
-        free: the computation that used it last.
-        arrived: the copy into it.
-    """
+    """Memory of the device that holds a layer."""
 
     bytes: Tensor
     layer: int | None = None
+    """What is in it; None: nothing that is still needed."""
     free: Any = None
+    """The computation that used it last."""
     arrived: Any = None
+    """The copy into it."""
 
 
 class StreamedLayers:
@@ -87,7 +84,7 @@ class StreamedLayers:
         elif not self._slots:
             self._slots = self._new_slots()
         for i in sorted(kept - self._kept.keys()):
-            self._kept[i] = place = _Place(self._empty(self._sizes[i]))
+            self._kept[i] = place = self._new_place(self._sizes[i])
             place.free = self._module.current_stream().record_event()
             self._copy(i, place)
 
@@ -109,11 +106,7 @@ class StreamedLayers:
                 place.layer, place.free = None, self._module.current_stream().record_event()
 
     def _fetch(self, i: int, spare: _Place | None = None) -> _Place:
-        """Begin to copy a layer into a slot, unless it is there already.
-
-        Args:
-            spare: a slot that is in use.
-        """
+        """Begin to copy a layer into a slot other than `spare`, unless it is there already."""
         there = next((place for place in self._slots if place.layer == i), None)
         if there is None:
             there = next(place for place in self._slots if place is not spare)
@@ -147,10 +140,10 @@ class StreamedLayers:
         return sum(_aligned(shape.numel() * self._dtype.itemsize) for shape in shapes.values())
 
     def _new_slots(self) -> list[_Place]:
-        return [_Place(self._empty(max(self._sizes))) for _ in range(IN_TRANSIT)]
+        return [self._new_place(max(self._sizes)) for _ in range(IN_TRANSIT)]
 
-    def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def _new_place(self, size: int) -> _Place:
+        return _Place(torch.empty(size, dtype=torch.uint8, device=self._device))
 
     def _read_all(self) -> list[Tensor]:
         """Read the layers into one pinned buffer. What torch pins itself has the size of a power of two."""
@@ -169,8 +162,7 @@ def _aligned(size: int) -> int:
 
 
 KEY = "reward.judges"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Messages = Sequence[Mapping[str, str]]
+ChatMessages = Sequence[Mapping[str, str]]
 
 
 class WeightFiles:
@@ -214,7 +206,7 @@ class ModelJudge:
         Raises:
             ConfigError: its files do not fit its architecture, or its labels begin with the same token.
         """
-        device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
         if device.index is not None:
             torch.get_device_module(device).set_device(device)  # streams belong to the current device
         is_reward = is_reward_model(read_config(settings.path))
@@ -241,7 +233,7 @@ class ModelJudge:
         judge._check_head()
         return judge
 
-    def scores(self, conversations: Sequence[Messages]) -> list[float | RewardFailed]:
+    def scores(self, conversations: Sequence[ChatMessages]) -> list[float | RewardFailed]:
         """Score each conversation: the output of a reward model, or the probability of the first label among
         the labels. One that has no score has its failure."""
         texts: list[list[int]] = []
@@ -280,7 +272,7 @@ class ModelJudge:
         logits = self._model.get_output_embeddings()(last).float()
         return [float(share) for share in logits[:, self._labels].softmax(-1)[:, 0]]
 
-    def _encode(self, messages: Messages) -> list[int]:
+    def _encode(self, messages: ChatMessages) -> list[int]:
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             return list(tokenizer.encode("\n".join(message["content"] for message in messages)))

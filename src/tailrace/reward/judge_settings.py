@@ -9,21 +9,26 @@ from tailrace.devices import Device
 from tailrace.settings import Resumable, RunPath, Settings
 
 
-class JudgeBase(Settings):
-    """What all judges have."""
+class WeightedSettings(Settings):
+    """What reward functions and judges have in common."""
 
-    name: str = Field(default="judge", pattern=r"^[\w.-]+$")
-    """Name of its metric, `rewards/NAME`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its score in the reward, which is the weighted sum."""
+    """Factor of its value in the reward, which is the weighted sum."""
     sources: tuple[str, ...] | None = None
     """Data sources whose samples it scores. None: all."""
-    system: str | None = None
-    """System message that comes before the text. None: none."""
 
     def applies_to(self, source: str) -> bool:
         """Return whether it scores samples of a data source."""
         return self.sources is None or source in self.sources
+
+
+class JudgeBase(WeightedSettings):
+    """What all judges have."""
+
+    name: str = Field(default="judge", pattern=r"^[\w.-]+$")
+    """Name of its metric, `rewards/NAME`."""
+    system: str | None = None
+    """System message that comes before the text. None: none."""
 
 
 class EndpointJudgeSettings(JudgeBase):
@@ -52,7 +57,7 @@ class EndpointJudgeSettings(JudgeBase):
     parameters: dict[str, JsonValue] = {"temperature": 0.0, "max_tokens": 512}
     """Further fields of the request, such as `max_tokens`."""
     concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)
-    """Requests at a time; at least 1."""
+    """Requests at a time."""
     asks: int = Field(default=3, ge=1, le=100)
     """How often it is asked until an answer can be read; 1 to 100. From the second time on a temperature
     of `parameters` is at least 1."""
@@ -108,7 +113,7 @@ class LocalJudgeSettings(JudgeBase):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights and computation."""
     threads: Resumable[int] = Field(default=1, ge=1, le=1024)
-    """Threads on the CPU; 1 to 1024."""
+    """Threads on the CPU."""
     memory_mib: Resumable[int | None] = Field(default=None, ge=1)
     """Memory on the device for layers and activations together, in MiB. None: all layers stay there."""
     max_tokens: Resumable[int] = Field(default=4096, ge=1, le=10_000_000)

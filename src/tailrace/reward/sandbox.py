@@ -148,12 +148,7 @@ class Execution:
 
 
 class Sandbox:
-    """Runs one program at a time or many, each in a sandbox of its own.
-
-    Args:
-        kind: "bubblewrap", or "none": a process with resource limits and no isolation.
-        settings: the limits.
-    """
+    """Runs programs, each in a sandbox of its own; of the kind "none" a process with resource limits only."""
 
     def __init__(self, kind: SandboxKind, settings: CodeSettings) -> None:
         self._settings = settings
@@ -192,10 +187,7 @@ class Sandbox:
         return await _Supervision(process, self._settings).run(answers, writer, lines, limit)
 
     async def _start(self, socket: socket.socket, stdin: str) -> asyncio.subprocess.Process:
-        """
-        Raises:
-            SandboxFailed: no process could be started.
-        """
+        """Raises SandboxFailed if no process could be started."""
         with ExitStack() as files:
             read = files.enter_context(_memory_file(stdin.encode(errors="replace")))
             refused = files.enter_context(_memory_file(seccomp_filter()))
@@ -215,11 +207,7 @@ class Sandbox:
                 raise SandboxFailed(f"no process could be started: {why}") from why
 
     async def check(self) -> None:
-        """Run an empty program.
-
-        Raises:
-            ConfigError: the sandbox does not work here.
-        """
+        """Run an empty program. Raises a ConfigError if the sandbox does not work here."""
         remedy = "allow user namespaces, or set it to 'none', which runs the programs without isolation"
         try:
             await self.run({"program": ""}, "", TimeLimit(START_S))
@@ -282,10 +270,7 @@ class _Supervision:
         lines: Sequence[str],
         limit: TimeLimit,
     ) -> Execution:
-        """
-        Args:
-            lines: what the process inside reads: the first at once, each other once it asks.
-        """
+        """Supervise a program. The process inside reads the first line at once, each other once it asks."""
         assert self._process.stdout
         watching = None
         try:
@@ -317,10 +302,7 @@ class _Supervision:
         return Execution(self._end, exit_code, output[: self._max_output], answer, seconds)
 
     async def _wait_for_start(self, answers: asyncio.StreamReader) -> None:
-        """
-        Raises:
-            SandboxFailed: the program was not started.
-        """
+        """Raises SandboxFailed if the program was not started."""
         words = ""
         try:
             async with asyncio.timeout(START_S):
@@ -410,10 +392,7 @@ async def _drain(stream: asyncio.StreamReader) -> None:
 
 
 def check_installed() -> None:
-    """
-    Raises:
-        ConfigError: bubblewrap is not installed.
-    """
+    """Raises a ConfigError if bubblewrap is not installed."""
     remedy = "install bubblewrap, or set it to 'none', which runs the programs without isolation"
     for tool in ("bwrap", *(("setpriv",) if os.geteuid() == 0 else ())):
         if shutil.which(tool) is None:

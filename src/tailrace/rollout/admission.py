@@ -137,13 +137,8 @@ oldest group is dropped and counted."""
 
 
 class ReadyQueue:
-    """Complete groups, in the order in which they completed.
-
-    Args:
-        name: for error messages.
-        drop: called with a group that overflows, and the reason.
-        coming: how many groups may still arrive.
-    """
+    """Complete groups, in the order in which they completed. `drop` is called with a group that overflows
+    and the reason; `coming` returns how many groups may still arrive."""
 
     def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
         self.name = name
@@ -186,11 +181,7 @@ class ReadyQueue:
         return groups
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
-        """Wait for n groups, as `select` chooses them.
-
-        Raises:
-            NeverComes: fewer than n groups are ready or in flight.
-        """
+        """Wait for n groups, as `select` chooses them. Raises as `wait_for`."""
         return await self._some(n, n, select)
 
     async def stream(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:

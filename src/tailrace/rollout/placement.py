@@ -38,9 +38,6 @@ class TensorParallelRule:
     """The paper's rule. There are two kinds of rounds, races and rounds without a race, and preemptions are
     compared with the last round of the same kind. A rise from zero counts as a rise. The size changes only
     after a round without a race: with tail batching, after a long round.
-
-    Args:
-        largest: the largest width.
     """
 
     def __init__(self, largest: int) -> None:
@@ -69,11 +66,7 @@ class TensorParallelRule:
 
 
 class ParallelismPlanner:
-    """Applies the rule to the engines between two rounds.
-
-    Args:
-        largest: the largest width; 1: the size is fixed.
-    """
+    """Applies the rule to the engines between two rounds. With a `largest` width of 1 the size is fixed."""
 
     def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, largest: int) -> None:
         self.engines, self._progress, self._largest = engines, progress, largest
@@ -128,25 +121,18 @@ class PlacementSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a placement knows of the devices.
-
-    Args:
-        engines: for each engine, whether replica 0 of the trainer trains on its devices; empty: the half
-            that comes last.
-        max_width: engines whose devices may be joined to one tensor-parallel group, at most.
-    """
+    """What a placement knows of the devices."""
 
     kind: Kind = "disaggregated"
     engines: tuple[bool, ...] = ()
+    """For each engine, whether replica 0 of the trainer trains on its devices. Empty: the half that comes
+    last."""
     max_width: int = 1
+    """Engines whose devices may be joined to one tensor-parallel group, at most."""
 
 
 class Placement:
-    """Disaggregated: engines and trainer never wait for a device.
-
-    Args:
-        planner: chooses the tensor-parallel size of the engines between two rounds.
-    """
+    """Disaggregated: engines and trainer never wait for a device."""
 
     def __init__(self, planner: ParallelismPlanner) -> None:
         self._planner = planner
@@ -157,13 +143,8 @@ class Placement:
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
-        """The block inside has devices to train on.
-
-        Args:
-            all_replicas: the block needs all replicas, as an optimizer step does.
-
-        Yields:
-            The replica that may train; None: all of them.
+        """Yield the replica that may train on devices inside the block; None: all of them. With
+        `all_replicas` the block needs all, as an optimizer step does.
 
         Raises:
             ScheduleError: generation never stops, so that there are never devices to train on.
@@ -174,11 +155,8 @@ class Placement:
         """Wait until the engines have their devices."""
 
     async def published(self) -> None:
-        """As `generating`, after a publication.
-
-        Raises:
-            ScheduleError: groups are still in the pool: generation never stops.
-        """
+        """Wait as `generating` after a publication. If groups are still in the pool, generation never stops:
+        that is a ScheduleError."""
 
 
 class Colocated(Placement):
@@ -256,9 +234,6 @@ class Elastic(Colocated):
     At most once a rollout, tested at each milestone: they sleep if the projected peak of the KV cache of all
     unfinished requests fits on the others. Their requests go on there from their tokens. Replica 0 then
     accumulates complete groups. When the rollout is over all replicas train.
-
-    Args:
-        shared: for each engine, whether replica 0 has its devices.
     """
 
     kind = "elastic"
@@ -322,12 +297,8 @@ class Elastic(Colocated):
 
 
 def lendable(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
-    """Which engines give their devices. None if a tensor-parallel group has devices of both kinds.
-
-    Args:
-        widths: of each engine (`Engine.width`).
-        shared: for each engine, whether replica 0 has its own devices.
-    """
+    """Which engines of these widths give their devices, given which are shared with replica 0. None if a
+    tensor-parallel group has devices of both kinds."""
     lent = [False] * len(widths)
     for number, width in enumerate(widths):
         group = shared[number : number + width]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from tailrace.clock import Signal, now
 from tailrace.errors import RewardFailed, ScheduleError
@@ -62,11 +61,7 @@ class _State:
 
 
 class SamplesInFlight:
-    """One state for each sample, and the queue of those that wait.
-
-    Args:
-        order: of the samples that wait.
-    """
+    """One state for each sample, and the queue of those that wait, in `order`."""
 
     def __init__(self, order: Order = launched_first) -> None:
         self._order = order
@@ -160,39 +155,23 @@ class SamplesInFlight:
                 state.task.cancel()
 
 
-class Service(Protocol):
-    """What synchronous rewards read of the pool."""
-
-    changed: Signal
-
-    @property
-    def is_endless(self) -> bool: ...
-
-    @property
-    def is_serving(self) -> bool: ...
-
-
 class SynchronousRewards:
     """`Rewards` (reward/base.py) that wait until no request is served or waits: the baseline of RollPacker
     4.3."""
 
-    def __init__(self, rewards: Rewards, service: Service) -> None:
-        self._rewards, self._service = rewards, service
+    def __init__(self, rewards: Rewards, pool: "Pool") -> None:
+        self._rewards, self._pool = rewards, pool
         self._one_waits = asyncio.Lock()
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score.
-
-        Raises:
-            ScheduleError: the schedule generates without a pause.
-        """
+        """Score as `Rewards.score`. A schedule that generates without a pause is a ScheduleError."""
         async with self._one_waits:  # each change of the pool wakes every task that waits for it
-            while self._service.is_serving:
-                if self._service.is_endless:
+            while self._pool.is_serving:
+                if self._pool.is_endless:
                     raise ScheduleError(
                         "it generates without a pause, so reward.synchronous = true cannot work"
                     )
-                await self._service.changed.wait("the end of the rollout, to score it")
+                await self._pool.changed.wait("the end of the rollout, to score it")
         return await self._rewards.score(sample)
 
 
@@ -250,11 +229,7 @@ class Ages:
                 self._forget(group, group.oldest_version)
 
     def published(self, has_arrived: Callable[[], bool]) -> None:
-        """A version was published.
-
-        Args:
-            has_arrived: whether every engine has loaded it.
-        """
+        """A version was published. `has_arrived`: whether every engine has loaded it."""
         self._has_arrived = has_arrived
         self._held_over = set(self._without_tokens)
 
@@ -285,7 +260,7 @@ class Ages:
 
 Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""
-ComputeAdvantages = Callable[[Group], str | None]
+SetAdvantages = Callable[[Group], str | None]
 """Sets the advantages of a complete group, or returns the reason why the group is filtered."""
 
 
@@ -302,7 +277,7 @@ class Pool:
         recorder: Recorder,
         *,
         replace: Callable[[int], list[Group]],
-        compute_advantages: ComputeAdvantages,
+        compute_advantages: SetAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
         """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""

@@ -1,6 +1,6 @@
 """Progress of a rollout, and the KV cache that the rest of it will need (RollPacker 4.4)."""
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -67,25 +67,18 @@ class KnownLengths:
     """The lengths of the responses that ended last."""
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
-        self._recent: deque[int] = deque(maxlen=MAX_KNOWN)
-        for length in lengths:
-            self.add(length)
+        self._recent = deque(lengths, MAX_KNOWN)
 
     def add(self, length: int) -> None:
         self._recent.append(length)
 
     def expected_more(self, had: Sequence[int]) -> list[float]:
-        """The tokens that unfinished responses are expected to gain.
+        """The tokens that unfinished responses are expected to gain, which have `had` so many.
 
         A response of t tokens is expected to reach the mean of the known lengths above t. If none is known,
         it is expected to reach 2 t.
-
-        Args:
-            had: tokens that each response has.
         """
-        known: list[int] = []
-        for length in self._recent:
-            insort(known, length)
+        known = sorted(self._recent)
         sums = list(accumulate(known, initial=0))
         more = []
         for tokens in had:
@@ -97,14 +90,8 @@ class KnownLengths:
 
 
 def peak_kv(contexts: Sequence[int], more: Sequence[float]) -> float:
-    """The largest KV cache of requests that are decoded together, in positions.
-
-    All requests gain one token a step. The cache is largest in a step in which a request ends.
-
-    Args:
-        contexts: positions of each request now.
-        more: tokens that each request will gain.
-    """
+    """The largest KV cache of requests that are decoded together, in positions. They have `contexts`
+    positions and will gain `more` tokens, one a step. It is largest in a step in which a request ends."""
     peak, context = 0.0, float(sum(contexts))
     ends = sorted(zip(more, contexts, strict=True))
     for number, (steps, own) in enumerate(ends):

@@ -124,11 +124,7 @@ class Router:
         return sum(engine.usage().num_generated for engine in self.engines)
 
     def check_counts(self) -> None:
-        """Compare the own count of each idle engine with the tokens that arrived.
-
-        Raises:
-            LedgerError: they differ.
-        """
+        """Raises a LedgerError if an idle engine's own count is not that of the tokens that arrived."""
         for engine in self.engines:
             usage = engine.usage()
             if usage.num_counted not in (None, usage.num_generated):
@@ -186,21 +182,14 @@ class Router:
 
 
 class WithReference:
-    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`.
-
-    Reward and log-probs are computed as soon as a sample is finished, at the same time, beside the rollout
-    and the training. A sample is scored when both are there.
-    """
+    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`. Both are computed at the same
+    time, as soon as a sample is finished."""
 
     def __init__(self, rewards: Rewards, reference: Reference) -> None:
         self._rewards, self._reference = rewards, reference
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score.
-
-        Raises:
-            RewardFailed: also, reason "without reference": a log-prob under the reference is not finite.
-        """
+        """Score as `Rewards.score`. A reference log-prob that is not finite is a RewardFailed, too."""
         reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
         if not all(map(math.isfinite, logprobs)):
             raise RewardFailed("without reference", "a log-prob under the reference model is not finite")

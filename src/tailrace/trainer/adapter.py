@@ -24,28 +24,23 @@ def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int
     Raises:
         ConfigError: a file is missing or damaged, or a name of `target_modules` is of no linear layer.
     """
-    layers = {
-        name.removesuffix(_WEIGHT): shape
+    linear = {
+        name.removesuffix(_WEIGHT): (shape[0], shape[1])
         for name, shape in tensor_shapes(model).items()
-        if name.endswith(_WEIGHT) and len(shape) == 2 and _last(name) not in _NOT_LINEAR
+        if name.endswith(_WEIGHT) and len(shape) == 2 and _kind(name.removesuffix(_WEIGHT)) not in _NOT_LINEAR
     }
-    linear = {name: (shape[0], shape[1]) for name, shape in layers.items()}
     if lora.target_modules == "all-linear":
         return linear
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    kinds = sorted({_kind(name) for name in linear})
     if unknown := [name for name in lora.target_modules if name not in kinds]:
         problem = f"{', '.join(unknown)}: no linear layer of the model has this name"
         key = f"{_KEY}.target_modules"
         raise ConfigError(key, str(list(lora.target_modules)), problem, f"choose from {', '.join(kinds)}")
-    return {name: shape for name, shape in linear.items() if name.rpartition(".")[2] in lora.target_modules}
+    return {name: shape for name, shape in linear.items() if _kind(name) in lora.target_modules}
 
 
 def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
-    """Check what can be checked without loading the model.
-
-    Args:
-        engine: `engine.kind`.
-        transport: `weights.transport`.
+    """Check what can be checked without loading the model, against `engine.kind` and `weights.transport`.
 
     Raises:
         ConfigError: peft is not installed, a layer does not exist, or the engine or the transport takes no
@@ -93,10 +88,7 @@ def peft_config(model: Path, lora: LoraSettings) -> dict[str, object]:
 
 def adapter_tensors(model: Path, lora: LoraSettings) -> tuple[TensorInfo, ...]:
     """Return the tensors of an adapter's publication. They are float32, whatever the type of the engine.
-
-    Raises:
-        ConfigError: as `adapted_modules`.
-    """
+    Raises as `adapted_modules`."""
     tensors: list[TensorInfo] = []
     for name, (outputs, inputs) in adapted_modules(model, lora).items():
         tensors.append(TensorInfo(f"{name}.lora_A.weight", (lora.rank, inputs), "float32"))
@@ -104,5 +96,5 @@ def adapter_tensors(model: Path, lora: LoraSettings) -> tuple[TensorInfo, ...]:
     return tuple(tensors)
 
 
-def _last(tensor: str) -> str:
-    return tensor.removesuffix(_WEIGHT).rpartition(".")[2]
+def _kind(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -24,9 +24,9 @@ class LoraSettings(Settings):
     zero. Needs `pip install 'tailrace[lora]'`."""
 
     rank: int = Field(default=16, ge=1, le=4096)
-    """Rows of A and columns of B. Range: [1, 4096]."""
+    """Rows of A and columns of B."""
     alpha: float = Field(default=32.0, gt=0, le=1e6)
-    """The product of B and A is multiplied by alpha / rank. Range: (0, 10^6]."""
+    """The product of B and A is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...] = "all-linear"
     """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
     the output layer."""
@@ -40,53 +40,48 @@ class TrainerSettings(Settings):
     """The trainer: optimizer, micro-batches, device."""
 
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
-    """Learning rate of the policy. Range: (0, 1]."""
+    """Learning rate of the policy."""
     critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the policy's.
-    Range: (0, 1]."""
+    """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the
+    policy's."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises linearly from zero. At least 0."""
+    """Optimizer steps over which the learning rate rises linearly from zero."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """AdamW's decay rates of the first and the second moment. Range: [0, 1) each."""
+    """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """AdamW's weight decay, applied to matrices, not to norms and biases. Range: [0, 1]."""
+    """AdamW's weight decay, applied to matrices, not to norms and biases."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients of a larger global norm are scaled down to it. Above 0."""
+    """Gradients of a larger global norm are scaled down to it."""
     max_tokens_per_microbatch: int = Field(default=16_384, ge=1, le=MAX_TOKENS, json_schema_extra=CHOSEN)
-    """Prompt and completion tokens of one forward and backward pass. A longer sample is computed alone.
-    Not set: the largest power of two that fits the memory, at most 1,024 on a CPU and 16,384 on a GPU.
-    Range: [1, 2^31 - 1]."""
+    """Prompt and completion tokens of one forward and backward pass. A longer sample is computed alone. Not
+    set: the largest power of two that fits the memory, at most 1,024 on a CPU and 16,384 on a GPU."""
     min_tokens_per_microbatch: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Fewer tokens, of each rank, wait for the next groups, at most until the optimizer step. Default: 512 on
     a CPU, which more tokens do not make faster; on CUDA 16,384, or `max_tokens_per_microbatch` if that is
-    less. Range: [1, 2^31 - 1]."""
+    less."""
     threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
     """CPU threads of each process of the trainer. Not set: its share of all cores where the schedule never
-    trains while engines generate, and of half of them otherwise. Range: [1, 1024]."""
+    trains while engines generate, and of half of them otherwise."""
     device: str = "cpu"
     """Torch device: cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
     """Precision of forward and backward computation. Weights, gradients and optimizer states are float32.
     Not set: bfloat16 on a processor with AMX or AVX512-BF16, and on a GPU that computes it; else float32."""
     ranks: int = Field(default=1, ge=1, le=1024)
-    """Processes over which each replica is sharded: weights, gradients and optimizer states (FSDP2).
-    Range: [1, 1024]."""
+    """Processes over which each replica is sharded: weights, gradients and optimizer states (FSDP2)."""
     replicas: int = Field(default=1, ge=1, le=1024)
-    """Copies of the sharded model. They divide the samples of a step and add their gradients in it.
-    Range: [1, 1024]."""
+    """Copies of the sharded model. They divide the samples of a step and add their gradients in it."""
     activation_checkpointing: bool = False
-    """Compute the activations of each block again in the backward pass, in place of keeping them. true or
-    false."""
+    """Compute the activations of each block again in the backward pass, in place of keeping them."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time.
-    true or false."""
+    """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time."""
     async_checkpoints: bool = True
     """Train on while a checkpoint is written, from a copy of weights and optimizer states in host memory.
-    false: the trainer waits, and needs no memory for the copy. true or false."""
+    false: the trainer waits, and needs no memory for the copy."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others in one collective, at most. It must be more than the slowest
-    rank takes for one pass, than rank 0 takes to read the model, and than a rank takes to write its part of
-    a checkpoint, while the others wait. Range: (0, 86,400]."""
+    rank takes for one pass, than rank 0 takes to read the model, and than a rank takes to write its part of a
+    checkpoint, while the others wait."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
     trained."""

@@ -39,11 +39,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
-        """Make a training sample of a sample.
-
-        Args:
-            published: version of the weights that were published last.
-        """
+        """Make a training sample of a sample. `published`: the version that was published last."""
         ends = itertools.accumulate(span.num_tokens for span in sample.spans)
         carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
         branches = sample.branches

@@ -10,10 +10,8 @@ folder is written under a temporary name, forced to the disk and renamed when it
 exists was written to its end. Later damage is found by the checksums when it is read. Nothing is pickled.
 
 A checkpoint has two halves. `writing` copies the state to host memory. What it returns writes the copy and
-may run in a thread, while the trainer goes on.
-
-Each rank writes what it has of each tensor of the state. Any number of ranks can read the files: each reads
-the parts of its own shards.
+may run in a thread, while the trainer goes on. Any number of ranks can read the files: each reads the parts
+of its own shards.
 """
 
 import math
@@ -21,7 +19,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,50 +42,33 @@ V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """The state of an optimizer besides the parameters. AdamW's moments are empty before the first update.
-    Those of a sharded model are DTensors."""
+State = Mapping[str, Tensor]
+"""What a checkpoint has besides the model. Tensors of a sharded model are DTensors.
 
-    num_steps: int
-    num_updates: int
-    """Steps that changed the weights: AdamW's own count. Steps with a gradient that is not finite are not in
-    it."""
-    first_moments: Mapping[str, Tensor]
-    second_moments: Mapping[str, Tensor]
+    policy.counts, critic.counts        steps, and steps that changed the weights
+    policy.first.NAME, .second.NAME     AdamW's moments; none before the first update; the same for a critic
+    critic.weight.NAME                  weights of the critic
+    random.DEVICE.RANK                  uint8 state of a generator of a rank
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What a checkpoint has besides the model."""
-
-    policy: OptimizerState
-    critic: OptimizerState | None
-    """None: the algorithm has no critic."""
-    critic_weights: Mapping[str, Tensor]
-    random: Mapping[str, Tensor]
-    """uint8 states of this process's generators, by device type."""
+def section(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
+    """Return the entries whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): each for name, each in named.items() if name.startswith(prefix)}
 
 
-def writing_state(folder: Path, state: TrainerState, ranks: Ranks, *, copied: bool) -> Callable[[], None]:
-    """Return what writes a state. All ranks of a replica call it, and what it returns, which raises a
-    CheckpointException if a rank cannot write. These are the two halves of torch's `async_save`.
+def prefixed(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
+    """Return the entries with a prefix before their names."""
+    return {prefix + name: each for name, each in named.items()}
 
-    Args:
-        copied: the state is copied to host memory first, so that training may go on while it is written.
-    """
-    tensors = {f"random.{kind}.{ranks.rank}": each for kind, each in state.random.items()}
-    for owner, optimizer in (("policy", state.policy), ("critic", state.critic)):
-        if optimizer is None:
-            continue
-        if ranks.rank == 0:
-            tensors[f"{owner}.counts"] = torch.tensor([optimizer.num_steps, optimizer.num_updates])
-        tensors |= {f"{owner}.first.{name}": each for name, each in optimizer.first_moments.items()}
-        tensors |= {f"{owner}.second.{name}": each for name, each in optimizer.second_moments.items()}
-    tensors |= {f"critic.weight.{name}": each for name, each in state.critic_weights.items()}
-    files = _files_of(tensors, ranks)
+
+def _writing_state(folder: Path, state: State, ranks: Ranks, *, copied: bool) -> Callable[[], None]:
+    """Return what writes a state: the two halves of torch's `async_save`."""
+    if ranks.rank:
+        state = {name: each for name, each in state.items() if not name.endswith(".counts")}
+    files = _files_of(state, ranks)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    kept = writer.stage(tensors) if copied else tensors
+    kept = writer.stage(dict(state)) if copied else dict(state)
 
     def write() -> None:
         group = ranks.writers
@@ -98,7 +78,7 @@ def writing_state(folder: Path, state: TrainerState, ranks: Ranks, *, copied: bo
     return write
 
 
-def _files_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
+def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
     """In which of its files a rank writes each tensor. torch holds a whole file in memory, twice, and writes
     one after another."""
     files, size = {}, 0
@@ -109,48 +89,42 @@ def _files_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
     return files | {f"random.{kind}.{rank}": 1 for kind in kinds for rank in range(ranks.num_ranks)}
 
 
-def load(
-    folder: Path, parameters: Mapping[str, Tensor], critic: Mapping[str, Tensor] | None, ranks: Ranks
-) -> TrainerState:
-    """Read this rank's part of what `save` wrote.
+def _read_state(folder: Path, owners: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> State:
+    """Read this rank's part of a state.
 
     Args:
-        parameters: of the policy. Moments are those of the ones that are trained.
-        critic: parameters of the critic; None: there is none.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the state belongs to another model.
+        owners: parameters of the policy, and of the critic if there is one.
     """
     try:
         found = _shapes_in(folder)
-        wanted = _optimizer_tensors("policy", folder, found, parameters)
-        if critic is not None:
-            wanted |= _optimizer_tensors("critic", folder, found, critic)
-            wanted |= _like("critic.weight.", folder, found, critic)
-        num_saved = max(1, len(_section("random.cpu.", found)))
+        wanted: dict[str, Tensor] = {}
+        for owner, parameters in owners.items():
+            wanted[f"{owner}.counts"] = torch.zeros(2, dtype=torch.int64)
+            trained = {name: each for name, each in parameters.items() if each.requires_grad}
+            for part in (f"{owner}.first.", f"{owner}.second."):
+                if section(part, found):
+                    wanted |= _like(part, folder, found, trained)
+        if "critic" in owners:
+            wanted |= _like("critic.weight.", folder, found, owners["critic"])
+        num_saved = max(1, len(section("random.cpu.", found)))
         for kind in ("cpu", "cuda"):
             if shape := found.get(name := f"random.{kind}.{ranks.rank % num_saved}"):
                 wanted[name] = torch.empty(shape, dtype=torch.uint8)
         with _alone_on_purpose():
             state_dict_loader.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        for owner in ("policy", "critic") if critic is not None else ("policy",):
-            if wanted[f"{owner}.counts"][1] and not _section(f"{owner}.second.", wanted):
+        for owner in owners:
+            if wanted[f"{owner}.counts"][1] and not section(f"{owner}.second.", wanted):
                 raise ValueError(f"the moments of the {owner} are missing")
     except (OSError, SafetensorError, CheckpointException, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: not readable ({error}); {remedy(folder.parent)}") from error
-    return TrainerState(
-        _optimizer_state("policy", wanted),
-        _optimizer_state("critic", wanted) if critic is not None else None,
-        _section("critic.weight.", wanted),
-        {name.split(".")[0]: each for name, each in _section("random.", wanted).items()},
-    )
+    return wanted
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def must_match(place: Path, found: Shapes, wanted: Shapes) -> None:
+def _must_match(place: Path, found: Shapes, wanted: Shapes) -> None:
     """Raises CheckpointError if the names or the shapes differ."""
     for name in sorted(found.keys() | wanted.keys()):
         ours, theirs = wanted.get(name, "absent"), found.get(name, "absent")
@@ -170,11 +144,7 @@ def _alone_on_purpose() -> Iterator[None]:
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors in the files.
-
-    Raises:
-        ValueError: a part of a tensor is missing.
-    """
+    """The tensors in the files. Raises ValueError if a part of one is missing."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     shapes = {}
     for name, info in metadata.items():
@@ -187,32 +157,10 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _optimizer_tensors(
-    owner: str, folder: Path, found: Shapes, parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Empty tensors for the stored state of an optimizer."""
-    wanted = {f"{owner}.counts": torch.zeros(2, dtype=torch.int64)}
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    for prefix in (f"{owner}.first.", f"{owner}.second."):
-        if _section(prefix, found):
-            wanted |= _like(prefix, folder, found, trained)
-    return wanted
-
-
 def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Empty tensors of the parameters' shapes, which must be the stored ones."""
-    must_match(folder, _section(prefix, found), shapes_of(parameters))
+    _must_match(folder, section(prefix, found), _shapes_of(parameters))
     return {prefix + name: torch.empty_like(each, requires_grad=False) for name, each in parameters.items()}
-
-
-def _optimizer_state(owner: str, tensors: Mapping[str, Tensor]) -> OptimizerState:
-    num_steps, num_updates = tensors[f"{owner}.counts"].tolist()
-    first, second = (_section(f"{owner}.{part}.", tensors) for part in ("first", "second"))
-    return OptimizerState(num_steps, num_updates, first, second)
-
-
-def _section(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
-    return {name.removeprefix(prefix): each for name, each in named.items() if name.startswith(prefix)}
 
 
 STATE_FOLDER = "trainer"
@@ -232,7 +180,7 @@ TOKENIZER_FILES = (
 def writing(
     folder: Path,
     policy: PolicyModel,
-    state: TrainerState,
+    state: State,
     tokenizer_from: Path,
     ranks: Ranks,
     *,
@@ -246,21 +194,22 @@ def writing(
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
 
     Raises:
-        CheckpointError: it cannot be written, here or in what is returned. The checkpoint that was there is
-            unchanged.
+        CheckpointError: here or later, it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     is_first = ranks.rank == 0
 
     def prepare() -> None:
         if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            with _explained(folder):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
 
-    ranks.together(lambda: _explained(folder, prepare))
-    write_state = writing_state(partial / STATE_FOLDER, state, ranks, copied=copied)
+    ranks.together(prepare)
+    num_steps = int(state["policy.counts"][0])
+    write_state = _writing_state(partial / STATE_FOLDER, state, ranks, copied=copied)
     model = _whole_model(policy, is_first=is_first, copied=copied)
-    factors = {n: _in_host(gather(each), copied) for n, each in policy.factors().items()}
+    factors = {n: gather(each).to("cpu", copy=copied) for n, each in policy.factors().items()}
 
     def write() -> None:
         write_state()  # returns when all ranks have written
@@ -272,12 +221,13 @@ def writing(
         for pattern in TOKENIZER_FILES:
             for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
                 shutil.copy(file, partial)
-        checksums.seal(partial, state.policy.num_steps)
+        checksums.seal(partial, num_steps)
         _put_in_place(partial, folder)
 
     def write_or_clear() -> None:
         try:
-            _explained(folder, write)
+            with _explained(folder):
+                write()
         except CheckpointError:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -286,9 +236,7 @@ def writing(
     return write_or_clear
 
 
-def read(
-    folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks
-) -> TrainerState:
+def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks) -> State:
     """Load the weights of a checkpoint into policy and critic. With LoRA only the adapter is loaded.
     Both are unchanged if this raises. All ranks of a replica call it.
 
@@ -301,14 +249,16 @@ def read(
     """
     parameters = policy.parameters()
 
-    def prepare() -> tuple[Mapping[str, Tensor] | None, TrainerState]:
+    owners = {"policy": parameters} | ({"critic": critic} if critic else {})
+
+    def prepare() -> tuple[Mapping[str, Tensor] | None, State]:
         weights = _read_weights(folder, policy) if ranks.rank == 0 else None
-        return weights, load(folder / STATE_FOLDER, parameters, critic, ranks)
+        return weights, _read_state(folder / STATE_FOLDER, owners, ranks)
 
     weights, state = ranks.together(prepare)
     scatter(weights, parameters)
     if critic is not None:
-        scatter(state.critic_weights, critic)
+        scatter(section("critic.weight.", state), critic)
     return state
 
 
@@ -323,9 +273,10 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _explained(folder: Path, work: Callable[[], None]) -> None:
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
     try:
-        work()
+        yield
     except (OSError, SafetensorError, CheckpointException) as error:
         problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
         raise CheckpointError(problem) from error
@@ -336,16 +287,12 @@ def _whole_model(policy: PolicyModel, *, is_first: bool, copied: bool) -> dict[s
     whole = {}
     for name, tensor in policy.weights():
         if is_first:
-            whole[name] = _in_host(tensor, copied)
+            whole[name] = tensor.to("cpu", copy=copied)
     if is_first and not policy.adapter:
         weights = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
         state = policy.model.state_dict()
-        whole |= {name: _in_host(each, copied) for name, each in state.items() if name not in weights}
+        whole |= {n: each.to("cpu", copy=copied) for n, each in state.items() if n not in weights}
     return whole
-
-
-def _in_host(tensor: Tensor, copied: bool) -> Tensor:
-    return tensor.to("cpu", copy=copied)
 
 
 def _read_weights(folder: Path, policy: PolicyModel) -> Mapping[str, Tensor]:
@@ -356,5 +303,5 @@ def _read_weights(folder: Path, policy: PolicyModel) -> Mapping[str, Tensor]:
             weights = {name: each.detach() for name, each in read_model(folder).named_parameters()}
     except ConfigError as error:
         raise CheckpointError(f"{error.problem}; {remedy(folder)}") from error
-    must_match(folder, shapes_of(weights), shapes_of(policy.parameters()))
+    _must_match(folder, _shapes_of(weights), _shapes_of(policy.parameters()))
     return weights

@@ -71,11 +71,13 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: T
         whole = {name: parameter.detach() for name, parameter in root.named_parameters()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
+    dtype, is_pinned = DTYPES[settings.dtype], settings.device != "cpu"
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options = {
         "mesh": mesh,
         "reshard_after_forward": True,  # else the root would keep old weights after a pass without gradient
-        "mp_policy": _precision(settings),
-        "offload_policy": _offload(settings),
+        "mp_policy": MixedPrecisionPolicy() if dtype == torch.float32 else mixed,
+        "offload_policy": CPUOffloadPolicy(is_pinned) if settings.cpu_offload else OffloadPolicy(),
     }
     for module in [*blocks(model), *([] if is_tied else [embedding]), root]:
         fully_shard(module, **options)  # type: ignore[call-overload]
@@ -88,26 +90,10 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: T
         dist.broadcast(buffer, group=mesh.get_group(), group_src=0)
 
 
-def _precision(settings: TrainerSettings) -> MixedPrecisionPolicy:
-    if settings.dtype == "float32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
-
-
-def _offload(settings: TrainerSettings) -> OffloadPolicy:
-    if not settings.cpu_offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=settings.device != "cpu")
-
-
 @torch.no_grad()
 def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> None:
-    """Copy tensors into parameters, one after another.
-
-    Args:
-        whole: by name, in rank 0; None in the others, which get their shards from it. Tensors that are
-            sharded as the parameters are copied in each rank.
-    """
+    """Copy tensors of rank 0, by name, into parameters; other ranks give None. Tensors that are sharded as
+    the parameters are copied in each rank."""
     for name, parameter in parameters.items():
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype) if whole is None else whole[name]
         if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
@@ -188,11 +174,7 @@ class Ranks:
 
 
 def listen(host: str) -> TCPStore:
-    """Open the store through which all processes find one another, in one of them.
-
-    Args:
-        host: an address of this machine.
-    """
+    """Open the store through which all processes find one another. `host`: an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family)
     port = listening.getsockname()[1]
@@ -201,12 +183,8 @@ def listen(host: str) -> TCPStore:
 
 @contextmanager
 def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: int) -> Iterator[Ranks]:
-    """Join the processes of a trainer inside the block. All of them call it.
-
-    Args:
-        store: of `listen`, or a client of it.
-        replica, rank: of this process.
-    """
+    """Join the processes of a trainer inside the block. All of them call it. `store`: of `listen`, or a
+    client of it."""
     timeout = timedelta(seconds=settings.collective_timeout_s)
     device = torch.device(settings.device)
     if device.type == "cuda":

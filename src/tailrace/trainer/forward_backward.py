@@ -155,14 +155,8 @@ class ForwardBackward:
     """Length limit of a completion (Dr. GRPO divides by it)."""
 
     def run(self, samples: Sequence[TrainingSample], *, weights_published: bool) -> list[TokenSums[Tensor]]:
-        """Add the gradients of samples to their sum.
-
-        Args:
-            weights_published: whether the current weights are those of the last publication.
-
-        Returns:
-            The statistics of each micro-batch of this rank.
-        """
+        """Add the gradients of samples to their sum. Returns the statistics of each micro-batch of this rank.
+        `weights_published`: the current weights are those of the last publication."""
         statistics = []
         for with_gradient in (True, False):
             chosen = [sample for sample in samples if self._has_gradient(sample) is with_gradient]

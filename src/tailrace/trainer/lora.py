@@ -32,20 +32,22 @@ class Adapter:
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
-        self._model, self._base = model, str(model.config.name_or_path)
+        self._model, names = model, settings.target_modules
         self._config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=_names(settings),
+            target_modules=names if isinstance(names, str) else list(names),
             task_type="CAUSAL_LM",
-            base_model_name_or_path=self._base,
+            base_model_name_or_path=str(model.config.name_or_path),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
                 inject_adapter_in_model(self._config, model, _NAME)
             except ValueError as why:
-                raise _not_adaptable(settings, " ".join(str(why).split())[:200]) from why
+                problem = f"peft cannot adapt these layers ({' '.join(str(why).split())[:200]})"
+                key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
+                raise ConfigError(key, str(names), problem, remedy) from why
         self._layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
         self._scale = settings.alpha / settings.rank
 
@@ -85,10 +87,7 @@ class Adapter:
 
     def save(self, folder: Path, factors: Mapping[str, Tensor]) -> None:
         """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written.
-
-        Args:
-            factors: whole ones, by the names of `parameters`.
-        """
+        `factors` are whole tensors, by the names of `parameters`."""
         folder.mkdir()
         tensors = {_PREFIX + name: factor.cpu().contiguous() for name, factor in factors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -113,13 +112,3 @@ class Adapter:
             problem = f"its alpha is {config.lora_alpha}, here {self._config.lora_alpha}"
             raise CheckpointError(f"{folder}: {problem}; set trainer.lora.alpha as it was")
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-
-
-def _names(settings: LoraSettings) -> str | list[str]:
-    names = settings.target_modules
-    return names if isinstance(names, str) else list(names)
-
-
-def _not_adaptable(settings: LoraSettings, why: str) -> ConfigError:
-    key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
-    return ConfigError(key, str(settings.target_modules), f"peft cannot adapt these layers ({why})", remedy)

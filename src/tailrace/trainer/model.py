@@ -38,6 +38,9 @@ from tailrace.trainer.distributed import DTYPES, Ranks, blocks, gather, recomput
 from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
 
+if TYPE_CHECKING:
+    from tailrace.trainer.lora import Adapter
+
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once: 256 MiB in float32."""
 
@@ -167,10 +170,6 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor | Non
 AttentionInterface.register(PACKED, packed_causal_attention)
 
 
-if TYPE_CHECKING:
-    from tailrace.trainer.lora import Adapter
-
-
 def read_model(folder: Path) -> PreTrainedModel:
     """Load a causal language model in float32.
 
@@ -234,11 +233,7 @@ def _defect(folder: Path, error: Exception) -> str:
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
-    """Run a model without its head.
-
-    Returns:
-        [C, D]: the last hidden states at the positions that predict a completion token.
-    """
+    """Run a model without its head: [C, D], the last hidden states that predict a completion token."""
     with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
         hidden: Tensor = model(
             input_ids=batch.input_ids,
@@ -321,10 +316,7 @@ class PolicyModel:
     def load(
         cls, path: Path, settings: TrainerSettings, *, temperature: float, ranks: Ranks | None = None
     ) -> "PolicyModel":
-        """Load a Hugging Face folder.
-
-        Args:
-            ranks: the processes over which it is sharded; None: this process has the whole model.
+        """Load a Hugging Face folder. `ranks`: over which it is sharded; None: this process has the model.
 
         Raises:
             ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.

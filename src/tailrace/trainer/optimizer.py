@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.checkpoint import OptimizerState
 from tailrace.trainer.distributed import Ranks, gather, local
+
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+"""AdamW's names of its moments."""
 
 
 class Optimizer:
@@ -75,30 +77,23 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=False)
         return norm
 
-    def state(self) -> OptimizerState:
-        """Everything that a checkpoint needs to continue bit for bit."""
-        return OptimizerState(
-            num_steps=self.num_steps,
-            num_updates=self._num_updates,
-            first_moments=self._moments("exp_avg"),
-            second_moments=self._moments("exp_avg_sq"),
-        )
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint needs to continue bit for bit (checkpoint.State)."""
+        states = self._adamw.state
+        moments = {
+            f"{part}.{name}": states[parameter][key]
+            for part, key in MOMENTS.items()
+            for name, parameter in self._parameters.items()
+            if parameter in states
+        }
+        return {"counts": torch.tensor([self.num_steps, self._num_updates]), **moments}
 
-    def restore(self, state: OptimizerState) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`, with a gradient of zero. Its moments become those of this optimizer."""
-        self.num_steps, self._num_updates = state.num_steps, state.num_updates
+        self.num_steps, self._num_updates = map(int, state["counts"].tolist())
         self._adamw.zero_grad(set_to_none=False)
         self._adamw.state.clear()
-        if not state.num_updates:
-            return
-        for name, parameter in self._parameters.items():
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(state.num_updates), device=parameter.device),
-                "exp_avg": state.first_moments[name],
-                "exp_avg_sq": state.second_moments[name],
-            }
-
-    def _moments(self, which: str) -> dict[str, Tensor]:
-        """By parameter name; empty before the first update."""
-        state = self._adamw.state
-        return {name: state[p][which] for name, p in self._parameters.items() if p in state}
+        for name, parameter in self._parameters.items() if self._num_updates else ():
+            step = torch.tensor(float(self._num_updates), device=parameter.device)
+            moments = {key: state[f"{part}.{name}"] for part, key in MOMENTS.items()}
+            self._adamw.state[parameter] = {"step": step, **moments}

@@ -24,7 +24,7 @@ from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.checkpoint import TrainerState
+from tailrace.trainer.checkpoint import prefixed, section
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.distributed import Ranks, gather
 from tailrace.trainer.forward_backward import ForwardBackward, PublishedPolicy, StepStatistics
@@ -35,37 +35,11 @@ from tailrace.trainer.reference import TorchReference
 
 
 class TorchTrainer:
-    """One process, made by `load`. All ranks of a replica make the same calls in the same order. Replicas
+    """One process. All ranks of a replica make the same calls in the same order. Replicas
     make the same calls, but for `accumulate`."""
 
     def __init__(
         self,
-        policy: PolicyModel,
-        critic: Critic | None,
-        settings: TrainerSettings,
-        algorithm: AlgorithmSettings,
-        max_completion_tokens: int,
-        ranks: Ranks,
-        *,
-        tokenizer_from: Path,
-    ) -> None:
-        self._policy, self._critic, self._ranks = policy, critic, ranks
-        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, tokenizer_from
-        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
-        self._max_tokens = settings.max_tokens_per_microbatch
-        self._forward_backward = ForwardBackward(
-            policy, critic, self._published, algorithm, self._max_tokens, max_completion_tokens
-        )
-        self._optimizer = Optimizer(policy.parameters(), settings)
-        self._statistics = StepStatistics(policy.device, ranks)
-        self._waiting: list[TrainingSample] = []
-        """Accumulated samples that are not computed yet."""
-        self._weights_published = True
-        """Whether the current weights are those of the last publication. The engines start with them."""
-
-    @classmethod
-    def load(
-        cls,
         path: Path,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
@@ -73,20 +47,25 @@ class TorchTrainer:
         temperature: float,
         max_completion_tokens: int,
         ranks: Ranks | None = None,
-    ) -> "TorchTrainer":
-        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Raises as
-        `PolicyModel.load`.
-
-        Args:
-            path: the folder. Its tokenizer is copied to checkpoints.
-            temperature: sampling temperature: log-probs are those of the distribution that was sampled from.
-            ranks: the place of this process among several; None: it is alone.
-        """
-        ranks = ranks or Ranks()
+    ) -> None:
+        """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
+        the sampling temperature. Without `ranks` this process is alone. Raises as `PolicyModel.load`."""
+        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, path
+        self._ranks = ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
-        policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
-        critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
-        return cls(policy, critic, settings, algorithm, max_completion_tokens, ranks, tokenizer_from=path)
+        self._policy = policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
+        self._critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
+        self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
+        self._max_tokens = settings.max_tokens_per_microbatch
+        self._forward_backward = ForwardBackward(
+            policy, self._critic, self._published, algorithm, self._max_tokens, max_completion_tokens
+        )
+        self._optimizer = Optimizer(policy.parameters(), settings)
+        self._statistics = StepStatistics(policy.device, ranks)
+        self._waiting: list[TrainingSample] = []
+        """Accumulated samples that are not computed yet."""
+        self._weights_published = True
+        """Whether the current weights are those of the last publication. The engines start with them."""
 
     def accumulate(self, units: Sequence[Sequence[TrainingSample]]) -> None:
         """Add the gradients of units to their sum, as `base.Trainer.accumulate`.
@@ -100,10 +79,7 @@ class TorchTrainer:
             self._compute(full)
 
     def step(self) -> StepStats:
-        """One optimizer step, as `base.Trainer.step`.
-
-        Returns:
-            Statistics of all processes, but for `samples` and `compute_s`, which are those of this one.
+        """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
 
         Raises:
             ScheduleError: nothing was accumulated since the last step.
@@ -194,12 +170,14 @@ class TorchTrainer:
     def save(self, folder: Path) -> Callable[[], None]:
         """Begin a checkpoint without the accumulated gradients. Returns what writes it, as
         `checkpoint.writing`: in a thread, or with `async_checkpoints = false` before the next call."""
-        random = {"cpu": torch.get_rng_state()}
+        rank = self._ranks.rank
+        state = {f"random.cpu.{rank}": torch.get_rng_state()}
         if self._policy.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self._policy.device)
-        critic = self._critic.optimizer.state() if self._critic else None
-        values = self._critic.parameters() if self._critic else {}
-        state = TrainerState(self._optimizer.state(), critic, values, random)
+            state[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(self._policy.device)
+        state |= prefixed("policy.", self._optimizer.state())
+        if self._critic:
+            state |= prefixed("critic.", self._critic.optimizer.state())
+            state |= prefixed("critic.weight.", self._critic.parameters())
         copied = self._settings.async_checkpoints
         return checkpoint.writing(
             folder, self._policy, state, self._tokenizer_from, self._ranks, copied=copied
@@ -210,17 +188,18 @@ class TorchTrainer:
         discarded. Raises as `checkpoint.read`."""
         parameters = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy, parameters, self._ranks)
-        self._optimizer.restore(state.policy)
-        if self._critic and state.critic:
-            self._critic.optimizer.restore(state.critic)
+        self._optimizer.restore(section("policy.", state))
+        if self._critic:
+            self._critic.optimizer.restore(section("critic.", state))
         if self._published:
             self._published.publish()
         self._weights_published = True
         self._statistics = StepStatistics(self._policy.device, self._ranks)
         self._waiting.clear()
-        torch.set_rng_state(state.random["cpu"])
-        if "cuda" in state.random and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state.random["cuda"], self._policy.device)
+        for random in section("random.cpu.", state).values():
+            torch.set_rng_state(random)
+        for random in section("random.cuda.", state).values() if self._policy.device.type == "cuda" else ():
+            torch.cuda.set_rng_state(random, self._policy.device)
 
     def _compute_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

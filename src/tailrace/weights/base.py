@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -49,7 +50,7 @@ class FilesystemSettings(Settings):
     """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
     Without it: `weights` in the run's folder."""
     shard_bytes: int = Field(default=5_000_000_000, ge=1)
-    """Size of a safetensors file, at most, unless one tensor is larger; at least 1."""
+    """Size of a safetensors file, at most, unless one tensor is larger."""
 
 
 class ProcessGroupSettings(Settings):
@@ -78,7 +79,7 @@ WeightsSettings = Annotated[
 
 
 def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
-    """The settings with a folder, where the transport needs one."""
+    """Return the settings with a folder, where the transport needs one."""
     if isinstance(settings, FilesystemSettings) and settings.folder is None:
         return settings.model_copy(update={"folder": (run_folder / "weights").absolute()})
     return settings
@@ -95,29 +96,21 @@ class TensorInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size of the tensor's elements."""
-        size = ITEM_BYTES[self.dtype]
-        for length in self.shape:
-            size *= length
-        return size
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A reference to one published version of the policy's weights.
-
-    Args:
-        version: the number of the publication; 0 is the initial model.
-        location: where the tensors are: the path of a safetensors file or of a Hugging Face folder, or the
-            address of a process group (process_group.py).
-        tensors: the manifest, in the order in which tensors are sent. Empty: the files say it themselves.
-        changed: share of the weights whose bfloat16 value is not that of the previous publication. Of a large
-            tensor a sample is compared (tensors.py).
-    """
+    """A reference to one published version of the policy's weights."""
 
     version: int
+    """Number of the publication; 0 is the initial model."""
     location: str = ""
+    """Path of a safetensors file or of a Hugging Face folder, or address of a process group."""
     tensors: tuple[TensorInfo, ...] = ()
+    """The manifest, in the order in which tensors are sent. Empty: the files say it themselves."""
     changed: float | None = None
+    """Share of the weights whose bfloat16 value is not that of the previous publication (tensors.py)."""
 
     @property
     def is_streamed(self) -> bool:
@@ -195,11 +188,7 @@ async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[N
 
 
 def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
-    """The tensors that a publication must have, from the headers of the served model's files.
-
-    Args:
-        model: the Hugging Face folder.
-        dtype: the type of the engine's weights.
+    """Return the tensors that a publication must have, from the headers of the served model's files.
 
     Raises:
         ConfigError: the folder is incomplete or damaged.

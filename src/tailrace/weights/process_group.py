@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from typing_extensions import override
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights
+from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights, WeightSender
 from tailrace.weights.tensors import manifest
 
 Bucket = Sequence[TensorInfo]
@@ -54,22 +55,13 @@ def buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[list[Tenso
     return divided
 
 
-def num_bytes(bucket: Bucket) -> int:
-    """Size of a bucket."""
-    return sum(tensor.num_bytes for tensor in bucket)
-
-
 def pack(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
     """Copy the tensors of a bucket: [num_bytes], uint8."""
     return torch.cat([tensors[info.name].contiguous().reshape(-1).view(torch.uint8) for info in bucket])
 
 
 def unpack(data: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-    """The tensors of a bucket by name. They are views of the data where its alignment allows it.
-
-    Args:
-        data: [num_bytes], uint8.
-    """
+    """Return the tensors of a bucket, [num_bytes] uint8, by name: views where its alignment allows it."""
     tensors: dict[str, Tensor] = {}
     sizes = [info.num_bytes for info in bucket]
     for info, part in zip(bucket, data.split_with_sizes(sizes), strict=True):
@@ -96,11 +88,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, location: str) -> "Address":
-        """Read a location.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Read a location. Raises a ValueError if it is none."""
         parts = urlsplit(location)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         if parts.scheme not in _CLASSES or parts.hostname is None or parts.port is None:
@@ -114,7 +102,7 @@ class Address(NamedTuple):
         return f"{self.backend}://{host}:{self.port}/?{query}"
 
 
-class Group:
+class TransferGroup:
     """One process of a link. The constructor waits for the others.
 
     Args:
@@ -166,32 +154,52 @@ class Group:
         """End the group, and whatever it or a peer waits for."""
         self._group.abort()
 
-    @contextmanager
-    def aborted_on_error(self) -> Iterator[None]:
-        """Abort the group if the block does not come to its end."""
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
-
     def _broadcast(self, data: Tensor) -> None:
         # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
         self._group.broadcast(data, 0).wait(self._timeout)
 
 
-class ProcessGroupSender:
-    """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
+class _Connections:
+    """The groups of one process, one for each engine, which stay connected between transfers."""
 
-    Args:
-        device: of the trainer's process.
+    def __init__(self, rank: int, device: str) -> None:
+        self._rank, self._device = rank, device
+        self._groups: dict[str, tuple[Address, Link, TransferGroup]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def group(self, address: Address, link: Link) -> Iterator[TransferGroup]:
+        """Yield the group of a link. It is aborted if the block does not come to its end, or when the engine
+        has another link."""
+        with self._lock:
+            last = self._groups.pop(link.engine, None)
+        if last and last[:2] != (address, link):
+            last[2].abort()
+            last = None
+        group = last[2] if last else TransferGroup(address, link, self._rank, self._device)
+        try:
+            yield group
+        except BaseException:
+            group.abort()
+            raise
+        with self._lock:
+            self._groups[link.engine] = (address, link, group)
+
+    def clear(self) -> None:
+        """Drop all groups."""
+        with self._lock:
+            self._groups.clear()
+
+
+class ProcessGroupSender(WeightSender):
+    """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
 
     Raises:
         ConfigError: this machine cannot listen on the address, or torch lacks the backend.
     """
 
     def __init__(self, settings: ProcessGroupSettings, device: str = "cpu") -> None:
-        self._device = device
+        self._connections = _Connections(0, device)
         if not getattr(dist, f"is_{settings.backend}_available")():
             problem = "this torch was built without it"
             raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
@@ -210,12 +218,10 @@ class ProcessGroupSender:
         )
         self._kept: dict[int, list[Tensor]] = {}
         """The buckets of the kept versions, the oldest first."""
-        self._groups: dict[str, tuple[Link, Group]] = {}
-        """The group of each engine."""
         self._lock = threading.Lock()
 
+    @override
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """As WeightSender.publish."""
         infos = manifest(tensors)
         packed = [pack(tensors, bucket) for bucket in buckets(infos, self._address.bucket_bytes)]
         with self._lock:
@@ -225,44 +231,29 @@ class ProcessGroupSender:
                 del self._kept[next(iter(self._kept))]
         return Weights(version, str(self._address), infos)
 
+    @override
     def send(self, version: int, link: Link) -> None:
-        """As WeightSender.send."""
         with self._lock:
-            last = self._groups.pop(link.engine, None)
             packed = self._kept.get(version)
-        if last and last[0] != link:
-            last[1].abort()
-        with _failures(f"{link.engine} did not take version {version} of the weights"):
-            known = last is not None and last[0] == link
-            group = last[1] if last and known else Group(self._address, link, 0, self._device)
-            with group.aborted_on_error():
-                if packed is None:
-                    raise TransferFailed(
-                        f"version {version} of the weights is no longer kept for {link.engine}"
-                    )
-                for data in packed:
-                    group.send(data)
-        with self._lock:
-            self._groups[link.engine] = (link, group)
+        problem = f"{link.engine} did not take version {version} of the weights"
+        with _failures(problem), self._connections.group(self._address, link) as group:
+            if packed is None:
+                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
+            for data in packed:
+                group.send(data)
 
+    @override
     def close(self) -> None:
-        """Drop the groups."""
+        self._connections.clear()
         with self._lock:
-            self._groups.clear()
             self._kept.clear()
 
 
 class ProcessGroupReceiver:
-    """The engine's end of one link after another.
-
-    Args:
-        rank: of this process among those of the link; 1 is the first of the engine.
-        device: of this process.
-    """
+    """The engine's end of one link after another. `rank` and `device` are those of this process."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
-        self._rank, self._device = rank, device
-        self._last: tuple[str, Link, Group] | None = None
+        self._connections = _Connections(rank, device)
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
         """Receive the tensors of a publication, a bucket at a time, in the host's memory.
@@ -270,17 +261,11 @@ class ProcessGroupReceiver:
         Raises:
             TransferFailed: the trainer has ended, or did not send within the time limit.
         """
-        last, self._last = self._last, None
-        if last and last[:2] != (weights.location, link):
-            last[2].abort()
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
-            known = last is not None and last[:2] == (weights.location, link)
-            group = last[2] if last and known else Group(address, link, self._rank, self._device)
-            with group.aborted_on_error():
+            with self._connections.group(address, link) as group:
                 for bucket in buckets(weights.tensors, address.bucket_bytes):
-                    yield unpack(group.receive(num_bytes(bucket)), bucket)
-        self._last = (weights.location, link, group)
+                    yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket)), bucket)
 
 
 @contextmanager

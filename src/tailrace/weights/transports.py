@@ -25,19 +25,13 @@ from tailrace.weights.base import (
 )
 from tailrace.weights.filesystem import FilesystemSender
 from tailrace.weights.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tailrace.weights.shared_memory import SharedMemorySender
 from tailrace.weights.tensors import manifest
 
 
 def open_sender(
     settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None, device: str
 ) -> WeightSender:
-    """Return the trainer's half of a transport.
-
-    Args:
-        model: the Hugging Face folder that is trained.
-        adapter: the peft config of the adapters that are published in place of whole weights.
-        device: of the trainer's process.
+    """Return the trainer's half of a transport. `adapter`: as of FilesystemSender.
 
     Raises:
         ConfigError: the transport cannot work here.
@@ -49,27 +43,18 @@ def open_sender(
         case ProcessGroupSettings():
             return ProcessGroupSender(settings, device)
         case _:
-            return SharedMemorySender()
+            return FilesystemSender.in_shared_memory()
 
 
 class WeightReceiver:
-    """The engine's half of every transport. The location of a publication says which.
-
-    Args:
-        rank: of this process among those of the engine; 1 is the first.
-        device: of this process. Tensors arrive in the host's memory.
-    """
+    """The engine's half of every transport. The location of a publication says which. Tensors arrive in the
+    host's memory. `rank` of this process among those of the engine: 1 is the first."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._process_group = ProcessGroupReceiver(rank, device)
 
     def receive(self, weights: Weights, link: Link) -> dict[str, Tensor]:
-        """Receive all tensors of a publication by name.
-
-        Raises:
-            TransferFailed: the trainer cannot be reached, a file is missing or damaged.
-            WeightsRefused: the files have other tensors than the manifest says.
-        """
+        """Receive all tensors of a publication by name. Raises as `parts`."""
         return {name: tensor for part in self.parts(weights, link) for name, tensor in part.items()}
 
     def parts(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
@@ -78,8 +63,9 @@ class WeightReceiver:
         A caller that stops between two parts must not use the link again.
 
         Raises:
-            TransferFailed: as `receive`; parts may have been received before.
-            WeightsRefused: as `receive`; all parts have been received before.
+            TransferFailed: the trainer cannot be reached, a file is missing or damaged; parts may have been
+                received before.
+            WeightsRefused: all parts were received, and are not those of the manifest.
         """
         if weights.is_streamed:
             yield from self._process_group.buckets(weights, link)

@@ -143,7 +143,8 @@ class ManagedServer:
                     while not ended.done() and not await _is_well(client, self.url):
                         await asyncio.wait([ended], timeout=ASK_EVERY_S)
         except TimeoutError:
-            problem = f"{self._worker.name} did not answer within {self._start_timeout_s:g} s (engine.start_timeout_s)"
+            limit = f"{self._start_timeout_s:g} s (engine.start_timeout_s)"
+            problem = f"{self._worker.name} did not answer within {limit}"
             raise WorkerDied(f"{problem}; {self._worker.process.log_end()}") from None
         finally:
             ended.cancel()

@@ -277,7 +277,7 @@ class TrainerWorker(Worker):
 
         job = self._job
         with self._connection.refusals():
-            self._trainer = TorchTrainer.load(
+            self._trainer = TorchTrainer(
                 job.model,
                 job.trainer,
                 job.algorithm,

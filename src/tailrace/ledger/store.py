@@ -1,14 +1,15 @@
-"""The default store: one SQLite file in the output directory.
+"""The store of a ledger: one SQLite file in the output directory.
 
 It uses a write-ahead log without a sync for each commit. A killed process loses nothing that was committed.
 When the machine itself crashes, the last commits may be lost, and the rest is consistent.
 """
 
 import sqlite3
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar, get_origin
 from zlib import crc32
 
 import msgspec
@@ -16,33 +17,43 @@ import msgspec
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     ROWS,
-    Cut,
+    LedgerRow,
     LedgerSettings,
     MarkRow,
-    R,
-    Row,
     RunRow,
     SampleRow,
-    Store,
     TrainingRow,
-    explained,
+    Transaction,
 )
 
-_explained = partial(explained, errors=(sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError))
+R = TypeVar("R", bound=LedgerRow)
+
+
+@contextmanager
+def _explained(name: str, problem: str, remedy: str) -> Iterator[None]:
+    """Turn an error of SQLite or of a row into a LedgerError."""
+    try:
+        yield
+    except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError) as why:
+        raise LedgerError(f"{name} {problem} ({why}); {remedy}") from why
+
+
 _readable = partial(
     _explained, problem="is damaged", remedy="put a copy back, or begin a new run in another --output-dir"
 )
 
 
-class SqliteStore:
-    """A `Store` in a SQLite file. Use `create` or `open` to make one."""
+class Store:
+    """Keeps rows. Use `create` or `open` to make one. Its methods block. They may run on another thread, one
+    call at a time."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.name = str(path)
+        """Path, for messages."""
         self._connection = connection
 
     @classmethod
-    def create(cls, path: Path) -> "SqliteStore":
+    def create(cls, path: Path) -> "Store":
         """Create the file with empty tables.
 
         Raises:
@@ -63,7 +74,7 @@ class SqliteStore:
         return cls(path, connection)
 
     @classmethod
-    def open(cls, path: Path, *, only_read: bool = False) -> "SqliteStore":
+    def open(cls, path: Path, *, only_read: bool = False) -> "Store":
         """Open an existing file.
 
         Raises:
@@ -91,16 +102,21 @@ class SqliteStore:
             (number,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return bool(number)
 
-    def commit(self, cut: Cut) -> None:
+    def commit(self, transaction: Transaction) -> None:
+        """Commit the whole transaction, or nothing of it.
+
+        Raises:
+            LedgerError: it cannot be written. The store holds what it held before.
+        """
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                self._write(cut.rows)
-                covered = self._covered(cut.covered_step) if cut.covered_step else []
+                self._write(transaction.rows)
+                covered = self._covered(transaction.covered_step) if transaction.covered_step else []
                 self._write([row.without_tokens for row in covered])
                 self._connection.executemany(
                     "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?",
-                    [*cut.pruned, *(row.id for row in covered)],
+                    [*transaction.pruned, *(row.id for row in covered)],
                 )
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -109,11 +125,16 @@ class SqliteStore:
                 raise
 
     def rows(self, kind: type[R]) -> list[R]:
+        """Return all rows of a table, sorted by key.
+
+        Raises:
+            LedgerError: the store is damaged.
+        """
         query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
         with _readable(self.name):
             return [_checked(values, kind) for values in self._connection.execute(query)]
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[LedgerRow]) -> None:
         for kind in ROWS:
             values = [_with_checksum(row) for row in rows if type(row) is kind]
             places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
@@ -132,15 +153,21 @@ class SqliteStore:
         self._connection.close()
 
 
-def _columns(kind: type[Row]) -> str:
+def _columns(kind: type[LedgerRow]) -> str:
     return ", ".join((*kind.__struct_fields__, "crc"))
 
 
-def _key(kind: type[Row]) -> str:
+def _key(kind: type[LedgerRow]) -> str:
     return ", ".join(kind.__struct_fields__[: kind.num_keys])
 
 
-def _with_checksum(row: Row) -> tuple[object, ...]:
+@cache
+def _json_fields(kind: type[LedgerRow]) -> list[bool]:
+    """Return for each field of a row whether it is stored as JSON."""
+    return [get_origin(field.type) in (list, dict, tuple) for field in msgspec.structs.fields(kind)]
+
+
+def _with_checksum(row: LedgerRow) -> tuple[object, ...]:
     """Return the values of a row as SQLite returns them, and their checksum. SQLite's pages have none."""
     values = [_plain(value) for value in msgspec.structs.astuple(row)]
     return (*values, _checksum(values))
@@ -151,14 +178,23 @@ def _checked(values: Sequence[object], kind: type[R]) -> R:
         raise sqlite3.DatabaseError(
             f"the checksum of a row of {kind.table} is wrong: {values[: kind.num_keys]}"
         )
-    return msgspec.convert(values[:-1], kind, strict=False)
+    fields = [
+        msgspec.json.decode(str(value)) if is_json else value
+        for value, is_json in zip(values[:-1], _json_fields(kind), strict=True)
+    ]
+    return msgspec.convert(fields, kind, strict=False)
 
 
 def _plain(value: object) -> object:
-    """Convert a value to one that SQLite returns unchanged: it has no booleans and no negative zero."""
-    if isinstance(value, bool):
-        return int(value)
-    return value + 0.0 if isinstance(value, float) else value
+    """Convert a value to one that SQLite returns unchanged: it has no booleans, lists and negative zeros."""
+    match value:
+        case bool():
+            return int(value)
+        case float():
+            return value + 0.0
+        case list() | tuple() | dict():
+            return msgspec.json.encode(value).decode()
+    return value
 
 
 def _checksum(values: Sequence[object]) -> int:
@@ -178,15 +214,13 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
     Raises:
         LedgerError: the store holds a run that trained something, or cannot be written.
     """
-    replaced = not _holds(settings, folder, _trained)
-    match settings.kind:
-        case "sqlite":
-            path = folder / LEDGER_FILE
-            for suffix in ("", "-wal", "-shm") if replaced else ():
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            return SqliteStore.create(path)
-        case "memory":
-            return None
+    if settings.kind == "memory":
+        return None
+    path = folder / LEDGER_FILE
+    if not _holds(settings, folder, _trained):
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return Store.create(path)
 
 
 def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = False) -> Store:
@@ -194,26 +228,21 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
 
     Raises:
         ConfigError: the run was not stored.
-        LedgerError: the store is missing, damaged or cannot be reached.
+        LedgerError: the store is missing or damaged.
     """
-    match settings.kind:
-        case "sqlite":
-            return SqliteStore.open(folder / LEDGER_FILE, only_read=only_read)
-        case "memory":
-            problem = "the ledger of the run ended with its process"
-            raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
+    if settings.kind == "memory":
+        problem = "the ledger of the run ended with its process"
+        raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
+    return Store.open(folder / LEDGER_FILE, only_read=only_read)
 
 
 def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
     """Return whether a run in the folder drew a prompt or wrote a checkpoint, so that it can be resumed.
 
-    A run whose ledger is kept in memory has begun only when there is a checkpoint.
-
-    Raises:
-        LedgerError: the store is damaged, or cannot be reached.
+    A run whose ledger is kept in memory has begun only when there is a checkpoint. A damaged store raises a
+    LedgerError.
     """
-    saved = any(checkpoints.glob("round_*"))
-    return saved or _holds(settings, folder, _drew)
+    return any(checkpoints.glob("round_*")) or _holds(settings, folder, _drew)
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
@@ -226,7 +255,7 @@ def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bo
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
     if settings.kind == "memory" or not (folder / LEDGER_FILE).exists():
         return False
-    with closing(SqliteStore.open(folder / LEDGER_FILE)) as store:
+    with closing(Store.open(folder / LEDGER_FILE)) as store:
         return store.has_tables and holds(store)
 
 
