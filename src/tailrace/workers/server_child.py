@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 
-from tailrace.engine.vllm_server import write_plugin
+from tailrace.engine.vllm import write_plugin
 from tailrace.workers.child import begin, end_with_controller
 from tailrace.workers.orphans import adopt_orphans, guard_group, kill_descendants
 from tailrace.workers.server_messages import ServerJob
