@@ -196,3 +196,15 @@ class Signal:
         self._waiters.append(future)
         with waiting(what):
             await future
+
+
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Wait until tasks have ended, however often the waiting is cancelled; then raise the cancellation."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled:
+        raise cancelled

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.engine.settings import SglangEngineSettings
-from tailrace.engine.sglang_server import PYTHON_VARIABLE, find_python, launch
+from tailrace.engine.sglang import PYTHON_VARIABLE, find_python, launch
 from tailrace.errors import ConfigError
 
 

@@ -393,10 +393,11 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
 
 CONTROLLER = """
 import asyncio, sys
-from tailrace.environments.agents import AgentThread, AgentTask, make_agent
+from tailrace.environments.agents import AgentTask, make_agent
+from tailrace.environments.loop_thread import LoopThread
 from tailrace.environments.settings import AgentSettings
 settings = AgentSettings(kind="agent", command=("sh", "-c", sys.argv[1]))
-asyncio.run(make_agent(settings, AgentThread())(AgentTask({}, [], "", "")))
+asyncio.run(make_agent(settings, LoopThread("agents"))(AgentTask({}, [], "", "")))
 """
 
 

@@ -1,27 +1,28 @@
 """Episodes of tasksets over an engine that says what the test tells it to."""
 
 import asyncio
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import scratchpad
 from chatty_model import CALLS, END, chatty_tokenizer
 
 from tailrace.data.base import TasksetSettings
-from tailrace.data.encoding import PromptEncoder
 from tailrace.data.taskset import Taskset
-from tailrace.environments.base import Outcome
+from tailrace.environments.base import Environment, Outcome
 from tailrace.environments.episode import Episode
 from tailrace.environments.history import Chat, RequestEncoder
+from tailrace.environments.open import open_environment
 from tailrace.environments.settings import VerifiersSettings
-from tailrace.environments.verifiers.environment import VerifiersEnvironment, open_verifiers
 from tailrace.errors import EnvironmentFailed
 from tailrace.types import Group, Prompt, Sample, SampleId
 
-pytestmark = pytest.mark.verifiers
+pytestmark = [
+    pytest.mark.verifiers,
+    # verifiers' client of tool servers calls tenacity by an old name.
+    pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning"),
+]
 
 TOKENIZER = chatty_tokenizer()
 CHAT = Chat(TOKENIZER, "verifiers", {})
@@ -47,7 +48,7 @@ class Script:
         self.hangs = asyncio.Event()
 
     async def serve(self, sample: Sample) -> None:
-        turn = sum(1 for each in sample.turns if each.observation_ids)
+        turn = sum(1 for each in sample.turns if each.num_tokens)
         for id in self._ids[turn][sample.num_tokens - sample.turn_start :]:
             if self._stop_at and sample.num_tokens == self._stop_at[0]:
                 self._stop_at.pop(0)
@@ -62,23 +63,32 @@ class Script:
         return Episode(sample, self.serve, CHAT.observe, decode, **limits, parking_timeout_s=5.0)
 
 
-def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None, agent: str = "") -> Sample:
-    loaded = Taskset(TasksetSettings(taskset=taskset, num_tasks=num_tasks, agent=agent))
-    task = loaded.load()[place]
-    messages, tools = loaded.opening(task)
-    text, ids = PromptEncoder(TasksetSettings(taskset=taskset), TOKENIZER).encode(messages, tools)
-    prompt = Prompt(place, ids, text, {"task": loaded.row(task), "tools": tools}, given=messages)
+def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None) -> Sample:
+    """A sample as in a run: its prompt is the token with which every first request begins."""
+    settings = TasksetSettings(taskset=taskset, num_tasks=num_tasks)
+    task = Taskset(settings).load()[place]
+    start = RequestEncoder(settings, TOKENIZER, 4000).start()
+    prompt = Prompt(place, start, row={"task": task.data.model_dump(mode="json")})
     group = Group(prompt, 1, [])
     group.samples.append(Sample(SampleId(place, 0, 0), group))
     return group.samples[0]
 
 
-def opened(taskset: str, **settings: Any) -> AbstractAsyncContextManager[VerifiersEnvironment]:
+def opened(taskset: str, **settings: Any) -> AbstractAsyncContextManager[Environment | None]:
     encoder = RequestEncoder(TasksetSettings(taskset=taskset), TOKENIZER, 4000)
-    return open_verifiers(VerifiersSettings(kind="verifiers", taskset=taskset, **settings), encoder)
+    return open_environment(
+        VerifiersSettings(kind="verifiers", taskset=taskset, **settings), TOKENIZER, encoder
+    )
 
 
-async def played(environment: VerifiersEnvironment, sample: Sample, script: Script) -> Outcome:
+def answers(sample: Sample) -> list[list[str]]:
+    """What tools answered to each turn of the policy."""
+    said = [decode(turn.observation_ids) for turn in sample.turns if turn.num_tokens]
+    return [[part.split("\n")[0] for part in text.split("tool\n")[1:]] for text in said]
+
+
+async def played(environment: Environment | None, sample: Sample, script: Script) -> Outcome:
+    assert environment
     return await environment.run(sample.prompt, script.episode(sample))
 
 
@@ -104,18 +114,18 @@ def test_the_turns_of_a_scripted_user_follow_one_another_token_by_token(history:
     )
 
 
-def test_an_episode_that_is_parked_in_each_turn_repeats_no_token_and_no_call() -> None:
-    """The state that tools have written is there again, too."""
+def test_an_episode_that_is_parked_in_each_turn_repeats_no_token(called: Callable[[], list[str]]) -> None:
+    """Its tools are called again. The state that they have written is there again, too."""
     sample = sample_of("scratchpad")
-    scratchpad.CALLED.clear()
 
     async def main() -> tuple[Outcome, int]:
-        script = Script([WRITE, READ + FIRST, "alpha"], stop_at=[1, 3, 6])
+        script = Script([WRITE, READ, "alpha"], stop_at=[1, 3, 5])
         async with opened("scratchpad") as environment:
             for _ in range(3):
                 script.hangs.clear()
                 playing = asyncio.create_task(played(environment, sample, script))
-                await script.hangs.wait()
+                hanging = asyncio.create_task(script.hangs.wait())
+                await asyncio.wait([playing, hanging], return_when=asyncio.FIRST_COMPLETED)
                 playing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await playing
@@ -123,11 +133,15 @@ def test_an_episode_that_is_parked_in_each_turn_repeats_no_token_and_no_call() -
 
     outcome, num_generated = asyncio.run(main())
     assert outcome == Outcome(1.0, {"written": 1.0, "rewritten_history": 0.0})
-    assert num_generated == sample.num_tokens == 11
-    assert scratchpad.CALLED == ["write alpha", "read"]
-    results = [[json.loads(result or "") for result in turn.results] for turn in sample.turns]
-    assert [[each["content"] for each in of_turn] for of_turn in results] == [["written"], ["alpha", "a"], []]
-    assert results[0][0]["state"]["slot"] == "alpha"
+    assert num_generated == sample.num_tokens == 10
+    assert called() == ["write alpha"] + 2 * ["write alpha", "read"]
+    assert answers(sample) == [["written"], ["alpha"], []]
+
+
+def test_a_task_has_tools_of_its_own_beside_the_shared_ones() -> None:
+    sample = sample_of("scratchpad")
+    play("scratchpad", sample, [READ + FIRST, "."], args={"task": {"clues": True}})
+    assert answers(sample) == [["", "a"], []]
 
 
 def test_rollouts_that_share_a_tool_have_states_of_their_own() -> None:
@@ -140,33 +154,28 @@ def test_rollouts_that_share_a_tool_have_states_of_their_own() -> None:
     assert [outcome.reward for outcome in asyncio.run(main())] == [1.0, 1.0]
 
 
-def test_a_malformed_call_and_an_unknown_tool_are_answered() -> None:
+def test_an_unknown_tool_is_answered_and_a_malformed_call_is_text() -> None:
     sample = sample_of("scratchpad")
-    play("scratchpad", sample, ["<tool_call>{</tool_call>", CALLS[4], "."])
-    first, second = (turn.results[0] or "" for turn in sample.turns[:2])
-    assert "error: the call is malformed: this is not JSON" in first
-    assert "error: unknown tool 'nothing'" in second
+    play("scratchpad", sample, [CALLS[4], "<tool_call>{</tool_call>"])
+    assert answers(sample) == [["error: unknown tool 'nothing'"], []]
 
 
 def test_a_harness_that_rewrites_history_begins_a_branch_token_by_token() -> None:
     sample = sample_of("rewriting")
     outcome = play("rewriting", sample, ["one", "two"])
     assert outcome == Outcome(2.0, {"turns": 2.0, "rewritten_history": 1.0})
-    assert [decode(branch.context_ids) for branch in sample.branches] == [
-        f"user\n{said}\nassistant\n"
-        for said in (sample.prompt.given[0]["content"], "Forget it.")  # type: ignore[index]
-    ]
-    assert [decode(branch.response_ids(sample.completion_ids)) for branch in sample.branches] == [
-        "one",
-        "two",
-    ]
+    responses = [branch.response_ids(sample.completion_ids) for branch in sample.branches]
+    assert [
+        decode([*branch.context_ids, *response])
+        for branch, response in zip(sample.branches, responses, strict=True)
+    ] == ["user\nSay 0.\nassistant\none", "user\nForget it.\nassistant\ntwo"]
 
 
 def test_a_harness_that_rewrites_history_too_often_ends_the_episode() -> None:
     sample = sample_of("rewriting")
     outcome = play("rewriting", sample, ["one", "two"], max_branches=1)
     assert outcome == Outcome(1.0, {"turns": 1.0, "rewritten_history": 1.0})
-    assert len(sample.turns) == 1 and decode(sample.completion_ids) == "one"
+    assert decode(sample.completion_ids) == "one"
 
 
 def test_a_reward_that_raises_is_the_failure_of_the_episode() -> None:

@@ -15,7 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import tailrace
 from tailrace.types import Sample
 
-pytestmark = pytest.mark.verifiers
+pytestmark = [
+    pytest.mark.verifiers,
+    # verifiers' client of tool servers calls tenacity by an old name.
+    pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning"),
+]
 
 CONFIG = """
 [run]
@@ -120,6 +124,11 @@ def check_ids(model: Path, samples: Sequence[Sample]) -> None:
         torch.testing.assert_close(found, torch.tensor(sample.behavior_logprobs), atol=1e-4, rtol=0)
 
 
+def num_turns(sample: Sample) -> int:
+    """Turns of the policy; the agent's first request stands before them as a turn without tokens."""
+    return sum(turn.num_tokens > 0 for turn in sample.turns)
+
+
 def test_reverse_text_trains(model: Path) -> None:
     steps = train(model, 'taskset = "reverse_text"\nargs = { num_words = 6 }')
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -129,28 +138,31 @@ def test_reverse_text_trains(model: Path) -> None:
         assert sample.reward == sample.reward_metrics["environment/similarity"]
         assert (sample.reward > 0) == (ANSWER in text)
         assert sample.reward_metrics["environment/num_characters"] == len(text)
-        assert len(sample.turns) == 1
+        assert num_turns(sample) == 1
     assert len({sample.reward for sample in samples}) > 2
 
 
 def test_alphabet_sort_trains_over_several_turns(model: Path) -> None:
     steps = train(model, 'taskset = "alphabet_sort"', '[data]\nkind = "verifiers"\nnum_tasks = 40')
     samples = [sample for samples in steps for sample in samples]
-    assert {len(sample.turns) for sample in samples} == {1, 2}
+    assert {num_turns(sample) for sample in samples} == {1, 2}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     for sample in samples:
         first, second = sample.prompt.row["task"]["user_turns"]  # type: ignore[index]
-        assert sample.prompt.text == f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
-        if len(sample.turns) == 2:
-            said = tokenizer.decode(sample.turns[0].observation_ids)
+        opening = tokenizer.decode([*sample.prompt.ids, *sample.opening_ids])
+        assert opening == f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
+        if num_turns(sample) == 2:
+            said = tokenizer.decode(sample.turns[-2].observation_ids)
             assert said.endswith(f"<|im_start|>user\n{second}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_taskset_with_tools_trains(model: Path) -> None:
     steps = train(model, 'taskset = "scratchpad"')
     samples = [sample for samples in steps for sample in samples]
-    answers = [json.loads(result) for sample in samples for turn in sample.turns for result in turn.results]  # type: ignore[arg-type]
-    assert {"written", "error: unknown tool 'nothing'"} < {answer["content"] for answer in answers}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    answers = {tokenizer.decode(turn.observation_ids) for sample in samples for turn in sample.turns}
+    for answer in ("written", "error: unknown tool 'nothing'"):
+        assert any(f"tool\n{answer}<|im_end|>" in each for each in answers)
     assert {sample.reward for sample in samples} == {0.0, 1.0}
 
 
@@ -161,4 +173,4 @@ def test_a_taskset_with_two_agents_trains_one_of_them(model: Path, endpoint: str
     for sample in (sample for samples in steps for sample in samples):
         # "three" is short and "three hundred" is not.
         assert sample.reward_metrics["environment/solve_rate"] in (0.0, 0.5, 1.0)
-        assert len(sample.turns) == 1 and len(sample.turns[0].results) == 2
+        assert num_turns(sample) == 1

@@ -8,7 +8,13 @@ from tailrace.data.base import ProceduralSettings, Prompts, sources_of
 from tailrace.data.encoding import LEFT_OUT, PromptEncoder, Tokenizer, text_of
 from tailrace.environments.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.environments.open import check_environment, gives_every_reward, open_environment, tools_of
-from tailrace.environments.settings import AgentSettings, EpisodeSettings, PythonSettings, ToolsSettings
+from tailrace.environments.settings import (
+    AgentSettings,
+    EpisodeSettings,
+    PythonSettings,
+    ToolsSettings,
+    VerifiersSettings,
+)
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import context_length
 from tailrace.rollout.episodes import Episodes
@@ -63,7 +69,7 @@ def request_encoder(config: RunConfig, tokenizer: Tokenizer) -> RequestEncoder:
 def prompts_of_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
     """Return the prompts, or what agents that write their own leave of them."""
     settings = config.environment
-    if not isinstance(settings, AgentSettings) or settings.prompt == "data":
+    if not isinstance(settings, AgentSettings | VerifiersSettings) or _begins_with_data(settings):
         return prompts
     return AgentPrompts(prompts, request_encoder(config, tokenizer).start())
 

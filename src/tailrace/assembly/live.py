@@ -26,6 +26,7 @@ from tailrace.data.base import MixedSettings, Prompts, Split, sources_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.devices import check_device
+from tailrace.engine import sglang, vllm
 from tailrace.engine.base import Engine
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import (
@@ -34,9 +35,6 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.sglang_server import find_python
-from tailrace.engine.vllm import check_sampling
-from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
@@ -170,16 +168,16 @@ def _check_engine(config: RunConfig) -> None:
                 check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)
-            check_sampling(config.sampling)
+            vllm.check_sampling(config.sampling)
             if not config.engine.urls:
-                VllmInstallation.find(config.engine)
+                vllm.find_python(config.engine)
         case SglangEngineSettings():
             check_files(config.model.path)
             if (transport := config.weights.transport) != "filesystem":
                 problem, remedy = "SGLang reads weights from a folder", 'set it to "filesystem"'
                 raise ConfigError("weights.transport", transport, problem, remedy)
             if not config.engine.urls:
-                find_python(config.engine)
+                sglang.find_python(config.engine)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

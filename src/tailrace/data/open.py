@@ -11,7 +11,7 @@ from tailrace.data.base import (
 from tailrace.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.data.procedural import ProceduralPrompts, Task
 from tailrace.data.rows import MixedPrompts, RowPrompts
-from tailrace.data.tasks import TaskPrompts
+from tailrace.data.taskset import TaskPrompts
 from tailrace.errors import ConfigError
 
 
@@ -48,11 +48,11 @@ def open_prompts(
             for source in settings.sources
         ]
         return MixedPrompts(names, opened, weights, seed)
+    if isinstance(settings, TasksetSettings):
+        return TaskPrompts(settings, seed, split)
     encoder = PromptEncoder(settings, tokenizer, max_context_tokens, tools)
     if isinstance(settings, ProceduralSettings):
         return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
-    if isinstance(settings, TasksetSettings):
-        return TaskPrompts(settings, encoder, seed, split)
     return RowPrompts(settings, encoder, seed, split)
 
 

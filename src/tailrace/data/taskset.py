@@ -1,35 +1,21 @@
-"""Tasksets of verifiers: loaded, and turned into prompts.
+"""Tasksets of verifiers, and their tasks as prompts in an endless seeded order."""
 
-The prompt of a task is the first request of the trained agent: its messages and its tools. It is found by
-running the environment of the taskset with agents that only note what they are asked to do.
-"""
-
-import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+import json
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
+from zlib import crc32
 
 from pydantic import ValidationError
 
-from tailrace.data.base import TasksetSettings
-from tailrace.data.seats import Seats, run_elsewhere
-from tailrace.errors import BadRow, ConfigError
-
-Message = Mapping[str, object]
+from tailrace.data.base import Epochs, Split, TasksetSettings
+from tailrace.data.rows import hold_out
+from tailrace.errors import ConfigError
+from tailrace.types import Prompt
 
 CHAT_LOOPS = ("bash", "null")
 """The harnesses of verifiers that start a Python process for a chat loop. `harness` of Taskset replaces
 them: the first where it is only the default, the second everywhere."""
-
-
-class Opening(NamedTuple):
-    """The first request of the trained agent."""
-
-    messages: list[Message]
-    tools: list[Message]
-    """Descriptions of the tools as JSON schemas."""
 
 
 class Taskset:
@@ -58,17 +44,14 @@ class Taskset:
             problem = f"verifiers refuses the taskset ({why})"
             remedy = "name the package of a taskset of verifiers 0.4"
             raise ConfigError("environment.taskset", settings.taskset, problem, remedy) from why
-        agents = self.env._agent_specs
+        from verifiers.v1.configs.agent import agent_config_fields
+
+        self._agents = agents = agent_config_fields(self.env.config)
         self.agent = settings.agent or next(iter(agents))
         if self.agent not in agents:
             problem = f"the taskset has no such agent, it has {', '.join(agents)}"
             raise ConfigError("environment.agent", self.agent, problem, "name one of them")
-        if self.env.config.max_concurrent_agents != 1:
-            value = self.env.config.max_concurrent_agents
-            problem = "an episode that goes on after an interruption needs its agents in a fixed order"
-            raise ConfigError("environment.verifiers.max_concurrent_agents", value, problem, "remove it")
-        self._check_models(agents)
-        self._schemas: dict[str, list[Message]] = {}
+        self._check_models()
 
     def load(self) -> list[Any]:
         """Load the tasks.
@@ -93,78 +76,32 @@ class Taskset:
         self._check(tasks[0])
         return tasks
 
-    def row(self, task: Any) -> dict[str, object]:
-        """Return a task as plain data, from which `task` makes it again."""
-        data: dict[str, object] = task.data.model_dump(mode="json")
-        return data
-
     def task(self, row: object) -> Any:
-        """Return the task of a row, as verifiers' own server makes it."""
+        """Return the task with the data of a row, as verifiers' own server makes it."""
         task_type = type(self.env.taskset).task_type()
         return task_type(task_type.data_type().model_validate(row), self.env.config.taskset.task)
 
-    def opening(self, task: Any) -> Opening:
-        """Return the first request of the trained agent.
-
-        Raises:
-            BadRow: the environment does not ask the trained agent first.
-        """
-        seats = Seats()
-        try:
-            run_elsewhere(partial(self._play, task, seats))
-        except Exception as why:
-            if seats.asked is None:
-                raise BadRow("task without an opening", f"{type(why).__name__}: {why}") from why
-        if seats.asked is None:
-            raise BadRow("task without an opening", "its environment asks no agent")
-        name, asked, message = seats.asked
-        if name != self.agent:
-            problem = f"the agent {name} speaks before {self.agent}, so the prompt is not known"
-            raise BadRow("task opened by another agent", f"{problem}; train {name}")
-        return Opening(opening_messages(asked.data, message), self._tools(asked))
-
-    async def _play(self, task: Any, seats: "Seats") -> None:
-        await self.env.setup(seats)
-        await self.env.run(task, seats)
-
-    def _tools(self, task: Any) -> list[Message]:
-        """Return the tools of a task. Those of tasks of one type and config are the same."""
-        key = f"{type(task)} {task.config.model_dump_json()}"
-        if key not in self._schemas:
-            own = isinstance(task, type(self.env.taskset).task_type())
-            shared = self.env.taskset.toolsets(self.env.taskset.config) if own else []
-            toolsets = [*shared, *task.toolsets(task.config)]
-            self._schemas[key] = run_elsewhere(partial(_list_tools, toolsets)) if toolsets else []
-        return self._schemas[key]
-
-    def _check_models(self, agents: Mapping[str, Any]) -> None:
-        """Check that the trained agent has no model of its own, and every other agent has one.
-
-        Raises:
-            ConfigError: that is not so.
-        """
-        for name, spec in agents.items():
+    def _check_models(self) -> None:
+        """Raises a ConfigError if the trained agent has a model of its own, or another agent has none."""
+        for name, spec in self._agents.items():
             key = f"environment.verifiers.{name}.client"
             if name == self.agent and spec.client is not None:
                 problem = "the model of the trained agent is the policy"
                 raise ConfigError(key, spec.client.base_url, problem, "remove it")
             if name != self.agent and spec.client is None:
                 problem = "this agent is not trained, so it needs a model"
-                remedy = "name an OpenAI-compatible endpoint, as docs/verifiers.md shows"
+                remedy = "name an OpenAI-compatible endpoint, as docs/environments-and-rewards.md shows"
                 raise ConfigError(key, None, problem, remedy)
 
     def _check(self, task: Any) -> None:
-        """Check that a task can be played here.
-
-        Raises:
-            ConfigError: it needs a container.
-        """
+        """Raises a ConfigError if the task cannot be played here."""
         from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
+        from verifiers.v1.utils.loaders import load_harness
 
-        runtime = self.env._agent_specs[self.agent].runtime
+        harness = load_harness(self.env.config.agent_harnesses()[self.agent])
         try:
-            runtime = resolve_runtime_config(runtime, task)
-            validate_pairing(self.env._harnesses[self.agent], type(task), runtime)
+            runtime = resolve_runtime_config(self._agents[self.agent].runtime, task)
+            validate_pairing(harness, type(task), runtime)
         except ValueError as why:
             remedy = f'set environment.verifiers.{self.agent}.runtime = {{ type = "docker" }}'
             problem = f"its tasks cannot run here ({why})"
@@ -194,20 +131,17 @@ class Taskset:
 
 
 def import_verifiers() -> Any:
-    """Import verifiers.
-
-    Raises:
-        ConfigError: it is not installed, or it is another release.
-    """
+    """Import verifiers. Raises a ConfigError if it is not installed, or is another release."""
+    remedy = "see docs/environments-and-rewards.md"
     try:
         release = version("verifiers")
         import verifiers.v1 as vf
     except ImportError as why:
         problem = f"the package verifiers is not installed ({why})"
-        raise ConfigError("environment.kind", "verifiers", problem, "see docs/verifiers.md") from why
+        raise ConfigError("environment.kind", "verifiers", problem, remedy) from why
     if not release.startswith("0.4."):
         problem = f"verifiers {release} is installed, and 0.4 is needed"
-        raise ConfigError("environment.kind", "verifiers", problem, "see docs/verifiers.md")
+        raise ConfigError("environment.kind", "verifiers", problem, remedy)
     return vf
 
 
@@ -220,71 +154,26 @@ def _refused(error: ValidationError) -> ConfigError:
     return ConfigError(key, detail["input"], f"verifiers says: {detail['msg']}", "change it")
 
 
-def opening_messages(data: Any, message: Any = None) -> list[Message]:
-    """Return the first messages to an agent in OpenAI's format.
+class TaskPrompts:
+    """The endless prompts of one split of the tasks, shuffled anew in each epoch. They have no tokens: the
+    trained agent's first request has them."""
 
-    Args:
-        data: of its task.
-        message: what the environment says first, where the task has no prompt: text, or messages.
-    """
-    from verifiers.v1.dialects.chat import message_to_wire
+    def __init__(self, settings: TasksetSettings, seed: int, split: Split) -> None:
+        """
+        Raises:
+            ConfigError: the taskset cannot be loaded or played.
+        """
+        self._taskset = Taskset(settings)
+        tasks = self._taskset.load()
+        digests = [crc32(task.key.encode()) for task in tasks]
+        kept = hold_out("environment.taskset", settings.taskset, list(digests))
+        pairs = zip(tasks, digests, strict=True)
+        self._tasks = [task for task, digest in pairs if (digest in kept) == (split == "eval")]
+        self._epochs = Epochs(len(self._tasks), seed)
 
-    said = data.prompt if message is None else message
-    first: list[Message] = [] if data.system_prompt is None else [_text("system", data.system_prompt)]
-    if isinstance(said, str):
-        return [*first, _text("user", said)]
-    return [*first, *(message_to_wire(each) for each in said or [])]
-
-
-def mcp_server(toolset: Any) -> Any:
-    """Return the MCP server of a toolset, in this process and without a socket."""
-    from mcp.server.mcpserver import MCPServer
-
-    # A server configures the logging of the process, unless it has a handler.
-    handler = logging.NullHandler()
-    logging.root.addHandler(handler)
-    try:
-        server = MCPServer(toolset.server_name or type(toolset).__name__)
-    finally:
-        logging.root.removeHandler(handler)
-    toolset.register(server)
-    return server
-
-
-def is_local(toolset: Any) -> bool:
-    """Return whether a toolset may run in this process: it is no server elsewhere and has no container."""
-    return not toolset.config.url and toolset.config.runtime.type == "subprocess"
-
-
-def full_name(toolset: Any, tool: str) -> str:
-    """Return the name under which the model calls a tool."""
-    return f"{toolset.server_name}_{tool}" if toolset.server_name else tool
-
-
-async def schemas_of(toolset: Any, server: Any) -> list[Message]:
-    """Return the descriptions of the tools of a local toolset."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": full_name(toolset, tool.name),
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in await server.list_tools()
-    ]
-
-
-async def _list_tools(toolsets: Sequence[Any]) -> list[Message]:
-    found: list[Message] = []
-    for toolset in toolsets:
-        if not is_local(toolset):
-            problem = f"the tools of {toolset.server_name} run in another place, so they are not known"
-            raise BadRow("tools elsewhere", problem)
-        found += await schemas_of(toolset, mcp_server(toolset))
-    return found
-
-
-def _text(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
+    def __getitem__(self, index: int) -> Prompt:
+        row_number = self._epochs.row_at(index)
+        data = self._tasks[row_number].data
+        row = data.model_dump(mode="json")
+        text = data.prompt if isinstance(data.prompt, str) else json.dumps(row["prompt"] or row)
+        return Prompt(index, (), text, {"task": row}, row_number)

@@ -1,9 +1,10 @@
-"""What differs between inference servers: requests, replies and routes. engine/http.py does the rest.
-
-A dialect is made by its own `detect`, from what the server says it can do, never from a version.
+"""What differs between inference servers: requests, replies, routes, and how they are started. engine/http.py
+does the rest. A dialect is made by its own `detect`, from what the server says.
 """
 
 import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -11,7 +12,8 @@ from typing import Any, Literal, Protocol
 import httpx
 
 from tailrace.engine.base import Capabilities
-from tailrace.errors import EngineDied, ServerRefused
+from tailrace.engine.settings import ServerEngineSettings
+from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 
@@ -202,3 +204,39 @@ async def call(
 def describe(error: httpx.HTTPError) -> str:
     """An error of the connection in words; some have no message of their own."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started.
+
+    Args:
+        env: environment variables beside those of this process.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def find_interpreter(settings: ServerEngineSettings, server: str, variable: str, question: str) -> str:
+    """Find the Python interpreter that the settings, or an environment variable, name.
+
+    Args:
+        server: name of what its environment must have.
+        question: a program that prints something if the environment has it.
+
+    Raises:
+        ConfigError: none is named, it cannot be started, or its environment lacks the server.
+    """
+    python = settings.python or os.environ.get(variable)
+    remedy = f"name the interpreter of an environment with {server} here or in ${variable}"
+    if not python:
+        problem = f"the run must start {server} and does not know with what"
+        raise ConfigError("engine.python", None, problem, remedy)
+    try:
+        done = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError("engine.python", python, f"it cannot be started ({error})", remedy) from error
+    if not done.stdout.strip():
+        raise ConfigError("engine.python", python, f"its environment has no {server}", remedy)
+    return python

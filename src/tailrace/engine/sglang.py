@@ -1,4 +1,5 @@
-"""SGLang over HTTP. What a server can do is read from its OpenAPI page and from what it says of its flags."""
+"""SGLang over HTTP, and the command line of a server that a run starts. What a server can do is read from its
+OpenAPI page and from what it says of its flags."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -6,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from typing_extensions import override
 
 from tailrace.engine.base import Capabilities
-from tailrace.engine.dialect import Attempt, Chunk, ServedModel, VersionSpan, call, finish_of, label_of
-from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.dialect import (
+    Attempt,
+    Chunk,
+    Dialect,
+    Launch,
+    ServedModel,
+    VersionSpan,
+    call,
+    find_interpreter,
+    finish_of,
+    label_of,
+)
+from tailrace.engine.settings import SamplingSettings, SglangEngineSettings
 from tailrace.errors import ServerRefused, TransferFailed
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
@@ -23,8 +36,8 @@ _NO_OVERLAP = (
 
 
 @dataclass(slots=True)
-class Sglang:
-    """The dialect of one SGLang server (engine/dialect.py). Made by `detect`.
+class Sglang(Dialect):
+    """The dialect of one SGLang server. Made by `detect`.
 
     Args:
         stop_token_ids: every token that ends a completion.
@@ -50,8 +63,9 @@ class Sglang:
     _loaded: bool = field(default=False, init=False)
     """The weights are no longer those that the server started with."""
 
+    @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
-        """As Dialect.request. `ignore_eos` would ignore the stop tokens, too."""
+        """`ignore_eos` would ignore the stop tokens, too."""
         sampling: dict[str, Any] = {
             "max_new_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
@@ -74,10 +88,9 @@ class Sglang:
         }
         return GENERATE, body
 
+    @override
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
-        """As Dialect.chunk.
-
-        An event has all tokens so far or, with --incremental-streaming-output, the latest ones.
+        """An event has all tokens so far or, with --incremental-streaming-output, the latest ones.
         `completion_tokens` tells them apart; it may be behind where an event has all tokens.
         """
         if error := event.get("error"):
@@ -102,45 +115,50 @@ class Sglang:
         cached = meta.get("cached_tokens") if finish else None
         return Chunk(new, [float(entry[0]) for entry in entries], finish, spans if finish else (), cached)
 
+    @override
     async def abort(self, attempt: Attempt) -> bool:
-        """As Dialect.abort. The server aborts every request whose id begins with this one."""
+        """The server aborts every request whose id begins with this one."""
         await call(self.client, "POST", "/abort_request", body={"rid": attempt.id}, timeout_s=5.0)
         return True
 
+    @override
     async def pause(self, kv: KV) -> None:
-        """As Dialect.pause. To recompute the KV cache, requests go back to the queue; where the server cannot
+        """To recompute the KV cache, requests go back to the queue; where the server cannot
         flush its cache then, it gives them back, and they are continued with their tokens."""
         self._flush = kv == "recompute"
         recompute = "retract" if self.can_retract else "abort"
         mode = recompute if self._flush else "in_place"
         await call(self.client, "POST", "/pause_generation", body={"mode": mode})
 
+    @override
     async def resume(self) -> None:
-        """As Dialect.resume."""
         await call(self.client, "POST", "/continue_generation", body={"torch_empty_cache": False})
 
+    @override
     async def update(self, weights: Weights, link: Link) -> None:
-        """As Dialect.update. The server reads a folder (weights/filesystem.py)."""
+        """The server reads a folder (weights/filesystem.py)."""
         if not Path(weights.location).is_dir():
             problem = f"{self.server} reads weights from a folder, and {weights.location} is none"
             raise TransferFailed(f'{problem}; set weights.transport = "filesystem"')
         await self._load(weights.location, label_of(weights.version), flush=self._flush)
         self._loaded = True
 
+    @override
     async def sleep(self) -> None:
-        """As Dialect.sleep. The server ends if a request runs while its memory is released."""
+        """The server ends if a request runs while its memory is released."""
         await call(self.client, "POST", "/pause_generation", body={"mode": "abort"})
         await call(self.client, "POST", "/release_memory_occupation", body={})
 
+    @override
     async def wake(self) -> None:
-        """As Dialect.wake. What the weights were is lost."""
+        """What the weights were is lost."""
         await call(self.client, "POST", "/resume_memory_occupation", body={})
         if not self._loaded:
             await self._load(str((await self._info())["model_path"]), label_of(0), flush=True)
         await self.resume()
 
+    @override
     async def model(self) -> ServedModel:
-        """As Dialect.model."""
         dtype = self.config.get("dtype")
         return ServedModel(
             path=(await self._info()).get("model_path"),
@@ -148,8 +166,9 @@ class Sglang:
             max_context=self.max_context,
         )
 
+    @override
     async def health(self) -> None:
-        """As Dialect.health. The reply comes from the process that computes."""
+        """The reply comes from the process that computes."""
         await call(self.client, "GET", "/server_info")
 
     async def _load(self, folder: str, label: str, *, flush: bool) -> None:
@@ -202,3 +221,36 @@ async def detect(
         ),
         missing=tuple(missing),
     )
+
+
+PYTHON_VARIABLE = "SGLANG_PYTHON"
+_FIND = "from importlib.util import find_spec; print(find_spec('sglang') or '')"
+
+
+def find_python(settings: SglangEngineSettings) -> str:
+    """Return the Python interpreter that the settings, or $SGLANG_PYTHON, name.
+
+    Raises:
+        ConfigError: there is none, or its environment has no SGLang.
+    """
+    return find_interpreter(settings, "SGLang", PYTHON_VARIABLE, _FIND)
+
+
+def launch(settings: SglangEngineSettings, *, model: Path, max_context: int, port: int) -> Launch:
+    """The command line of one server on the loopback interface.
+
+    Args:
+        max_context: tokens of a prompt and its completion together.
+    """
+    flags = {
+        "--model-path": str(model),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": settings.dtype,
+        "--context-length": str(max_context),
+        "--max-running-requests": str(settings.max_num_seqs),
+        "--tensor-parallel-size": str(settings.tensor_parallel_size),
+    }
+    words = [word for flag in flags.items() for word in flag]
+    command = (find_python(settings), "-m", "sglang.launch_server", *words, "--disable-overlap-schedule")
+    return Launch((*command, *settings.args), {"HF_HUB_OFFLINE": "1"} | settings.env)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from tailrace.clock import Signal, now, waiting
+from tailrace.clock import Signal, ended, now, waiting
 from tailrace.engine.base import Capabilities, EngineLife, EngineState, TokenCounter, Usage
 from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
@@ -277,20 +277,15 @@ class SupervisedEngine:
 
 
 async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
-    """Cancel calls and wait for their end, however often the waiting itself is cancelled."""
-    cancelled: asyncio.CancelledError | None = None
+    """Cancel calls and wait for their end."""
     for call in calls:
         call.cancel()
-    while pending := [call for call in calls if not call.done()]:
-        try:
-            await asyncio.wait(pending)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for call in calls:
-        if not call.cancelled() and not isinstance(call.exception(), Evicted | None):
-            call.result()  # a defect
-    if cancelled:
-        raise cancelled
+    try:
+        await ended(*calls)
+    finally:
+        for call in calls:
+            if not call.cancelled() and not isinstance(call.exception(), Evicted | None):
+                call.result()  # a defect
 
 
 async def watch_engines(

@@ -1,6 +1,4 @@
-"""vLLM over HTTP, from 0.18 on. What a server can do is read from its OpenAPI page and from its config.
-
-Generation is /inference/v1/generate where the server streams it, else /v1/completions with token ids.
+"""vLLM over HTTP, from 0.32 on, and the command line of a server that a run starts.
 
 With LoRA each publication can be an adapter. It is loaded by /v1/load_lora_adapter under a name of its own,
 and a request names the adapter with which it is served. An update ends the requests in flight, and they go on
@@ -8,34 +6,42 @@ from their tokens under the new adapter. So each request has one version, whatev
 weights below the adapter.
 """
 
+import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import httpx
+from typing_extensions import override
 
 from tailrace.engine.base import Capabilities
 from tailrace.engine.dialect import (
     Attempt,
     Chunk,
+    Dialect,
+    Launch,
     ServedModel,
     VersionSpan,
     call,
-    describe,
+    find_interpreter,
     finish_of,
     label_of,
 )
-from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import ConfigError, EngineDied, ServerRefused
+from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
+from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import KV
 from tailrace.weights.base import Link, Weights
 from tailrace.weights.vllm_plugin import BACKEND
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
-_TOKEN_PREFIX = "token_id:"
+OLDEST = (0, 32)
+"""The oldest version: it says which weights generated each token."""
+GENERATE, ABORT = "/inference/v1/generate", "/abort_requests"
+_DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
+_SCALE_OUT = "start the server with --enable-scale-out"
 _ABSENT = -9999.0
 """The log-prob that vLLM writes where it has none."""
 
@@ -68,16 +74,11 @@ V = TypeVar("V", bound="Vllm")
 
 
 @dataclass(slots=True)
-class Vllm:
-    """The dialect of one vLLM server (engine/dialect.py). Made by `detect`.
+class Vllm(Dialect):
+    """The dialect of one vLLM server. Made by `detect`.
 
     Args:
-        route: GENERATE or COMPLETIONS.
         stop_token_ids: every token that ends a completion.
-        abort_route: where requests are aborted; None: nowhere.
-        has_start: an update has a start and a finish.
-        has_label: the finish of an update takes the label of the weights.
-        asks_spans: version spans must be asked for.
         config: what /server_info says.
     """
 
@@ -87,28 +88,24 @@ class Vllm:
     server: str
     model_name: str
     max_context: int | None
-    route: str
-    abort_route: str | None
-    has_start: bool
-    has_label: bool
-    asks_spans: bool
     config: Mapping[str, Any]
     capabilities: Capabilities
+    missing: tuple[str, ...]
     alive_route: str = "/health"
     ends_requests: bool = False
-    missing: tuple[str, ...] = ()
     _initialised: bool = field(default=False, init=False)
-    routes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"), DEV_MODE
+    routes: ClassVar[Mapping[str, str]] = {GENERATE: _SCALE_OUT} | dict.fromkeys(
+        (ABORT, "/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"), _DEV_MODE
     )
     """Those that a run needs, and what adds each."""
     backend: ClassVar[str | None] = BACKEND
     """Of weight transfer; None: any."""
 
+    @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
-        """As Dialect.request, without the seed. With one, vLLM draws for each request alone, which is slow,
-        and its noise would still depend on interruptions. On a CPU, version 0.32 dies if it computes the
-        prompt of such a request in parts (`CPU Generator does not use offset`)."""
+        """Without the seed. With one, vLLM draws for each request alone, which is slow, and its noise would
+        still depend on interruptions. On a CPU, version 0.32 dies if it computes the prompt of such a request
+        in parts (`CPU Generator does not use offset`)."""
         sampling: dict[str, Any] = {
             "max_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
@@ -118,89 +115,82 @@ class Vllm:
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": True,  # the ids above are all that end a completion
             "skip_special_tokens": False,
+            "detokenize": bool(self.sampling.stop),
         }
         if self.sampling.stop:
             sampling["stop"] = list(self.sampling.stop)
-        body: dict[str, Any] = {
+        return GENERATE, {
             "request_id": attempt.id,
             "model": self.model_name,
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": attempt.salt,
+            "token_ids": list(attempt.ids),
+            "sampling_params": sampling,
         }
-        if self.route == GENERATE:
-            sampling["detokenize"] = bool(self.sampling.stop)
-            return GENERATE, body | {"token_ids": list(attempt.ids), "sampling_params": sampling}
-        body |= {"prompt": list(attempt.ids), "return_token_ids": True} | sampling
-        return COMPLETIONS, body | ({"return_weight_versions": True} if self.asks_spans else {})
 
+    @override
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
-        """As Dialect.chunk."""
         if error := event.get("error"):
-            raise ServerRefused(self.route, int(error.get("code") or 500), str(error.get("message")))
+            raise ServerRefused(GENERATE, int(error.get("code") or 500), str(error.get("message")))
         cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:
             return Chunk(num_cached=cached)
         (choice,) = event["choices"]
         ids = list(choice.get("token_ids") or ())
-        logprobs = _generate_logprobs(choice, ids) if self.route == GENERATE else _completion_logprobs(choice)
-        if len(logprobs) != len(ids) or _ABSENT in logprobs:
-            raise ValueError(f"{len(ids)} tokens came with the log-probs {logprobs}")
+        entries = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = [float(entry["logprob"]) for entry in entries]
+        if [entry["token_id"] for entry in entries] != ids or _ABSENT in logprobs:
+            raise ValueError(f"the tokens {ids} came with the log-probs {entries}")
         spans = tuple(
             VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
             for span in choice.get("weight_versions") or ()
         )
         return Chunk(ids, logprobs, finish_of(choice.get("finish_reason")), spans, cached)
 
+    @override
     async def abort(self, attempt: Attempt) -> bool:
-        """As Dialect.abort."""
-        if self.abort_route is None:
-            return False
-        name = f"generate-tokens-{attempt.id}" if self.route == GENERATE else f"cmpl-{attempt.id}-0"
-        await call(self.client, "POST", self.abort_route, body={"request_ids": [name]}, timeout_s=5.0)
+        names = [f"generate-tokens-{attempt.id}"]
+        await call(self.client, "POST", ABORT, body={"request_ids": names}, timeout_s=5.0)
         return True
 
+    @override
     async def pause(self, kv: KV) -> None:
-        """As Dialect.pause. The reply comes once no batch is being computed. The caches are cleared only when
-        asked to; the default of the server depends on its version."""
-        clear, mode = "true" if kv == "recompute" else "false", "abort" if self.ends_requests else "keep"
-        await call(self.client, "POST", "/pause", params={"mode": mode, "clear_cache": clear})
+        """The reply comes once no batch is being computed."""
+        clear = "true" if kv == "recompute" else "false"
+        await call(self.client, "POST", "/pause", params={"mode": "keep", "clear_cache": clear})
 
+    @override
     async def resume(self) -> None:
-        """As Dialect.resume."""
         await call(self.client, "POST", "/resume")
 
+    @override
     async def update(self, weights: Weights, link: Link) -> None:
-        """As Dialect.update. Needs the backend of weights/vllm_plugin.py."""
+        """Needs the backend of weights/vllm_plugin.py."""
         if not self._initialised:
             await call(self.client, "POST", "/init_weight_transfer_engine", body={"init_info": {}})
             self._initialised = True
-        if self.has_start:
-            await self._start_update()
+        start, finish = "/start_weight_update", "/finish_weight_update"
+        try:
+            await call(self.client, "POST", start)
+        except ServerRefused:  # an update that this or another client gave up is still open
+            await call(self.client, "POST", finish, body={})
+            await call(self.client, "POST", start)
         info = {"weights": asdict(weights), "link": list(link)}
         await call(self.client, "POST", "/update_weights", body={"update_info": info})
-        label = {"weight_version": label_of(weights.version)} if self.has_label else {}
-        if self.has_start:
-            await call(self.client, "POST", "/finish_weight_update", body=label)
+        await call(self.client, "POST", finish, body={"weight_version": label_of(weights.version)})
 
-    async def _start_update(self) -> None:
-        start = {"is_checkpoint_format": True}
-        try:
-            await call(self.client, "POST", "/start_weight_update", body=start)
-        except ServerRefused:  # an update that this or another client gave up is still open
-            await call(self.client, "POST", "/finish_weight_update", body={})
-            await call(self.client, "POST", "/start_weight_update", body=start)
-
+    @override
     async def sleep(self) -> None:
-        """As Dialect.sleep. Level 1 keeps the weights in host memory."""
+        """Level 1 keeps the weights in host memory."""
         await call(self.client, "POST", "/sleep", params={"level": "1"})
 
+    @override
     async def wake(self) -> None:
-        """As Dialect.wake."""
         await call(self.client, "POST", "/wake_up")
 
+    @override
     async def model(self) -> ServedModel:
-        """As Dialect.model."""
         config = self.config.get("model_config") or {}
         dtype = config.get("dtype")
         return ServedModel(
@@ -209,8 +199,9 @@ class Vllm:
             max_context=self.max_context,
         )
 
+    @override
     async def health(self) -> None:
-        """As Dialect.health. The second route asks the process that computes."""
+        """The second route asks the process that computes."""
         await call(self.client, "GET", "/health")
         await call(self.client, "GET", "/is_paused")
 
@@ -234,52 +225,41 @@ async def detect_as(
         ServerRefused: it is no vLLM server.
     """
     page = await call(client, "GET", "/openapi.json") or {}
-    version = (await call(client, "GET", "/version") or {}).get("version", "of an unknown version")
+    version = str((await call(client, "GET", "/version") or {}).get("version", ""))
     models = await call(client, "GET", "/v1/models") or {}
-    (model, *_) = models.get("data") or [{}]
-    paths, schemas = page.get("paths", {}), page.get("components", {}).get("schemas", {})
-    completion = _fields(schemas, "CompletionRequest")
+    (card, *_) = models.get("data") or [{}]
+    paths = page.get("paths", {})
     config = await _config(client) if "/server_info" in paths else {}
-    salted = "cache_salt" in completion or "cache_salt" in _fields(schemas, "GenerateRequest")
-    raw = (config.get("model_config") or {}).get("logprobs_mode") == "raw_logprobs"
-    vllm = kind(
+    model_config = config.get("model_config") or {}
+    raw = model_config.get("logprobs_mode") == "raw_logprobs"
+    return kind(
         client=client,
         sampling=sampling,
         stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
-        server=f"vLLM {version}",
-        model_name=str(model.get("id", "")),
-        max_context=model.get("max_model_len"),
-        route=COMPLETIONS,
-        abort_route=next(
-            (route for route in ("/abort_requests", "/inference/v1/abort_requests") if route in paths), None
-        ),
-        has_start="/start_weight_update" in paths,
-        has_label="weight_version" in _fields(schemas, "Body_finish_weight_update_finish_weight_update_post"),
-        asks_spans="return_weight_versions" in completion,
+        server=f"vLLM {version or 'of an unknown version'}",
+        model_name=str(card.get("id", "")),
+        max_context=card.get("max_model_len"),
         config=config,
-        capabilities=Capabilities(),
-        missing=(
-            *_missing(kind, paths, config, sampling),
-            *(() if salted else ("the field cache_salt: update vLLM",)),
+        capabilities=Capabilities(
+            exact_versions=True,
+            sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
+            sampling_mask=raw and sampling.temperature == 1,
         ),
+        missing=tuple(_missing(kind, version, paths, config, sampling)),
     )
-    probe = await _stream(vllm) if GENERATE in paths else None
-    if probe is not None:
-        vllm.route = GENERATE
-    tells_spans = "weight_versions" in probe if probe is not None else vllm.asks_spans
-    tells_versions = vllm.has_label and tells_spans
-    vllm.ends_requests |= not tells_versions and vllm.abort_route is not None
-    vllm.capabilities = Capabilities(
-        exact_versions=tells_versions or vllm.ends_requests,
-        sleep="/sleep" in paths and bool((config.get("model_config") or {}).get("enable_sleep_mode")),
-        sampling_mask=raw and sampling.temperature == 1,
-    )
-    return vllm
 
 
 def _missing(
-    kind: type[Vllm], paths: Collection[str], config: Mapping[str, Any], sampling: SamplingSettings
+    kind: type[Vllm],
+    version: str,
+    paths: Collection[str],
+    config: Mapping[str, Any],
+    sampling: SamplingSettings,
 ) -> list[str]:
+    # `tailrace serve` says that it is tailrace.
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST:
+        return [f"what came with vLLM {OLDEST[0]}.{OLDEST[1]}: update vLLM"]
     missing = [f"the route {route}: {remedy}" for route, remedy in kind.routes.items() if route not in paths]
     if not config:
         return missing
@@ -306,39 +286,6 @@ async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-async def _stream(vllm: Vllm) -> str | None:
-    """What GENERATE streams; None: it does not. Some versions have the route and refuse or do not stream, and
-    no page says whether a stream has version spans."""
-    attempt = Attempt("tailrace-stream", [0], 1, seed=0, greedy=True, salt="tailrace")
-    vllm.route = GENERATE
-    _, body = vllm.request(attempt)
-    vllm.route = COMPLETIONS
-    try:
-        reply = await vllm.client.post(GENERATE, json=body, timeout=None)
-    except httpx.HTTPError as error:
-        raise EngineDied(f"{vllm.client.base_url}{GENERATE}: {describe(error)}") from error
-    streams = reply.headers.get("content-type", "").startswith("text/event-stream")
-    return reply.text if reply.status_code == 200 and streams else None
-
-
-def _fields(schemas: Mapping[str, Any], name: str) -> Collection[str]:
-    fields: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
-    return fields
-
-
-def _generate_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]:
-    """Of /inference/v1/generate. Each entry names its token, as a number or as "token_id:N"."""
-    entries = (choice.get("logprobs") or {}).get("content") or ()
-    named = [entry.get("token_id", entry.get("token")) for entry in entries]
-    if [int(str(name).removeprefix(_TOKEN_PREFIX)) for name in named] != ids:
-        raise ValueError(f"the log-probs are of the tokens {named}, not of {ids}")
-    return [float(entry["logprob"]) for entry in entries]
-
-
-def _completion_logprobs(choice: Mapping[str, Any]) -> list[float]:
-    return [float(each) for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()]
-
-
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADAPTERS = f"start the server with {RUNTIME_ADAPTERS}=1, --enable-lora and --max-lora-rank"
@@ -358,26 +305,31 @@ class VllmAdapters(Vllm):
     ends_requests: bool = True
     _adapter: str | None = field(default=None, init=False)
     """The name of the newest one."""
-    routes: ClassVar[Mapping[str, str]] = dict.fromkeys(("/pause", "/resume"), DEV_MODE) | dict.fromkeys(
-        (_LOAD, _UNLOAD), _ADAPTERS
-    )
+    routes: ClassVar[Mapping[str, str]] = {
+        GENERATE: _SCALE_OUT,
+        **dict.fromkeys((ABORT, "/pause", "/resume"), _DEV_MODE),
+        **dict.fromkeys((_LOAD, _UNLOAD), _ADAPTERS),
+    }
     backend: ClassVar[str | None] = None
 
+    @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
-        """As Dialect.request."""
         route, body = Vllm.request(self, attempt)
         return route, body | {"model": self._adapter or self.model_name}
 
+    @override
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
-        """As Dialect.chunk. The server's version spans are those of the weights below the adapter."""
+        """The server's version spans are those of the weights below the adapter."""
         return replace(Vllm.chunk(self, event, num_received), spans=())
 
+    @override
     async def pause(self, kv: KV) -> None:
         """End all requests at once. A prefix cache is of one adapter: the server knows it by its name."""
         await call(self.client, "POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
 
+    @override
     async def update(self, weights: Weights, link: Link) -> None:
-        """As Dialect.update. A name is never used twice: the server may keep what it knows under it. It drops
+        """A name is never used twice: the server may keep what it knows under it. It drops
         the tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
         name = f"tailrace-{weights.version}-{os.urandom(6).hex()}"
         await call(self.client, "POST", _LOAD, body={"lora_name": name, "lora_path": weights.location})
@@ -390,9 +342,81 @@ class VllmAdapters(Vllm):
 async def detect_adapter(
     client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
 ) -> VllmAdapters:
-    """As `vllm.detect_as`. The server needs a route to abort a request: without it, a request that reaches
-    the paused server would hold up the update for ever."""
-    found = await detect_as(VllmAdapters, client, sampling, end_of_text)
-    if found.abort_route is None:
-        found.missing += ("the route /abort_requests: update vLLM",)
-    return found
+    """As `detect_as`, for adapters."""
+    return await detect_as(VllmAdapters, client, sampling, end_of_text)
+
+
+PYTHON_VARIABLE = "VLLM_PYTHON"
+_FIND = "from importlib.util import find_spec; print(find_spec('vllm') or '')"
+"""Whether an environment has vLLM. To import it would take many seconds."""
+
+
+def find_python(settings: VllmEngineSettings) -> str:
+    """Return the Python interpreter that the settings, or $VLLM_PYTHON, name.
+
+    Raises:
+        ConfigError: there is none, or its environment has no vLLM.
+    """
+    return find_interpreter(settings, "vLLM", PYTHON_VARIABLE, _FIND)
+
+
+def launch(
+    settings: VllmEngineSettings,
+    sampling: SamplingSettings,
+    *,
+    model: Path,
+    max_context: int,
+    port: int,
+    plugins: Path,
+    seed: int = 0,
+    adapter_rank: int | None = None,
+) -> Launch:
+    """The command line of one server on the loopback interface.
+
+    Args:
+        max_context: tokens of a prompt and its completion together.
+        plugins: the folder that `write_plugin` has written.
+        seed: of the sampling noise. Two replicas with one seed would draw the same noise.
+        adapter_rank: of the adapters that it gets in place of whole weights.
+
+    Raises:
+        ConfigError: as `find_python`.
+    """
+    flags = {
+        "--model": str(model),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--seed": str(seed),
+        "--dtype": settings.dtype,
+        "--max-model-len": str(max_context),
+        "--max-num-seqs": str(settings.max_num_seqs),
+        "--tensor-parallel-size": str(settings.tensor_parallel_size),
+        "--logprobs-mode": logprobs_mode(sampling),
+        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+    }
+    words = [word for flag in flags.items() for word in flag]
+    words += ["--enable-prompt-tokens-details", "--enable-scale-out"]
+    env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    if adapter_rank is not None:
+        words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(adapter_rank))]
+        env[RUNTIME_ADAPTERS] = "1"
+    command = (find_python(settings), "-m", "vllm.entrypoints.openai.api_server", *words, *settings.args)
+    return Launch(command, env | settings.env)
+
+
+def write_plugin(folder: Path) -> Path:
+    """Make this package a plug-in of vLLM for every Python that has the folder on its PYTHONPATH.
+
+    The folder has nothing but this package and its entry point, so that a server sees no other package of
+    this process's environment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    package = folder / "tailrace"
+    package.unlink(missing_ok=True)
+    package.symlink_to(Path(__file__).parent.parent)
+    info = folder / "tailrace_plugin-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")
+    entry = f"{BACKEND} = tailrace.weights.vllm_plugin:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    return folder

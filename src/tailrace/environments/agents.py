@@ -13,9 +13,8 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from tailrace.clock import RealTimeLoop
 from tailrace.environments.base import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.history import RequestEncoder, opening_messages
+from tailrace.environments.loop_thread import LoopThread
 from tailrace.environments.session import Session, SessionServer
 from tailrace.environments.settings import MODEL, AgentSettings
 from tailrace.environments.tools import PARSERS, in_thread
@@ -34,8 +33,6 @@ from tailrace.importing import import_function
 from tailrace.types import Prompt
 from tailrace.workers import process_tree
 
-STOP_S = 5.0
-"""Seconds in which agents that are stopped must end; one that does not is left alone."""
 GIVEN = ("row", "messages", "base_url", "api_key", "model")
 """Arguments that a function may name."""
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -57,16 +54,12 @@ class AgentTask(NamedTuple):
     api_key: str
 
 
-Agent = Callable[[AgentTask], Awaitable[float | None]]
+Agent = Callable[[AgentTask], Coroutine[Any, Any, float | None]]
 """Plays an episode, and returns its reward or None. Raises any exception. It may be cancelled."""
 
 
 class AgentEnvironment(Environment):
-    """Plays the episodes of an agent.
-
-    Args:
-        server: open.
-    """
+    """Plays the episodes of an agent."""
 
     def __init__(
         self, settings: AgentSettings, agent: Agent, encoder: RequestEncoder, server: SessionServer
@@ -79,45 +72,8 @@ class AgentEnvironment(Environment):
         contexts = self._encoder.contexts(prompt, settings.history, settings.max_branches)
         with self._server.session(contexts, PARSERS[settings.parser]) as session:
             task = AgentTask(prompt.row, opening_messages(prompt), self._server.url(session), session.key)
-            agent = asyncio.ensure_future(self._agent(task))
-            try:
-                await answer_requests(session, agent, policy, idle_timeout_s=settings.idle_timeout_s)
-                return _outcome(session, agent)
-            finally:
-                agent.cancel()
-                await asyncio.wait([agent], timeout=STOP_S)
-
-
-async def answer_requests(
-    session: Session,
-    playing: "asyncio.Future[Any]",
-    policy: Policy,
-    *,
-    idle_timeout_s: float | None = None,
-    after_each: Callable[[], None] = lambda: None,
-) -> None:
-    """Answer the requests of a session until the agent that plays has ended.
-
-    Args:
-        idle_timeout_s: seconds without a request after which the episode fails; None: no limit.
-        after_each: called before a reply is sent.
-
-    Raises:
-        EnvironmentFailed: the episode cannot go on.
-    """
-    while True:
-        waiting = asyncio.ensure_future(session.waiting())
-        both: list[asyncio.Future[Any]] = [waiting, playing]
-        try:
-            await asyncio.wait(both, timeout=idle_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        if playing.done():
-            return
-        if not waiting.done():
-            raise EnvironmentFailed("agent timeout", f"no request for {idle_timeout_s:g} s")
-        await session.answer(waiting.result(), policy)
-        after_each()
+            ended = await session.serve(self._agent(task), policy, idle_timeout_s=settings.idle_timeout_s)
+        return _outcome(session, ended)
 
 
 def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome:
@@ -141,53 +97,12 @@ def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome
     return Outcome(reward, {"rewritten_history": session.num_rewritten})
 
 
-class AgentThread:
-    """An event loop in a thread of its own, which starts with the first coroutine."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="agents", daemon=True)
-
-    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Await a coroutine in the thread. Cancelling the call cancels it there and does not wait for it."""
-        if self._loop is None:
-            self._loop = RealTimeLoop()
-            self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
-    def close(self) -> None:
-        """Cancel what runs, and end the thread."""
-        if self._loop is None:
-            return
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        self._thread.join(2 * STOP_S)
-
-    def _work(self) -> None:
-        assert self._loop
-        self._loop.run_forever()
-        self._loop.close()
-
-    async def _stop(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            if others := asyncio.all_tasks() - {asyncio.current_task()}:
-                for task in others:
-                    task.cancel()
-                await asyncio.wait(others, timeout=STOP_S)
-            await loop.shutdown_asyncgens()
-        finally:
-            loop.stop()
-
-
 class ProgramFailed(Exception):
     """A program ended with an error. The message has the end of its output."""
 
 
-def make_agent(settings: AgentSettings, thread: AgentThread) -> Agent:
-    """Return the agent that the settings name.
-
-    Args:
-        thread: for an async function.
+def make_agent(settings: AgentSettings, thread: LoopThread) -> Agent:
+    """Return the agent that the settings name. An async function runs in the thread.
 
     Raises:
         ConfigError: the function cannot be imported or called, or there is no such program.
@@ -197,7 +112,7 @@ def make_agent(settings: AgentSettings, thread: AgentThread) -> Agent:
     return _from_command(settings.command)
 
 
-def _from_function(spec: str, thread: AgentThread) -> Agent:
+def _from_function(spec: str, thread: LoopThread) -> Agent:
     key = "environment.function"
     function: Any = import_function(spec, key)
     parameters = inspect.signature(function).parameters.values()

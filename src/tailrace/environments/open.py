@@ -11,6 +11,7 @@ from typing_extensions import override
 from tailrace.data.encoding import Tokenizer
 from tailrace.environments.base import Environment, Outcome, Policy
 from tailrace.environments.history import RequestEncoder
+from tailrace.environments.loop_thread import LoopThread
 from tailrace.environments.settings import (
     AgentSettings,
     EnvironmentSettings,
@@ -56,15 +57,9 @@ async def open_environment(
             yield ToolsEnvironment(settings, import_tools(settings))
         case PythonSettings():
             yield _import_environment(settings)
-        case AgentSettings():
+        case AgentSettings() | VerifiersSettings():
             async with _open_agents(settings, tokenizer, encoder) as agents:
                 yield agents
-        case VerifiersSettings():
-            # Not at the top: verifiers takes seconds to import, and may not be installed.
-            from tailrace.environments.verifiers.environment import open_verifiers
-
-            async with open_verifiers(settings, encoder) as environment:
-                yield environment
 
 
 def check_environment(settings: EnvironmentSettings) -> None:
@@ -76,15 +71,16 @@ def check_environment(settings: EnvironmentSettings) -> None:
     tools_of(settings)
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
-    if isinstance(settings, AgentSettings):
+    if isinstance(settings, AgentSettings | VerifiersSettings):
         for package in ("fastapi", "prometheus_client", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 problem, remedy = f"the package `{package}` is missing", "pip install 'tailrace[serve]'"
-                raise ConfigError("environment.kind", "agent", problem, remedy)
+                raise ConfigError("environment.kind", settings.kind, problem, remedy)
+    if isinstance(settings, AgentSettings):
         # Not at the top: it needs these packages.
-        from tailrace.environments.agents import AgentThread, make_agent
+        from tailrace.environments.agents import make_agent
 
-        make_agent(settings, AgentThread())
+        make_agent(settings, LoopThread(settings.kind))
 
 
 def gives_every_reward(settings: EpisodeSettings) -> bool:
@@ -108,14 +104,21 @@ def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
 
 @asynccontextmanager
 async def _open_agents(
-    settings: AgentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+    settings: AgentSettings | VerifiersSettings, tokenizer: Tokenizer, encoder: RequestEncoder
 ) -> AsyncIterator[Environment]:
-    from tailrace.environments.agents import AgentEnvironment, AgentThread, make_agent
+    from tailrace.environments.agents import AgentEnvironment, make_agent
     from tailrace.environments.session import SessionServer
 
-    server, thread = SessionServer(tokenizer), AgentThread()
+    server, thread = SessionServer(tokenizer), LoopThread(settings.kind)
     try:
-        yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
+        if isinstance(settings, AgentSettings):
+            yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
+        else:
+            # Not at the top: verifiers takes seconds to import, and may not be installed.
+            from tailrace.environments.verifiers import open_verifiers
+
+            async with open_verifiers(settings, encoder, server, thread) as environment:
+                yield environment
     finally:
         await server.close()
         thread.close()

@@ -9,10 +9,10 @@ has. The server is that of engine/serve, on loopback, in the controller's proces
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
@@ -25,9 +25,12 @@ from tailrace.engine.serve.listening import HttpServer, bind
 from tailrace.engine.serve.protocol import ChatCompletionRequest
 from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
 from tailrace.environments.history import Contexts, TooManyBranches
+from tailrace.environments.loop_thread import STOP_S
 from tailrace.environments.settings import MODEL
 from tailrace.environments.tools import Parse
 from tailrace.errors import BadRow, EnvironmentFailed
+
+T = TypeVar("T")
 
 ROUTED = "routed"
 """In the place of a session's name: the name is in the header X-Session-ID, where routers look for it."""
@@ -150,10 +153,6 @@ def assistant_message(completion: Completion, parse: Parse | None, first_call: i
     return {"role": "assistant", "content": (has_marks and text.strip()) or None, "tool_calls": called}
 
 
-Ask = tuple[SessionRequest, asyncio.Future[Reply]]
-"""A request, and its reply to come."""
-
-
 class Session:
     """The requests of one agent.
 
@@ -171,7 +170,7 @@ class Session:
         self.is_over = False
         """A request found no room for another turn."""
         self._contexts, self._parse = contexts, parse
-        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
+        self._asks: asyncio.Queue[tuple[SessionRequest, asyncio.Future[Reply]]] = asyncio.Queue()
         self._open: set[asyncio.Future[Reply]] = set()
         self._asked: list[Json] = []
         self._tools: list[Json] | None = None
@@ -195,17 +194,43 @@ class Session:
         finally:
             self._open.discard(reply)
 
-    async def waiting(self) -> Ask:
-        """Wait for the next request."""
-        return await self._asks.get()
+    async def serve(
+        self,
+        agent: Coroutine[Any, Any, T],
+        policy: Policy,
+        *,
+        idle_timeout_s: float | None = None,
+        after_each: Callable[[], None] = lambda: None,
+    ) -> asyncio.Future[T]:
+        """Run an agent, and let the policy answer its requests until it has ended. Returns the ended agent.
 
-    async def answer(self, ask: Ask, policy: Policy) -> None:
-        """Let the policy answer a request.
+        Args:
+            idle_timeout_s: seconds without a request after which the episode fails; None: no limit.
+            after_each: called before a reply is sent.
 
         Raises:
             EnvironmentFailed: the episode cannot go on.
         """
-        body, reply = ask
+        playing = asyncio.ensure_future(agent)
+        try:
+            while True:
+                asked = asyncio.ensure_future(self._asks.get())
+                both: list[asyncio.Future[Any]] = [asked, playing]
+                try:
+                    await asyncio.wait(both, timeout=idle_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    asked.cancel()
+                if playing.done():
+                    return playing
+                if not asked.done():
+                    raise EnvironmentFailed("agent timeout", f"no request for {idle_timeout_s:g} s")
+                await self._answer(*asked.result(), policy)
+                after_each()
+        finally:
+            playing.cancel()
+            await asyncio.wait([playing], timeout=STOP_S)
+
+    async def _answer(self, body: SessionRequest, reply: asyncio.Future[Reply], policy: Policy) -> None:
         try:
             turn = await self._turn(body, policy)
         except RequestRefused as why:

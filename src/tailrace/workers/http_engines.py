@@ -11,10 +11,9 @@ from tempfile import gettempdir
 import httpx
 
 from tailrace.devices import Devices
-from tailrace.engine import sglang, sglang_server, vllm
-from tailrace.engine.dialect import Dialect
+from tailrace.engine import sglang, vllm
+from tailrace.engine.dialect import Dialect, Launch
 from tailrace.engine.http import HttpEngine, Server
-from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import (
     SamplingSettings,
@@ -22,7 +21,6 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.vllm_server import VllmInstallation
 from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
@@ -120,9 +118,9 @@ class HttpEngines:
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:
         if isinstance(settings, SglangEngineSettings):
-            return sglang_server.launch(settings, model=self._model, max_context=self._max_context, port=port)
+            return sglang.launch(settings, model=self._model, max_context=self._max_context, port=port)
         assert isinstance(settings, VllmEngineSettings)
-        return VllmInstallation.find(settings).launch(
+        return vllm.launch(
             settings,
             self._sampling,
             model=self._model,

