@@ -138,8 +138,8 @@ def main(
     wrong = ranking_errors(live, simulated)
     for name, error in errors.items():
         print(f"{name:20} live {live[name]:7.2f} s   predicted {simulated[name]:7.2f} s   {error:+.1%}")
-    for note in [*fitted.notes, *(note for part in fitted.parts for note in part.notes)]:
-        print(f"note: {note}")
+    for part in fitted.parts:
+        print("".join(f"note: {note}\n" for note in part.notes), end="")
     figures = {
         "median_error": median(abs(error) for name, error in errors.items() if name != fit_on),
         "ranking_errors": len(wrong),

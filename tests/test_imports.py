@@ -26,7 +26,7 @@ GROUND = {"types", "turns", "errors", "clock", "settings", "importing", "devices
 ROOMS: Mapping[str, set[str]] = {
     "weights": set(),
     "data": set(),
-    "record": {"trainer"},
+    "record": {"engine", "trainer"},
     "engine": {"weights"},
     "algo": {"engine"},
     "trainer": {"algo", "weights"},

@@ -68,6 +68,9 @@ def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
         await asyncio.sleep(3.25)
         assert engine.usage().kv_tokens == 4
         await asyncio.gather(first, one(engine, 1, 4))
+        positions = (2 + 3) + (8 + 10) + (6 + 7)
+        sums = engine.usage().decoded
+        assert (sums.steps, sums.running, sums.positions, sums.seconds) == (6, 8, positions, ends[1])
 
     clock.run(main(), virtual=True)
     assert ends == [3.25 + 6.5, 3.25 + 6.5 + 5.25]

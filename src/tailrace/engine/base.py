@@ -7,9 +7,10 @@ After a kill the difference is the number of tokens that were not yet in the led
 """
 
 import mmap
+import operator
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 from zlib import crc32
@@ -81,6 +82,31 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeSums:
+    """Sums over the decode steps of an engine since its start. All 0: it does not count them.
+
+    Args:
+        running: requests of each step.
+        positions: of each step, those in the KV cache when it begins.
+        seconds: of the steps, with the engine's own work between two of them.
+        prefilled: context positions that were computed in prefill_s.
+    """
+
+    steps: int = 0
+    running: int = 0
+    positions: int = 0
+    seconds: float = 0.0
+    prefilled: int = 0
+    prefill_s: float = 0.0
+
+    def __add__(self, other: "DecodeSums") -> "DecodeSums":
+        return DecodeSums(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: "DecodeSums") -> "DecodeSums":
+        return DecodeSums(*map(operator.sub, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The load and the counters of one engine.
 
@@ -104,6 +130,7 @@ class Usage:
     num_preempted: int = 0
     num_counted: int | None = None
     kv_capacity: int | None = None
+    decoded: DecodeSums = DecodeSums()
 
     def __add__(self, other: "Usage") -> "Usage":
         counts = (self.num_counted, other.num_counted)
@@ -116,6 +143,7 @@ class Usage:
             self.num_preempted + other.num_preempted,
             None if None in counts else sum(count or 0 for count in counts),
             other.kv_capacity if self.kv_capacity is None else self.kv_capacity,
+            self.decoded + other.decoded,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from tailrace.engine.base import DecodeSums
 from tailrace.record.figures import Lags, Row
 from tailrace.trainer.base import StepStats
 from tailrace.types import FinishReason, Sample, SampleId
@@ -72,6 +73,14 @@ class RequestEnded(Moment, frozen=True):
     """Tokens that this request added."""
     outcome: str
     """'stop', 'length', 'cancelled' or 'evicted'."""
+
+
+class Decoded(Interval, frozen=True):
+    """An engine had requests all the time. Its decode steps since its last event of this kind; engines that
+    count none have no such event."""
+
+    engine: str
+    sums: DecodeSums
 
 
 class SampleScored(Moment, frozen=True):
@@ -274,6 +283,7 @@ LoggedEvent: TypeAlias = (
     | RoundStarted
     | RequestStarted
     | RequestEnded
+    | Decoded
     | SampleScored
     | GroupReady
     | GroupEnded

@@ -137,6 +137,22 @@ class Pairs:
         return replace(begun, end_s=now_s, outcome=outcome, reward=reward)
 
 
+_LISTS: Mapping[type, str] = {
+    ServedRequest: "requests",
+    Scoring: "scorings",
+    RoundSpan: "rounds",
+    events.Decoded: "decoded",
+    events.Accumulated: "passes",
+    events.OptimizerStep: "steps",
+    events.Published: "publications",
+    events.EngineStateChanged: "states",
+    events.Evaluated: "evaluations",
+    events.Waiting: "alarms",
+    events.ControllerLag: "lags",
+}
+"""The list of a `Timeline` that has what is of a type."""
+
+
 @dataclass
 class Timeline:
     """What one process of a run did. Work stands in the order in which it ended."""
@@ -149,6 +165,7 @@ class Timeline:
     requests: list[ServedRequest] = field(default_factory=list)
     scorings: list[Scoring] = field(default_factory=list)
     rounds: list[RoundSpan] = field(default_factory=list)
+    decoded: list[events.Decoded] = field(default_factory=list)
     passes: list[events.Accumulated] = field(default_factory=list)
     steps: list[events.OptimizerStep] = field(default_factory=list)
     publications: list[events.Published] = field(default_factory=list)
@@ -165,32 +182,13 @@ class Timeline:
     def on(self, event: events.LoggedEvent) -> None:
         """Take an event."""
         self.end_s = max(self.end_s, events.time_of(event))
-        match self.pairs.on(event):
-            case ServedRequest() as ended:
-                self.requests.append(ended)
-            case Scoring() as ended:
-                self.scorings.append(ended)
-            case RoundSpan() as ended:
-                self.rounds.append(ended)
-        match event:
-            case events.Accumulated():
-                self.passes.append(event)
-            case events.OptimizerStep():
-                self.steps.append(event)
-            case events.Published():
-                self.publications.append(event)
-            case events.EngineStateChanged():
-                self.states.append(event)
-            case events.Evaluated():
-                self.evaluations.append(event)
-            case events.Waiting():
-                self.alarms.append(event)
-            case events.ControllerLag():
-                self.lags.append(event)
-            case events.OpenWaits():
-                self.waits = event.since_s
-            case events.BooksClosed():
-                self.is_closed, self.waits = True, {}
+        for each in (event, self.pairs.on(event)):
+            if name := _LISTS.get(type(each)):
+                getattr(self, name).append(each)
+        if isinstance(event, events.OpenWaits):
+            self.waits = event.since_s
+        elif isinstance(event, events.BooksClosed):
+            self.is_closed, self.waits = True, {}
 
     @property
     def first_round_s(self) -> float:

@@ -18,7 +18,14 @@ from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
 from tailrace.environments.episode import Serve, Written, not_written
 from tailrace.errors import Evicted, LedgerError, RewardFailed
-from tailrace.record.events import EngineStateChanged, Preempted, Recorder, RequestEnded, RequestStarted
+from tailrace.record.events import (
+    Decoded,
+    EngineStateChanged,
+    Preempted,
+    Recorder,
+    RequestEnded,
+    RequestStarted,
+)
 from tailrace.reward.base import Rewards
 from tailrace.trainer.base import Reference
 from tailrace.types import Sample
@@ -32,7 +39,8 @@ class EngineLoads:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
-        self._requests = [0] * len(engines)
+        self.requests = [0] * len(engines)
+        """How many each engine has now."""
         self.shares = [inf] * len(engines)
         """Share of the slots of each engine that is taken; infinite if the engine is not open."""
         self.refresh()
@@ -47,7 +55,7 @@ class EngineLoads:
 
     def add(self, number: int, requests: int) -> None:
         """An engine got so many requests more."""
-        self._requests[number] += requests
+        self.requests[number] += requests
         self.shares[number] = share = self._share(number)
         heappush(self._heap, (share, number))
         if len(self._heap) > MAX_ENTRIES * len(self._engines):
@@ -62,7 +70,7 @@ class EngineLoads:
 
     def _share(self, number: int) -> float:
         engine = self._engines[number]
-        return self._requests[number] / engine.slots if engine.state == "open" else inf
+        return self.requests[number] / engine.slots if engine.state == "open" else inf
 
     def _rebuild(self) -> None:
         self._heap = [(share, number) for number, share in enumerate(self.shares)]
@@ -72,6 +80,9 @@ class EngineLoads:
 SLACK = 1 / 8
 """Share of an engine's slots. The engine that served a request before gets it again if its load is at most
 this much above the least loaded engine's, because it may still hold the request's KV cache."""
+
+DECODED_EVERY_S = 0.1
+"""Decode steps are recorded in sums over at least this time, while the engine has requests."""
 
 Play = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
 """Extends a sample until it ends, with a function that generates the rest of a turn."""
@@ -105,6 +116,8 @@ class Router:
         self._loads = EngineLoads(engines)
         self._numbers = {engine.name: number for number, engine in enumerate(engines)}
         self._preempted = {engine.name: engine.usage().num_preempted for engine in engines}
+        self._decoded = [engine.usage().decoded for engine in engines]
+        self._busy_since_s = [0.0] * len(engines)
         for engine in engines:
             engine.on_state = partial(self._engine_changed, engine)
 
@@ -133,6 +146,17 @@ class Router:
                     "arrived"
                 )
 
+    def _report_decoding(self, number: int) -> None:
+        """Record the decode steps of an engine, at most every `DECODED_EVERY_S` and when it becomes idle."""
+        is_idle, since_s = not self._loads.requests[number], self._busy_since_s[number]
+        if not is_idle and now() - since_s < DECODED_EVERY_S:
+            return
+        engine, before = self.engines[number], self._decoded[number]
+        self._busy_since_s[number], self._decoded[number] = now(), engine.usage().decoded
+        if self._decoded[number].steps > before.steps:
+            sums = self._decoded[number] - before
+            self._recorder.emit(Decoded(since_s, now(), engine.name, sums))
+
     def report_preemptions(self) -> None:
         """Record how many requests each engine has preempted since the last call."""
         for engine in self.engines:
@@ -150,6 +174,8 @@ class Router:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
             sample.engine = engine.name
+            if not self._loads.requests[number]:
+                self._busy_since_s[number] = now()
             self._loads.add(number, 1)
             had = sample.num_tokens
             self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
@@ -165,6 +191,7 @@ class Router:
                 self._recorder.emit(
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )
+                self._report_decoding(number)
 
     def _pick(self, sample: Sample) -> int | None:
         """The number of the engine that serves the sample; None: no engine is open."""

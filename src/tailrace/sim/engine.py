@@ -30,7 +30,7 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, EngineState, Usage
+from tailrace.engine.base import Capabilities, DecodeSums, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
@@ -164,6 +164,8 @@ class SimEngine:
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
+        self._num_steps = self._positions = 0  # sums over the decode steps, as the next one (DecodeSums)
+        self._decode_s = 0.0
         self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
         self._suspended = Suspended()
         self._prompts: Counter[Group] = Counter()  # running samples whose prompt these weights have computed
@@ -254,6 +256,14 @@ class SimEngine:
             num_prefilled=self._prefilled,
             num_preempted=self._preempted,
             kv_capacity=self._kv_capacity,
+            decoded=DecodeSums(
+                steps=self._num_steps,
+                running=self._generated,
+                positions=self._positions,
+                seconds=self._decode_s,
+                prefilled=self._prefilled,
+                prefill_s=self._prefilled / self._cost.prefill_tokens_per_s,
+            ),
         )
 
     def die(self) -> None:
@@ -306,10 +316,13 @@ class SimEngine:
             return  # stalled until then
         if self._running:
             steps = self._next_steps.after(self._credit, time - self._since)
-            whole = int(steps + 1e-6)
+            whole, num_running = int(steps + 1e-6), len(self._running)
             self._credit = max(0.0, steps - whole)
+            self._num_steps += whole
+            self._positions += whole * self._kv_tokens + num_running * whole * (whole - 1) // 2
+            self._decode_s += time - self._since
             self._steps += whole
-            self._generated += whole * len(self._running)
+            self._generated += whole * num_running
             self._suspended.shrink(self._kv_capacity - self._kv_tokens)
         else:
             self._credit = 0.0

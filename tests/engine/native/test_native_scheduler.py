@@ -21,6 +21,16 @@ def test_the_samples_of_a_group_share_one_prefill(make_engine):
     assert engine.usage().num_prefilled == 9
 
 
+def test_decode_steps_are_summed_with_their_requests_and_positions(make_engine):
+    """Two prompts of 10 tokens: the positions are 20 in the first step, and two more in each."""
+    engine = make_engine(max_completion_tokens=3)
+    submit_all(engine, {"a": random_ids(0, 10), "b": random_ids(1, 10)})
+    finish(engine)
+    sums = engine.usage().decoded
+    assert (sums.steps, sums.running, sums.positions, sums.prefilled) == (3, 6, 20 + 22 + 24, 2 * 9)
+    assert sums.seconds > 0 and sums.prefill_s > 0
+
+
 def test_a_late_sibling_copies_the_prompt_of_one_that_runs(make_engine):
     engine, prompt = make_engine(), random_ids(0, 10)
     engine.submit(GenerationRequest("early", prompt, (), 0))
