@@ -30,6 +30,9 @@ from tailrace.workers.messages import Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
 Job = TypeVar("Job", bound=Settings)
+LARGE_BLOCK_BYTES = 2**20
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 def begin(job: type[Job]) -> tuple[socket.socket, Job]:
@@ -75,9 +78,22 @@ def give_memory_back() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()  # without CUDA it does nothing
+    _call_glibc("malloc_trim", 0)
+
+
+def give_tensors_back_when_freed() -> None:
+    """Map each large block of memory apart, so that it returns to the system when it is freed.
+
+    By default glibc raises this limit up to 32 MiB and takes most activations from its heap. Small tensors
+    that stay, such as an adapter's moments, then divide the freed memory, and the next step needs new memory.
+    """
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
     if sys.platform == "linux":
         with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
+            getattr(ctypes.CDLL(None), name)(*arguments)
 
 
 @contextmanager

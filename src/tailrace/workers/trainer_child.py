@@ -23,7 +23,13 @@ from tailrace.weights.tensors import Publisher
 from tailrace.weights.transports import open_sender
 from tailrace.workers import messages
 from tailrace.workers.channel import WorkerChannel, WorkerEnd
-from tailrace.workers.child import begin, config_errors_sent, end_with_controller, give_memory_back
+from tailrace.workers.child import (
+    begin,
+    config_errors_sent,
+    end_with_controller,
+    give_memory_back,
+    give_tensors_back_when_freed,
+)
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -232,6 +238,7 @@ def failures_told_apart(channel: WorkerEnd[ToTrainer], received: Iterator[ToTrai
 
 def main() -> None:
     end, job = begin(TrainerJob)
+    give_tensors_back_when_freed()
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
     if not job.listens:
         end_with_controller(end)
