@@ -62,6 +62,12 @@ class RunFolder:
             why.args = (f"{self.config}: {why}",)
             raise
 
+    def kept(self, config: RunConfig) -> RunConfig:
+        """The config as the folder keeps it: without the folder's own path, because it may be moved."""
+        function = (config.reward.function or "").replace(f"{self.reward.resolve()}:", f"{self.reward.name}:")
+        reward = config.reward.model_copy(update={"function": function or None})
+        return config.model_copy(update={"reward": reward})
+
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""
         found = (path for path in self.checkpoints.glob("round_*") if "." not in path.name)

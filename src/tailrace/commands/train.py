@@ -132,7 +132,7 @@ def _one_life(
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
     folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
-    with opened(config, folder, resume) as (store, start):
+    with opened(folder.kept(config), folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
         try:
@@ -226,7 +226,7 @@ async def _train(
             await rewind(parts, folder.checkpoints / start.checkpoint, start.version)
         if store and start.life > 1:
             store.commit(start.opening)
-            folder.config.write_text(config.toml())
+            folder.config.write_text(folder.kept(config).toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         earlier = read_rows(folder.metrics)
         start.best = _best(earlier, folder)
