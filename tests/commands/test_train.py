@@ -20,7 +20,7 @@ from tailrace.assembly.live import check_live
 from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.train import opened, train
+from tailrace.commands.train import best_evaluation, opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
@@ -40,6 +40,21 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) ->
     assert model.config.model_type == "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(interrupted / "model")
     assert tokenizer.decode(tokenizer.encode("7 + 8")) == "7 + 8"
+
+
+def test_the_best_checkpoint_is_that_of_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    """Round 2 was resumed after its first step: its checkpoint has 4 steps, its evaluation is of 5."""
+    folder = RunFolder(tmp_path)
+    for round in (0, 1, 2):
+        (folder.checkpoints / f"round_{round:06d}").mkdir(parents=True)
+    steps = [{"step": step, "round": round, "loss": 0.0} for step, round in enumerate((0, 0, 1, 1, 2, 2), 1)]
+    places = {(0, 0): 0.1, (2, 1): 0.3, (5, 2): 0.9, (6, 3): 0.8}
+    evaluations = [
+        {"step": step, "round": round, "eval/accuracy": accuracy}
+        for (step, round), accuracy in places.items()
+    ]
+    assert best_evaluation([*steps, *evaluations], folder) == (0.3, 1)
+    assert best_evaluation([*steps, evaluations[0], {**evaluations[2], "step": 4}], folder) == (0.9, 2)
 
 
 def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
