@@ -7,7 +7,8 @@ of that run the commands that read its kind (READERS): `train --resume` for one 
 --model M` with the run's own model/, `inspect` and `view`. File kinds take turns. Logs and the lock
 are left alone: no command reads them.
 
-    detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file
+    detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file; or
+                a warning names it
     harmless    the commands give what they give on the undamaged run
     accepted    a command ends with 0 and another result
     unnamed     a command ends with 1 or 2 and its message does not name the file
@@ -16,7 +17,7 @@ are left alone: no command reads them.
 
 The worst outcome of the commands counts. The results compared are the exported weights, the accuracy and the
 balance. Of `view` only the exit code is judged: a changed number in a record that it shows is not noticed.
-The small files of model/ may be edited by users; only its weights are guarded.
+The small files of model/ may be edited by users: a change gives a warning.
 The exported weights are compared only if two undamaged resumptions agree in them bit for bit.
 """
 
@@ -143,9 +144,12 @@ def outcome(name: str, got: tuple[int | None, str, object], expected: tuple[int 
         return "hang"
     if code not in (0, 1, 2) or "Traceback (most recent call last)" in said:
         return "traceback"
+    is_named = name in said.replace("\n", "")
     if code:
-        return "detected" if name in said.replace("\n", "") else "unnamed"
-    return "harmless" if result == expected[2] else "accepted"
+        return "detected" if is_named else "unnamed"
+    if result == expected[2]:
+        return "harmless"
+    return "detected" if is_named and "warning: " in said else "accepted"
 
 
 def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[dict[str, str]]:

@@ -171,6 +171,26 @@ def test_one_bit_in_a_checkpoint_is_refused_with_the_name_of_the_file(
         check_live(evaluated_config(killed_copy, path.parents[path.parent.name == "trainer"], {}))
 
 
+def test_an_exported_model_may_be_edited_but_for_its_weights_and_says_so(
+    interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(interrupted, tmp_path / "run")
+    model = tmp_path / "run" / "model"
+    config = evaluated_config(tmp_path / "run", model, {})
+    check_live(config)
+    assert "warning" not in capsys.readouterr().err
+    edited = model / "tokenizer.json"
+    edited.write_text(edited.read_text() + " ")
+    check_live(config)
+    assert f"warning: {edited} was changed after a run wrote it" in capsys.readouterr().err
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-9] ^= 4
+    (model / "model.safetensors").unlink()  # it is a hard link
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        check_live(config)
+
+
 def test_the_config_of_a_run_that_was_changed_is_refused_and_an_override_is_not(killed_copy: Path) -> None:
     config = killed_copy / "config.toml"
     text = config.read_text()
