@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common import QUICKSTART, run, write
@@ -152,13 +152,13 @@ def outcome(name: str, got: tuple[int | None, str, object], expected: tuple[int 
     return "detected" if is_named and "warning: " in said else "accepted"
 
 
-def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[dict[str, str]]:
+def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> Iterator[dict[str, str]]:
     """Make the run and damage copies of it; one object for each case.
 
     Args:
         kinds: of the files that are damaged; empty: all.
     """
-    chance, cases = random.Random(seed), []
+    chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as at:
         scratch = Path(at)
         run, copy = scratch / "original", scratch / "damaged"
@@ -186,18 +186,18 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
                 compared = got if name in unequal else expected[name]
                 ends[name] = outcome(file.name, got, compared)
             worst = max(ends.values(), key=ORDER.index)
-            cases.append(
-                {"kind": kind, "how": how, "file": str(file), "done": done, "outcome": worst, **ends}
-            )
             if worst in BAD:
                 print(f"{file}, {done}: {ends}", flush=True)
-    return cases
+            yield {"kind": kind, "how": how, "file": str(file), "done": done, "outcome": worst, **ends}
 
 
 def main(
     flips: int = 300, truncations: int = 100, seed: int = 0, kinds: str = "", json: Path | None = None
 ) -> None:
-    cases = corrupt(flips, truncations, seed, set(filter(None, kinds.split(","))))
+    cases = []
+    for case in corrupt(flips, truncations, seed, set(filter(None, kinds.split(",")))):
+        cases.append(case)
+        write(json, cases)  # of a run that is stopped, too
     table: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for case in cases:
         table[case["kind"]][case["outcome"]] += 1
