@@ -46,7 +46,7 @@ OPTIONS = {
     "sampling.max_completion_tokens": "32",
 }
 ROUNDS = 2
-TIMEOUT_S = 90
+TIMEOUT_S = 300
 ORDER = ("harmless", "detected", "unnamed", "accepted", "hang", "traceback")
 """Outcomes, the worst last."""
 BAD = ("unnamed", "accepted", "hang", "traceback")
