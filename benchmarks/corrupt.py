@@ -7,7 +7,8 @@ of that run the commands that read its kind (READERS): `train --resume` for one 
 --model M` with the run's own model/, `inspect` and `view`. File kinds take turns. Logs and the lock
 are left alone: no command reads them.
 
-    detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file
+    detected    a command ends with exit code 1 or 2, without a traceback, and its message names the file; or
+                a warning names it
     harmless    the commands give what they give on the undamaged run
     accepted    a command ends with 0 and another result
     unnamed     a command ends with 1 or 2 and its message does not name the file
@@ -16,7 +17,7 @@ are left alone: no command reads them.
 
 The worst outcome of the commands counts. The results compared are the exported weights, the accuracy and the
 balance. Of `view` only the exit code is judged: a changed number in a record that it shows is not noticed.
-The small files of model/ may be edited by users; only its weights are guarded.
+The small files of model/ may be edited by users: a change gives a warning.
 The exported weights are compared only if two undamaged resumptions agree in them bit for bit.
 """
 
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common import QUICKSTART, run, write
@@ -45,7 +46,7 @@ OPTIONS = {
     "sampling.max_completion_tokens": "32",
 }
 ROUNDS = 2
-TIMEOUT_S = 90
+TIMEOUT_S = 300
 ORDER = ("harmless", "detected", "unnamed", "accepted", "hang", "traceback")
 """Outcomes, the worst last."""
 BAD = ("unnamed", "accepted", "hang", "traceback")
@@ -143,18 +144,21 @@ def outcome(name: str, got: tuple[int | None, str, object], expected: tuple[int 
         return "hang"
     if code not in (0, 1, 2) or "Traceback (most recent call last)" in said:
         return "traceback"
+    is_named = name in said.replace("\n", "")
     if code:
-        return "detected" if name in said.replace("\n", "") else "unnamed"
-    return "harmless" if result == expected[2] else "accepted"
+        return "detected" if is_named else "unnamed"
+    if result == expected[2]:
+        return "harmless"
+    return "detected" if is_named and "warning: " in said else "accepted"
 
 
-def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[dict[str, str]]:
+def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> Iterator[dict[str, str]]:
     """Make the run and damage copies of it; one object for each case.
 
     Args:
         kinds: of the files that are damaged; empty: all.
     """
-    chance, cases = random.Random(seed), []
+    chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as at:
         scratch = Path(at)
         run, copy = scratch / "original", scratch / "damaged"
@@ -182,18 +186,18 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> list[di
                 compared = got if name in unequal else expected[name]
                 ends[name] = outcome(file.name, got, compared)
             worst = max(ends.values(), key=ORDER.index)
-            cases.append(
-                {"kind": kind, "how": how, "file": str(file), "done": done, "outcome": worst, **ends}
-            )
             if worst in BAD:
                 print(f"{file}, {done}: {ends}", flush=True)
-    return cases
+            yield {"kind": kind, "how": how, "file": str(file), "done": done, "outcome": worst, **ends}
 
 
 def main(
     flips: int = 300, truncations: int = 100, seed: int = 0, kinds: str = "", json: Path | None = None
 ) -> None:
-    cases = corrupt(flips, truncations, seed, set(filter(None, kinds.split(","))))
+    cases = []
+    for case in corrupt(flips, truncations, seed, set(filter(None, kinds.split(",")))):
+        cases.append(case)
+        write(json, cases)  # of a run that is stopped, too
     table: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for case in cases:
         table[case["kind"]][case["outcome"]] += 1

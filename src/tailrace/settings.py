@@ -42,7 +42,7 @@ def _absolute(folder: Path, text: str) -> str:
 
 def absolute_function(folder: Path, text: str) -> str:
     """Resolve the file in 'path/to/file.py:name'; a module stays a name."""
-    return _absolute(folder, text) if text.partition(":")[0].endswith(".py") else text
+    return _absolute(folder, text) if text.partition(":")[0].endswith((".py", ".pkl")) else text
 
 
 def _without_nul(path: Path) -> Path:

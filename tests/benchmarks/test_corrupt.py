@@ -9,7 +9,7 @@ def test_a_damaged_file_is_noticed_or_changes_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(corrupt, "ROUNDS", 1)
     chosen = {"config.toml": ("inspect",), "ledger.sqlite": ("inspect",)}
     monkeypatch.setattr(corrupt, "READERS", chosen)
-    cases = corrupt.corrupt(flips=2, truncations=2, seed=0, kinds=set())
+    cases = list(corrupt.corrupt(flips=2, truncations=2, seed=0, kinds=set()))
     assert [(case["kind"], case["how"]) for case in cases] == [
         ("config.toml", "flip"),
         ("ledger.sqlite", "flip"),

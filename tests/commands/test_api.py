@@ -136,15 +136,17 @@ tailrace.train(tailrace.load_config(sys.argv[1], {"run.rounds": 1}), sys.argv[2]
 """
 
 
-def rewards_are(folder: Path, offset: float) -> bool:
+def rewards_are(folder: Path, offset: float, round: int = 0) -> bool:
     """Whether each sample was rewarded with the number of its digits and the offset."""
-    lines = (folder / "samples" / "round_000000.jsonl").read_text().splitlines()
+    lines = (folder / "samples" / f"round_{round:06}.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     found = [(each["reward"], offset + sum(map(str.isdigit, each["text"]))) for each in samples]
     return bool(found) and all(given == expected for given, expected in found)
 
 
-def test_a_reward_function_of_a_script_scores_and_is_found_again_by_its_run(tmp_path: Path) -> None:
+def test_a_reward_function_of_a_script_scores_and_is_found_again_by_its_run_where_it_is_moved(
+    tmp_path: Path,
+) -> None:
     """The script has no guard: another process that imported it would train again."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", str(write_small_run(tmp_path)), "out"]
@@ -154,6 +156,11 @@ def test_a_reward_function_of_a_script_scores_and_is_found_again_by_its_run(tmp_
     spec = tailrace.load_config(tmp_path / "out" / "config.toml").reward.function
     assert spec == f"{tmp_path}/out/reward.pkl:score"
     assert import_function(spec, "reward.function")("a1b2") == 2.5
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    config = tailrace.load_config(moved / "config.toml", {"run.rounds": 2})
+    assert tailrace.train(config, moved, resume=True).rounds == 2
+    assert rewards_are(moved, 0.5, round=1)
+    assert "/out" not in (moved / "config.toml").read_text()
 
 
 def test_a_reward_function_of_a_cell_may_be_a_closure(tmp_path: Path) -> None:

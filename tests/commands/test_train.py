@@ -20,7 +20,7 @@ from tailrace.assembly.live import check_live
 from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.train import opened, train
+from tailrace.commands.train import best_evaluation, opened, train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
@@ -40,6 +40,21 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) ->
     assert model.config.model_type == "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(interrupted / "model")
     assert tokenizer.decode(tokenizer.encode("7 + 8")) == "7 + 8"
+
+
+def test_the_best_checkpoint_is_that_of_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    """Round 2 was resumed after its first step: its checkpoint has 4 steps, its evaluation is of 5."""
+    folder = RunFolder(tmp_path)
+    for round in (0, 1, 2):
+        (folder.checkpoints / f"round_{round:06d}").mkdir(parents=True)
+    steps = [{"step": step, "round": round, "loss": 0.0} for step, round in enumerate((0, 0, 1, 1, 2, 2), 1)]
+    places = {(0, 0): 0.1, (2, 1): 0.3, (5, 2): 0.9, (6, 3): 0.8}
+    evaluations = [
+        {"step": step, "round": round, "eval/accuracy": accuracy}
+        for (step, round), accuracy in places.items()
+    ]
+    assert best_evaluation([*steps, *evaluations], folder) == (0.3, 1)
+    assert best_evaluation([*steps, evaluations[0], {**evaluations[2], "step": 4}], folder) == (0.9, 2)
 
 
 def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
@@ -154,6 +169,26 @@ def test_one_bit_in_a_checkpoint_is_refused_with_the_name_of_the_file(
     assert changed(killed_copy, before) <= {"ledger.sqlite"}
     with pytest.raises(CheckpointError, match=rf"{path.name} is damaged: .*name another model\.path"):
         check_live(evaluated_config(killed_copy, path.parents[path.parent.name == "trainer"], {}))
+
+
+def test_an_exported_model_may_be_edited_but_for_its_weights_and_says_so(
+    interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(interrupted, tmp_path / "run")
+    model = tmp_path / "run" / "model"
+    config = evaluated_config(tmp_path / "run", model, {})
+    check_live(config)
+    assert "warning" not in capsys.readouterr().err
+    edited = model / "tokenizer.json"
+    edited.write_text(edited.read_text() + " ")
+    check_live(config)
+    assert f"warning: {edited} was changed after a run wrote it" in capsys.readouterr().err
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-9] ^= 4
+    (model / "model.safetensors").unlink()  # it is a hard link
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        check_live(config)
 
 
 def test_the_config_of_a_run_that_was_changed_is_refused_and_an_override_is_not(killed_copy: Path) -> None:

@@ -9,14 +9,16 @@ from functools import partial
 import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Outcome, change, simulate
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.errors import LedgerError
+from tailrace.errors import ConfigError, LedgerError
 from tailrace.record.events import Event, RequestEnded
+from tailrace.rollout import pool
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
-from tailrace.types import Group, Prompt
+from tailrace.types import Group, Prompt, Sample
 
 IN_TIME = change(SETTINGS, step_timeout_s=3600.0, step_warning_timeout_s=60.0)
 """A run that only waits ends with another error."""
@@ -85,3 +87,22 @@ def test_a_broken_row_a_defect_and_a_full_disk_end_the_run_with_their_error_and_
         with pytest.raises(OSError, match="No space left"):
             run(into=FullDisk())
     assert caplog.records == []
+
+
+class OneReward:
+    async def score(self, sample: Sample) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_CONSECUTIVE_FILTERED", 100)
+    outcome = Outcome()
+    with pytest.raises(ConfigError, match="'zero variance': 100 groups in succession were filtered"):
+        simulate(
+            SCHEDULES_BY_NAME[name],
+            algorithm=AlgorithmSettings(filter="zero_variance"),
+            parts=lambda: replace(simulated_parts(SIM, seed=0), rewards=OneReward()),
+            into=outcome,
+        )
+    assert outcome.run.pool._ledger.totals.groups["filtered"] == 100

@@ -1,4 +1,4 @@
-"""An engine that sleeps gives its memory back to the machine."""
+"""An engine that sleeps gives its memory back to the machine, a trainer that of its activations."""
 
 import asyncio
 import resource
@@ -12,11 +12,16 @@ from worker_cases import DEADLINE_S, process_of, start_engine
 
 from helpers.engine_contract import fresh_samples
 from helpers.tiny_models import save_tiny_model
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.engine.base import TokenCounter
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import Evicted, NotWoken
+from tailrace.trainer.base import LoraSettings, TrainerSettings
+from tailrace.weights.base import SharedMemorySettings
 from tailrace.workers.engine import EngineJob
+from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 
 PAGE = 4096
 LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -119,5 +124,40 @@ def test_an_engine_without_the_memory_to_wake_says_so_and_sleeps_on(tmp_path: Pa
             assert sample.num_tokens == 24
         finally:
             await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_trainer_of_an_adapter_gives_back_its_activations(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, **SHAPE)
+    job = TrainerJob(
+        model=tmp_path,
+        trainer=TrainerSettings(lora=LoraSettings(rank=16), max_tokens_per_microbatch=2048),
+        algorithm=AlgorithmSettings(),
+        sampling=SamplingSettings(max_completion_tokens=1024),
+        weights=SharedMemorySettings(),
+        published_dtype="float32",
+    )
+
+    async def main() -> None:
+        ((name, alone),) = trainer_jobs(job)
+        worker = await LocalSpawner(tmp_path / "logs").start(name, TrainerWorker, alone)
+        trainer = RemoteTrainer([worker], alone)
+        try:
+            await trainer.ready()
+            pid = worker.process.pid
+            before = resident_bytes(pid)
+            samples = fresh_samples(2)
+            for number, sample in enumerate(samples):
+                sample.extend([7] * 550, [-1.0] * 550, version=0)
+                sample.advantage = 1.0 - 2 * number
+            await trainer.accumulate([samples], version=0)
+            await trainer.step()
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+            assert resident_bytes(pid) - before < (peak - before) / 4
+        finally:
+            await trainer.close()
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

@@ -83,7 +83,8 @@ class AlgorithmSettings(Settings):
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """Lambda of gae. 1 with gamma 1: reward minus value (PipelineRL eq. 4)."""
     filter: Literal["none", "zero_variance"] = "none"
-    """zero_variance: a group whose rewards are all equal is replaced by another group (DAPO 3.2)."""
+    """zero_variance: a group whose rewards are all equal is replaced by another group (DAPO 3.2). A thousand
+    filtered groups in succession end the run."""
 
     overlong_buffer: float = Field(default=0.0, ge=0, lt=1)
     """Share of the length limit, at its end, over which the overlong penalty rises from 0 (DAPO eq. 13)."""

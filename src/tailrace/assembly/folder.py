@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
-from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_weights
+from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_model
 
 ONLY_OF_THE_TRAINER = "trainer"
 """What of a checkpoint is not part of the model (trainer/checkpoint.py)."""
@@ -61,6 +61,12 @@ class RunFolder:
         except ConfigError as why:
             why.args = (f"{self.config}: {why}",)
             raise
+
+    def kept(self, config: RunConfig) -> RunConfig:
+        """The config as the folder keeps it: without the folder's own path, because it may be moved."""
+        function = (config.reward.function or "").replace(f"{self.reward.resolve()}:", f"{self.reward.name}:")
+        reward = config.reward.model_copy(update={"function": function or None})
+        return config.model_copy(update={"reward": reward})
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""
@@ -130,7 +136,7 @@ class RunFolder:
         shutil.rmtree(partial, ignore_errors=True)
         ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
         shutil.copytree(checkpoint, partial, ignore=ignore, copy_function=_link_weights)
-        seal_weights(partial, checkpoint)
+        seal_model(partial, checkpoint)
         shutil.rmtree(self.model, ignore_errors=True)
         partial.rename(self.model)
         return self.model

@@ -15,6 +15,7 @@ from tailrace.assembly.environments import (
     prompts_of_episodes,
     unused_rewards,
 )
+from tailrace.assembly.folder import ONLY_OF_THE_TRAINER
 from tailrace.assembly.machine import Fitted, Machine, fit
 from tailrace.assembly.memory import engines_on_gpu
 from tailrace.assembly.placement import check_placement, device_sharing
@@ -82,7 +83,8 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     path = config.model.path
-    verify(path, f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}")
+    remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
+    verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
     _check_engine(config)
     _check_trainer(config)
     for source in sources_of(config.data):

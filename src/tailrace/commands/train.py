@@ -37,7 +37,7 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
-from tailrace.record.figures import Row
+from tailrace.record.figures import Row, steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.run_log import LogWriter
@@ -147,7 +147,7 @@ def _one_life(
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
     folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
-    with opened(config, folder, resume) as (store, start):
+    with opened(folder.kept(config), folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
         try:
@@ -240,10 +240,10 @@ async def _train(
             await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
         if store and start.life > 1:
             store.commit(start.opening)
-            folder.config.write_text(config.toml())
+            folder.config.write_text(folder.kept(config).toml())
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         earlier = read_rows(folder.metrics)
-        start.best = _best(earlier, folder)
+        start.best = best_evaluation(earlier, folder)
         recorder, summary = _recorder(config, folder, start, earlier)
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
@@ -262,12 +262,18 @@ async def _train(
     return outcome, summary.summary()
 
 
-def _best(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
-    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there."""
+def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
+    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there.
+
+    A round that was resumed after some of its steps was evaluated with later weights than its checkpoint has.
+    """
+    round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
     found = [
         (row["eval/accuracy"], int(row["round"]))
         for row in earlier
-        if "eval/accuracy" in row and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
+        if "eval/accuracy" in row
+        and round_of_step.get(row["step"], -1) < row["round"]
+        and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
     ]
     return max(found, key=lambda each: each[0], default=None)
 

@@ -21,7 +21,7 @@ from functools import partial
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.errors import RewardFailed, ScheduleError
+from tailrace.errors import ConfigError, RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
@@ -262,6 +262,8 @@ Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""
 SetAdvantages = Callable[[Group], str | None]
 """Sets the advantages of a complete group, or returns the reason why the group is filtered."""
+MAX_CONSECUTIVE_FILTERED = 1_000
+"""A filtered group is replaced by another one. This many in succession end the run."""
 
 
 class Pool:
@@ -301,6 +303,7 @@ class Pool:
         self._parking: asyncio.Task[None] | None = None
         self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
         self._pumping = self._shut = False
+        self._num_filtered = 0  # since the last group that became ready
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -454,9 +457,15 @@ class Pool:
             self.drop(group, reasons.most_common(1)[0][0])
         elif reason := self._compute_advantages(group):
             self.drop(group, reason, "filtered")
+            self._num_filtered += 1
+            if self._num_filtered == MAX_CONSECUTIVE_FILTERED:
+                problem = f"{MAX_CONSECUTIVE_FILTERED} groups in succession were filtered"
+                remedy = "check the reward, choose data of which the model solves a part, or filter nothing"
+                raise ConfigError("algorithm.filter", reason, problem, remedy)
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
+            self._num_filtered = 0
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             return self._end_race()

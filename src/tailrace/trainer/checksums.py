@@ -5,6 +5,7 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 """
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
@@ -35,13 +36,11 @@ def seal(folder: Path, step: int) -> None:
         synchronize(path)
 
 
-def seal_weights(model: Path, checkpoint: Path) -> None:
-    """Give an exported model the checksums that a checkpoint has for its weights. Users may edit its other
-    files. A checkpoint without checksums gives none."""
+def seal_model(model: Path, checkpoint: Path) -> None:
+    """Give an exported model the checksums of its files in a checkpoint. One without checksums gives none."""
     with suppress(FileNotFoundError):
         known = _read(checkpoint / CHECKSUMS_FILE)
-        weights = {name: each for name, each in known.files.items() if (model / name).suffix == WEIGHTS}
-        found = {name: each for name, each in weights.items() if (model / name).exists()}
+        found = {name: each for name, each in known.files.items() if (model / name).exists()}
         (model / CHECKSUMS_FILE).write_bytes(_encode(Checksums(known.step, found)))
 
 
@@ -50,12 +49,13 @@ def remedy(folder: Path) -> str:
     return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
 
 
-def verify(folder: Path, advice: str, *, step: int | None = None) -> bool:
+def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: bool = False) -> bool:
     """Compare the files of a checkpoint with its checksums. Returns whether it has any.
 
     Args:
         advice: what to do about a damaged checkpoint.
         step: the optimizer steps that it must have.
+        is_editable: users may edit all but the weights: what has changed is named on the standard error.
 
     Raises:
         CheckpointError: a file is missing or has other content, or the checkpoint is that of another step.
@@ -71,7 +71,9 @@ def verify(folder: Path, advice: str, *, step: int | None = None) -> bool:
             problem = "" if _checksum(folder / name) == checksum else "is damaged: its checksum differs"
         except OSError as why:
             problem = f"cannot be read ({why.strerror})"
-        if problem:
+        if problem and is_editable and not name.endswith(WEIGHTS):
+            print(f"tailrace: warning: {folder / name} was changed after a run wrote it", file=sys.stderr)
+        elif problem:
             raise CheckpointError(f"{folder / name} {problem}; {advice}")
     if step is not None and known.step != step:
         raise CheckpointError(

@@ -56,6 +56,9 @@ LOOK_S = 1.0
 """Seconds between two looks whether a worker is stopped."""
 READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
 """How the names of variables begin that torch and transformers read when they are imported."""
+LARGE_BLOCK_BYTES = 2**20
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 Method = Literal["forkserver", "spawn"]
 
 
@@ -367,6 +370,19 @@ def give_memory_back() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()  # without CUDA it does nothing
+    _call_glibc("malloc_trim", 0)
+
+
+def give_tensors_back_when_freed() -> None:
+    """Map each large block of memory apart, so that it returns to the system when it is freed.
+
+    By default glibc raises this limit up to 32 MiB and takes most activations from its heap. Small tensors
+    that stay, such as an adapter's moments, then divide the freed memory, and the next step needs new memory.
+    """
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
     if sys.platform == "linux":
         with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
+            getattr(ctypes.CDLL(None), name)(*arguments)
