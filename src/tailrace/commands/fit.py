@@ -7,9 +7,8 @@ import tomli_w
 from rich.table import Column, Table
 
 from tailrace.assembly.folder import RunFolder
-from tailrace.commands.tables import open_console, print_table
+from tailrace.commands.tables import open_console, print_table, writing
 from tailrace.config import RunConfig
-from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
 
 
@@ -32,11 +31,8 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     if output is None:
         print(text, end="")
         return
-    try:
+    with writing("--output", output):
         output.write_text(text)
-    except OSError as why:
-        problem = f"it cannot be written ({why.strerror})"
-        raise ConfigError("--output", str(output), problem, "choose another file") from None
     console.print(f"[sim] is in {output}", markup=False)
 
 

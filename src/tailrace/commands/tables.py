@@ -1,11 +1,14 @@
-"""What commands print: tables that keep one row a line, in any width, and what a long search does."""
+"""What commands print and write: tables with one row a line in any width, and what a long search does."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
+
+from tailrace.errors import ConfigError
 
 WIDE = 10_000
 """Columns of an output that is no terminal."""
@@ -25,6 +28,16 @@ def progress() -> Iterator[Callable[[str], None]]:
             yield status.update
     else:
         yield console.print
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Raise a ConfigError if the file that an option names cannot be written inside the block."""
+    try:
+        yield
+    except OSError as why:
+        problem = f"it cannot be written ({why.strerror})"
+        raise ConfigError(option, str(path), problem, "choose another file") from why
 
 
 def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
