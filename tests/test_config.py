@@ -12,7 +12,6 @@ from tailrace.config import (
     check_resumable,
     load_config,
     may_change,
-    require_sections,
     sections_at,
 )
 from tailrace.errors import ConfigError
@@ -218,13 +217,6 @@ def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> 
     assert (config.algorithm.clip_high, config.algorithm.filter) == (0.3, "zero_variance")
     (tmp_path / "again.toml").write_text(config.toml())
     assert load_config(tmp_path / "again.toml") == config
-
-
-def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:
-    config = load(tmp_path, "[model]\npath = 'm'\n")
-    require_sections(config, "model")
-    with pytest.raises(ConfigError, match=r"data = None: this command needs the section; add \[data\]"):
-        require_sections(config, "model", "data")
 
 
 def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> None:

@@ -231,17 +231,6 @@ def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "data": {"kind": "verifiers", **data, **names} if isinstance(data, dict) else data}
 
 
-def require_sections(config: RunConfig, *names: str) -> None:
-    """Check that the config has the sections that a command needs.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
-    for name in names:
-        if getattr(config, name) is None:
-            raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
-
-
 def with_model_folder(config: RunConfig) -> RunConfig:
     """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
     if config.model is None:
@@ -266,10 +255,7 @@ def may_change(key: str) -> bool:
 
 def check_resumable(old: str, config: RunConfig) -> None:
     """Check that a run that began with an earlier config (`RunConfig.to_json`) can be resumed with this one.
-
-    Raises:
-        ConfigError: keys changed that must stay; the message names each with both values.
-    """
+    Raises a ConfigError if keys changed that must stay; the message names each with both values."""
     errors = []
     for key, (before, after) in changed_keys(old, config).items():
         if not may_change(key):

@@ -37,10 +37,7 @@ BoundSchedule = partial[Coroutine[Any, Any, None]]
 
 def with_published_defaults(config: RunConfig) -> RunConfig:
     """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
-
-    Raises:
-        ConfigError: the algorithm cannot be combined with it.
-    """
+    Raises a ConfigError if the algorithm cannot be combined with it."""
     algorithm = config.algorithm
     if algorithm.old_policy is None:
         recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
@@ -50,11 +47,8 @@ def with_published_defaults(config: RunConfig) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
-    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it.
-
-    Raises:
-        ConfigError: it is not found, or its parameters do not fit it or one another.
-    """
+    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it. Raises a ConfigError
+    if it is not found, or its parameters do not fit it or one another."""
     config = with_published_defaults(config)
     check_parameter_names(config)
     name = config.schedule.get("name")
@@ -87,11 +81,8 @@ def bind(
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
-
-    Raises:
-        ConfigError: there is no such schedule.
-    """
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too. Raises a
+    ConfigError if there is no such schedule."""
     accepted = _parameters_of(_find(name))
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
@@ -192,11 +183,8 @@ def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
 
 
 def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> bool:
-    """Return whether the trainer computed while engines generated.
-
-    Raises:
-        ConfigError: the schedule cannot run with these parameters.
-    """
+    """Return whether the trainer computed while engines generated. Raises a ConfigError if the schedule
+    cannot run with these parameters."""
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)

@@ -192,11 +192,8 @@ def note_default_costs(sim: SimSettings, console: Console) -> None:
 
 
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:
-    """Run a schedule on simulated parts; return the virtual seconds that it took.
-
-    Raises:
-        ConfigError: [sim] cannot work.
-    """
+    """Run a schedule on simulated parts; return the virtual seconds that it took. Raises a ConfigError if
+    [sim] cannot work."""
     sim = sim_settings(config)
     parts = partial(
         simulated_parts,
@@ -212,11 +209,8 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
 
 def sim_settings(config: RunConfig) -> SimSettings:
     """[sim] of a config. What it leaves open follows from [sim.cluster], or is taken from [engine] and
-    [sampling].
-
-    Raises:
-        ConfigError: [sim.cluster] cannot work, the placement is another one, or lengths cannot be read.
-    """
+    [sampling]. Raises a ConfigError if [sim.cluster] cannot work, the placement is another one, or lengths
+    cannot be read."""
     sim, kind = without_rates(config), config.placement.kind
     if cluster := sim.cluster:
         if (cluster.rollout_devices is None) == (kind == "disaggregated"):
@@ -230,10 +224,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
 
 def without_rates(config: RunConfig) -> SimSettings:
     """[sim] of a config with what is taken from the other sections, before [sim.cluster] fills the rates.
-
-    Raises:
-        ConfigError: lengths cannot be read.
-    """
+    Raises a ConfigError if lengths cannot be read."""
     sim, lengths, cluster = config.sim, config.sim.lengths, config.sim.cluster
     law_of(lengths)
     max_tokens = sim_max_tokens(config)

@@ -83,7 +83,6 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
     """
     if path.is_dir():
         folder = RunFolder(path)
-        folder.require_run()
         _check_config(folder)
         config = folder.read_config(overrides)
         if not model and "model.path" not in overrides:

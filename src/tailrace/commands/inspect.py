@@ -47,7 +47,6 @@ def inspect(
         LedgerError: the ledger is missing or damaged.
     """
     folder = RunFolder(run)
-    folder.require_run()
     with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
         books = read_books(store, tokens=False)
     found = _balance(books, counted_tokens(folder.counts)) if group is None else _group(books, group)

@@ -84,12 +84,8 @@ def plan(
 
 
 def problem_of(config: RunConfig) -> Problem:
-    """What the planner is asked for by a config.
-
-    Raises:
-        ConfigError: there is no cluster, or no number of groups of an optimizer step, or a rate is given that
-            depends on the division of the devices.
-    """
+    """What the planner is asked for by a config. Raises a ConfigError if there is no cluster, or no number of
+    groups of an optimizer step, or a rate is given that depends on the division of the devices."""
     sim, limits = config.sim, config.plan
     if sim.cluster is None:
         remedy = "add [sim.cluster] with devices and a model"
@@ -111,11 +107,8 @@ def problem_of(config: RunConfig) -> Problem:
 
 
 def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
-    """The config with the lengths of a run, and their correlation within groups.
-
-    Raises:
-        ConfigError: there is no such run, or its samples are damaged.
-    """
+    """The config with the lengths of a run, and their correlation within groups. Raises a ConfigError if
+    there is no such run, or its samples are damaged."""
     if lengths == "model":
         return config
     samples = RunFolder(Path(lengths)).samples.resolve()
