@@ -26,7 +26,8 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
     check_environment(settings)
     assert config.data
     for source in sources_of(config.data):
-        needs_template = isinstance(settings, ToolsSettings) or _begins_with_data(settings)
+        begins_with_data = isinstance(settings, AgentSettings) and settings.prompt == "data"
+        needs_template = isinstance(settings, ToolsSettings) or begins_with_data
         if needs_template and source.chat_template == "never":
             problem = "the model reads the tools and the messages of agents through its chat template"
             raise ConfigError("data.chat_template", "never", problem, 'set it to "auto"')
@@ -118,10 +119,6 @@ async def open_play(
             history=(lambda prompt: encoder.history(prompt, max_branches)) if sends_new else None,
         )
         yield episodes.play
-
-
-def _begins_with_data(settings: EpisodeSettings) -> bool:
-    return isinstance(settings, AgentSettings) and settings.prompt == "data"
 
 
 def _chat(config: RunConfig, tokenizer: Tokenizer) -> Chat:

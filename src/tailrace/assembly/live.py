@@ -306,11 +306,7 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
 async def _checked_rewards(
     config: RunConfig, functions: RewardPool | None, prompts: Prompts, anchors: Anchors, tokenizer: Tokenizer
 ) -> Rewards:
-    """Score a row with the reward functions, and run an empty program in the sandbox.
-
-    Args:
-        functions: None where no function is called.
-    """
+    """Score a row with the reward functions, if one is called, and run an empty program in the sandbox."""
     assert config.data
     code = config.reward.code
     if functions:

@@ -67,14 +67,8 @@ def bind(
     *,
     synchronous_rewards: bool = False,
 ) -> BoundSchedule:
-    """A schedule with its parameters, rehearsed.
-
-    Args:
-        kind: of the placement.
-
-    Raises:
-        ConfigError: the parameters do not fit the schedule or one another.
-    """
+    """A schedule with its parameters, rehearsed on a placement of a kind. Raises a ConfigError if the
+    parameters do not fit the schedule or one another."""
     bound = partial(schedule, **_checked(schedule, parameters))
     _rehearse(bound, settings, kind, SimRewardSettings(synchronous=synchronous_rewards))
     return bound
@@ -88,14 +82,8 @@ def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
 
 
 def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
-    """Check that a schedule has each key of [schedule], and that each [schedules.NAME] fits its schedule.
-
-    Args:
-        compared: other schedules that take their parameters from [schedule].
-
-    Raises:
-        ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
-    """
+    """Check that a schedule, or one of those compared with it, has each key of [schedule], and that each
+    [schedules.NAME] fits its schedule. Raises a ConfigError if not."""
     schedules = map(_find, (config.schedule.get("name"), *compared))
     parameters = chain.from_iterable(map(_parameters_of, schedules))
     _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])

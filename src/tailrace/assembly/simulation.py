@@ -124,9 +124,6 @@ def simulated_parts(
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
         shared: whether engines and trainer have devices in common.
-
-    Raises:
-        ConfigError: [sim.cluster] cannot work.
     """
     settings = rates(settings)
     lengths = Lengths(settings.lengths, seed)

@@ -74,9 +74,6 @@ def compare(
         virtual: race in virtual time, as a config without [model] always does. No model is needed.
         output_dir: for the files of each schedule and compare.json.
         json_path: another file for the medians.
-
-    Raises:
-        ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
     loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})

@@ -38,9 +38,6 @@ def run(
         run: the output directory of a run, or a config file.
         model: a Hugging Face folder with the weights, instead of the newest checkpoint or model.path.
         json_path: a file for the accuracy.
-
-    Raises:
-        ConfigError: the config, the model, the data or the reward cannot work, or a run has no checkpoint.
     """
     without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
     config = with_model_folder(evaluated_config(run, model, overrides))

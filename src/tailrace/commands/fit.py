@@ -16,9 +16,6 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     Args:
         run: its output directory.
         output: a file for the [sim] section; it is printed without one.
-
-    Raises:
-        ConfigError: there is no run, one of its files is damaged, or the section cannot be written.
     """
     fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)

@@ -41,10 +41,6 @@ def inspect(
         run: its output directory.
         group: the index of a prompt, to see what became of its group, instead of the balance of the run.
         as_json: print JSON.
-
-    Raises:
-        ConfigError: there is no run, it has no ledger, or that has no such group.
-        LedgerError: the ledger is missing or damaged.
     """
     folder = RunFolder(run)
     with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:

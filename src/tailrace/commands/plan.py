@@ -55,10 +55,6 @@ def plan(
         lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
-
-    Raises:
-        ConfigError: the config has no cluster, no candidate fits it or is within the limits, lengths are
-            unknown, or a file cannot be written.
     """
     for option, path in (("--output", output), ("--json", json_path)):
         if path and (path.is_dir() or not path.parent.is_dir()):

@@ -53,9 +53,13 @@ def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
 def _blocks(console: Console, table: Table, keep: int) -> Iterator[Table]:
     labels, rest = table.columns[:keep], table.columns[keep:]
     title: object = table.title
+    unbounded = console.options.update(max_width=WIDE)
     while rest:
         num = 1
-        while num < len(rest) and _fits(console, _block(table, [*labels, *rest[: num + 1]])):
+        while num < len(rest):
+            wider = _block(table, [*labels, *rest[: num + 1]])
+            if console.measure(wider, options=unbounded).maximum > console.width:
+                break
             num += 1
         block, rest = _block(table, [*labels, *rest[:num]]), rest[num:]
         block.title, title = title, None  # type: ignore[assignment]
@@ -73,8 +77,3 @@ def _block(table: Table, columns: Sequence[Column]) -> Table:
     for cells in zip(*(column.cells for column in columns), strict=True):
         block.add_row(*cells)
     return block
-
-
-def _fits(console: Console, table: Table) -> bool:
-    wide = console.options.update(max_width=WIDE)
-    return console.measure(table, options=wide).maximum <= console.width

@@ -58,7 +58,7 @@ def run(
     dry_run: bool = False,
     overrides: Mapping[str, str],
 ) -> None:
-    """Train a model. Raises as `train`.
+    """Train a model.
 
     Args:
         output_dir: for all files of the run.
@@ -100,12 +100,14 @@ def train(
     config = with_published_defaults(with_model_folder(config))
     schedule = schedule or resolve(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    saved = None if reward is None else saved_function(reward, "reward")
+    saved = b"" if reward is None else saved_function(reward, "reward")
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
-        fitted = check_live(_with_reward(config, reward, saved, Path(scratch) / "reward.pkl"), schedule)
+        checked = Path(scratch) / "reward.pkl"
+        checked.write_bytes(saved)
+        fitted = check_live(_with_reward(config, reward, checked), schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
-    config = _with_reward(fitted.config, reward, None, folder.reward)
+    config = _with_reward(fitted.config, reward, folder.reward)
     with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
         num_restarts = 0
         while True:
@@ -124,14 +126,10 @@ def train(
                 _say(f"restart {num_restarts} of {limit}")
 
 
-def _with_reward(
-    config: RunConfig, reward: Callable[..., Any] | None, saved: bytes | None, path: Path
-) -> RunConfig:
+def _with_reward(config: RunConfig, reward: Callable[..., Any] | None, path: Path) -> RunConfig:
     """The config with a reward function that is saved in a file."""
     if reward is None:
         return config
-    if saved:
-        path.write_bytes(saved)
     name = getattr(reward, "__name__", "reward")
     settings = config.reward.model_copy(update={"function": f"{path.resolve()}:{name}", "functions": ()})
     return config.model_copy(update={"reward": settings})
@@ -142,7 +140,7 @@ def _one_life(
     schedule: BoundSchedule,
     folder: RunFolder,
     resume: bool,
-    reward: bytes | None,
+    reward: bytes,
     interruption: Interruption,
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
@@ -154,12 +152,19 @@ def _one_life(
             training = _train(config, schedule, folder, store, start, interruption)
             outcome, summary = clock.run(training, virtual=False)
         except asyncio.CancelledError:
-            raise _interrupted(interruption, _before_training(start)) from None
+            state = " before training began: there is nothing to save; start the run again"
+            if start.checkpoint:
+                state = f" before training went on; --resume continues from {start.checkpoint}, as before"
+            raise _interrupted(interruption, state) from None
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
         _report(summary, folder)
+    if outcome.interrupted and outcome.checkpoint:
+        saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
+        raise _interrupted(interruption, f": {saved}; --resume continues from there")
     if outcome.interrupted:
-        raise _interrupted(interruption, _what_was_saved(outcome, folder))
+        state = " before the first optimizer step: no weights to save; start again, or --resume"
+        raise _interrupted(interruption, state)
     return summary
 
 
@@ -327,16 +332,3 @@ def _report(summary: RunSummary, folder: RunFolder) -> None:
 def _interrupted(interruption: Interruption, state: str) -> Interrupted:
     number = interruption.signal or 0
     return Interrupted(f"{Signals(number).name}{state}", number)
-
-
-def _before_training(start: StartingPoint) -> str:
-    """What a signal found while the workers were starting."""
-    if start.checkpoint:
-        return f" before training went on; --resume continues from {start.checkpoint}, as before"
-    return " before training began: there is nothing to save; start the run again"
-
-
-def _what_was_saved(outcome: RunResult, folder: RunFolder) -> str:
-    if outcome.checkpoint is None:
-        return " before the first optimizer step: no weights to save; start again, or --resume"
-    return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

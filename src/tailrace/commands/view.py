@@ -35,10 +35,6 @@ def view(
         port: of 127.0.0.1, instead of a free one.
         output: an HTML file that has everything in it, instead of serving.
         perfetto: a JSON file with the events of one run for ui.perfetto.dev, instead of serving.
-
-    Raises:
-        ConfigError: a folder holds no run, a run log has a bad line, a package is missing, the port is in
-            use, or the file cannot be written.
     """
     if perfetto:
         _write_perfetto(runs, perfetto)
