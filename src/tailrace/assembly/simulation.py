@@ -185,7 +185,7 @@ def note_default_costs(sim: SimSettings, console: Console) -> None:
     costs = [key for _, key in costs_given(sim) if key != "count"]
     if not costs and sim.cluster is None:
         note = "note: the costs of engines and trainer are defaults; --like RUN takes those of a run"
-        console.print(f"{note}, [sim.cluster] those of a model on devices", markup=False, soft_wrap=True)
+        console.print(f"{note}, [sim.cluster] those of a model on devices")
 
 
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:

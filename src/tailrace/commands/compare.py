@@ -80,7 +80,7 @@ def compare(
     console, folder = open_console(), output_dir
     racers = _racers(loaded if virtual else with_model_folder(loaded))
     if not virtual and loaded.model is None:
-        console.print("the config has no [model]: the race is in virtual time", markup=False)
+        console.print("the config has no [model]: the race is in virtual time")
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def compare(
     if virtual:
         note_default_costs(loaded.sim, console)
     if folder:
-        console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
+        console.print(f"files     {folder}/*/  (tailrace view {folder})")
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(raced.numbers(), indent=2) + "\n")
@@ -243,7 +243,7 @@ class Comparison:
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
-        table = Table("medians \\[lowest - highest]", title=title, title_justify="left")
+        table = Table("medians [lowest - highest]", title=title, title_justify="left")
         for name in self.laps:
             table.add_column(name, justify="right")
         for figure, (label, form) in {**TIMES, **QUALITIES}.items():

@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import check_live, open_parts
 from tailrace.assembly.schedule import check_parameter_names
+from tailrace.commands.tables import open_console
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LifeRow
@@ -43,7 +43,7 @@ def run(
     config = with_model_folder(evaluated_config(run, model, overrides))
     config = check_live(config.model_copy(update=without_learning)).config
     assert config.model
-    console = Console(soft_wrap=True)
+    console = open_console()
     console.print(f"weights   {config.model.path}")
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)

@@ -23,13 +23,13 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     print_table(console, _table(run, fitted), keep=2)
     for part in fitted.parts:
         for note in part.notes:
-            console.print(f"note: {part.name}: {note}", markup=False, highlight=False)
+            console.print(f"note: {part.name}: {note}")
     if output is None:
         print(text, end="")
         return
     with writing("--output", output):
         output.write_text(text)
-    console.print(f"[sim] is in {output}", markup=False)
+    console.print(f"[sim] is in {output}")
 
 
 def fitted_run(path: Path) -> Fit:

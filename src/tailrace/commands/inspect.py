@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
-from tailrace.commands.tables import open_console
+from tailrace.commands.tables import open_console, print_table
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import Books, GroupRow, SampleRow
@@ -51,9 +51,7 @@ def inspect(
         return
     console = open_console()
     for table in _balance_tables(found) if group is None else [_group_table(found)]:
-        if not console.is_terminal:
-            table.box = None
-        console.print(table)
+        print_table(console, table)
 
 
 def _balance(books: Books, num_generated: int) -> dict[str, Any]:

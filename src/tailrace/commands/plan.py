@@ -69,14 +69,14 @@ def plan(
     excluded = [f"{n} of {found.candidates} candidates: {limit}" for limit, n in found.excluded.items()]
     pruned = f"{found.pruned} were not measured: they are predicted to be slower"
     for reason in (*found.reasons, *excluded, pruned):
-        console.print(f"- {reason}", markup=False, highlight=False)
+        console.print(f"- {reason}")
     if json_path:
         json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n")
     if output:
         planned = with_candidate(config, found.best.candidate)
         resolve(planned)
         output.write_text(planned.toml(chosen=False))
-        console.print(f"config    {output}", markup=False)
+        console.print(f"config    {output}")
 
 
 def problem_of(config: RunConfig) -> Problem:

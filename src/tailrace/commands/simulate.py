@@ -17,7 +17,7 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.commands.fit import fitted_run
-from tailrace.commands.tables import open_console
+from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder, Sink
@@ -65,10 +65,10 @@ def simulate(
     sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
     seconds = run_virtual(loaded, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
-    console.print(_table(name, sim, seconds, totals, summary.lap()))
+    print_table(console, _table(name, sim, seconds, totals, summary.lap()))
     note_default_costs(loaded.sim, console)
     if totals.bound:
-        console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
+        console.print(f"bound     {totals.bound.line}")
     if output_dir:
         console.print(f"files     {output_dir}")
 

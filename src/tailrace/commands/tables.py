@@ -16,7 +16,8 @@ WIDE = 10_000
 
 def open_console() -> Console:
     """The console of a command. What goes to a file or to another program is not wrapped."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+    width = None if sys.stdout.isatty() else WIDE
+    return Console(width=width, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
         keep: columns with which each block begins, because they say what a row is.
     """
     for block in _blocks(console, table, keep):
-        console.print(block)
+        console.print(block, soft_wrap=False)
 
 
 def _blocks(console: Console, table: Table, keep: int) -> Iterator[Table]:

@@ -16,13 +16,12 @@ from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
 from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
+from tailrace.commands.tables import open_console
 from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import RunResult, execute
@@ -318,13 +317,13 @@ def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
 
 
 def _report(summary: RunSummary, folder: RunFolder) -> None:
-    console = Console(soft_wrap=True)
+    console = open_console()
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if summary.bound:
-        console.print(f"bound     {summary.bound.line}", markup=False)
-    console.print(f"events    {folder.events}  (tailrace view {folder.path})", markup=False)
+        console.print(f"bound     {summary.bound.line}")
+    console.print(f"events    {folder.events}  (tailrace view {folder.path})")
     if folder.model.exists():
         console.print(f"model     {folder.model}")
 
