@@ -1,5 +1,6 @@
 """The config: read, overridden, resolved; what cannot work is one message in the user's words."""
 
+import json
 from inspect import signature
 from pathlib import Path
 
@@ -327,6 +328,13 @@ def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
         f"run.group_size = 8: the run was begun with 4; {remedy}",
         f"run.seed = 1: the run was begun with 0; {remedy}",
     ]
+
+
+def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    config = load(tmp_path, "[weights]\ntransport = 'filesystem'\n")
+    old = json.loads(config.to_json())
+    old["run"]["patience_s"] = old["run"].pop("step_warning_timeout_s")
+    check_resumable(json.dumps(old), config)
 
 
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:

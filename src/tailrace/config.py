@@ -247,9 +247,11 @@ def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resumed run may have changed a key."""
+    """Return whether a resumed run may have changed a key, which may be one of an earlier version."""
     parts = [part for part in key.split(".") if not part.isdigit()]
     fields = [field for n, part in enumerate(parts) for field in _fields(sections_at(parts[:n]), part)]
+    if (sections := sections_at(parts[:-1])) and not _fields(sections, parts[-1]):
+        return True  # an earlier version had it
     return any(RESUMABLE in marks_of(field) for field in fields)
 
 

@@ -43,6 +43,7 @@ def simulate(
     """Run the schedule on simulated parts and print its figures.
 
     Args:
+        config: a TOML file.
         output_dir: for metrics, summary and events. Without it the config's sinks and trackers are not used.
         like: a run whose costs and lengths are taken instead of [sim].
         json_path: another file for the summary.

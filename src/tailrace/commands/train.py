@@ -60,6 +60,7 @@ def run(
     """Train a model.
 
     Args:
+        config: a TOML file.
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
         dry_run: print the resolved config, with a table of the processes as comments, and stop.
