@@ -237,6 +237,12 @@ def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> No
     assert config.trainer.betas == (0.8, 0.9)
 
 
+def test_an_override_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    assert message(tmp_path, "", {"model.path": "\udcff"}).startswith(
+        "model.path = '\\udcff': it is not UTF-8"
+    )
+
+
 def test_an_override_cannot_go_through_a_value(tmp_path: Path) -> None:
     assert message(tmp_path, "", {"run.rounds.first": "1"}) == (
         "run.rounds.first = '1': rounds is not a section; use --section.key value"

@@ -345,6 +345,8 @@ def _fields(sections: Sequence[type[Settings]], name: str) -> list[FieldInfo]:
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
     """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python decodes other bytes
+        raise ConfigError(key, text, "it is not UTF-8", "change it")
     try:
         toml = text.lower() if text in ("True", "False") else text  # as Python writes them
         value: Any = tomllib.loads(f"value = {toml}")["value"]
