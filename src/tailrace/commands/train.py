@@ -1,14 +1,10 @@
-"""`tailrace train`: one live run. folder.py lists the files that it leaves in its output directory.
-
-A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
-needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
-"""
+"""`tailrace train`: one live run. assembly/folder.py lists the files that it leaves in its output directory."""
 
 import asyncio
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,22 +14,20 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind
+from tailrace.assembly.resumption import best_evaluation, opened, say
 from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
 from tailrace.commands.tables import open_console
-from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
-from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
-from tailrace.engine.base import counted_tokens
-from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
+from tailrace.errors import Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.base import Store
 from tailrace.ledger.journal import Journal, NullJournal, commits_on_thread
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_books
-from tailrace.ledger.sqlite import create_store, has_begun, has_trained, open_store
+from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
 from tailrace.record.figures import Row
@@ -45,7 +39,6 @@ from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.reward.functions import WithFailureLimit
-from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 
 def run(
@@ -115,15 +108,15 @@ def train(
                 is_resumed = resume or num_restarts > 0
                 summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
                 for each in fitted.idle:  # the bound takes the threads as given
-                    _say(f"warning: {each}")
+                    say(f"warning: {each}")
                 return summary
             except WorkerDied as died:
                 limit = config.host.restarts
                 if num_restarts == limit or interruption.signal is not None:
                     raise
                 num_restarts += 1
-                _say(str(died))
-                _say(f"restart {num_restarts} of {limit}")
+                say(str(died))
+                say(f"restart {num_restarts} of {limit}")
 
 
 def _with_reward(config: RunConfig, reward: Callable[..., Any] | None, path: Path) -> RunConfig:
@@ -168,70 +161,6 @@ def _one_life(
     return summary
 
 
-@contextmanager
-def opened(
-    config: RunConfig, folder: RunFolder, resume: bool
-) -> Iterator[tuple[Store | None, StartingPoint]]:
-    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
-    stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
-    if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
-        with closing(open_store(config.ledger, folder.path)) as store:
-            yield store, _starting_point(config, folder, store)
-        return
-    if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
-        problem = "it holds a run already"
-        raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
-    folder.clear()
-    start = first_life(config.to_json())
-    created = create_store(config.ledger, folder.path)
-    with closing(created) if created else nullcontext():
-        if created:
-            created.commit(start.opening)
-        folder.config.write_text(config.toml())
-        yield created, start
-
-
-def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
-    books = read_books(store)
-    check_resumable(books.lives[max(books.lives)].config, config)
-    start = next_life(
-        books,
-        name=store.name,
-        config=config.to_json(),
-        checkpoints=folder.checkpoints,
-        num_generated=counted_tokens(folder.counts),
-        prompt_of=training_prompts(config, config.run.seed).__getitem__,
-        seed=config.run.seed,
-    )
-    _check_checkpoint(folder, start)
-    undone = [training.step for training in books.trainings.values() if training.undone == start.life]
-    num_undone = max(undone, default=start.step) - start.step
-    where = start.checkpoint or "the model of the config"
-    _say(f"resumed from {where}, step {start.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
-    return start
-
-
-def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
-    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
-    missing = ", ".join(mark.checkpoint for mark in start.missing)
-    if not start.checkpoint:
-        if any(mark.step for mark in start.missing):
-            raise CheckpointError(
-                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
-                "put the folder back, or begin a new run in another --output-dir"
-            )
-        return
-    if missing:
-        _say(f"checkpoints that the ledger knows are missing: {missing}")
-    path = folder.checkpoints / start.checkpoint
-    if not verify(path, remedy(path), step=start.step):
-        _say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
-
-
-def _say(line: str) -> None:
-    print(f"tailrace: {line}", file=sys.stderr)
-
-
 async def _train(
     config: RunConfig,
     schedule: BoundSchedule,
@@ -249,7 +178,7 @@ async def _train(
             folder.config.write_text(config.toml())
         rewind_records(folder.metrics, folder.samples, round=start.round, step=start.step)
         earlier = read_rows(folder.metrics)
-        start.best = _best(earlier, folder)
+        start.best = best_evaluation(earlier, folder)
         recorder, summary = _recorder(config, folder, start, earlier)
         with commits_on_thread(store) if store else nullcontext() as commit:
             limit = config.reward.max_failures or _round_samples(schedule, config.run.group_size)
@@ -266,16 +195,6 @@ async def _train(
                 beside=[watch_controller_lag(recorder)],
             )
     return outcome, summary.summary()
-
-
-def _best(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
-    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there."""
-    found = [
-        (row["eval/accuracy"], int(row["round"]))
-        for row in earlier
-        if "eval/accuracy" in row and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
-    ]
-    return max(found, key=lambda each: each[0], default=None)
 
 
 def _recorder(
