@@ -1,4 +1,4 @@
-"""`tailrace train`: one live run. assembly/folder.py lists the files that it leaves in its output directory."""
+"""`tailrace train`: one live run. assembly/folder.py lists the files that it leaves."""
 
 import asyncio
 import sys
