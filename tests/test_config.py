@@ -1,5 +1,6 @@
 """The config: read, overridden, resolved; what cannot work is one message in the user's words."""
 
+import json
 from inspect import signature
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from tailrace.config import (
     check_resumable,
     load_config,
     may_change,
-    require_sections,
     sections_at,
 )
 from tailrace.errors import ConfigError
@@ -220,13 +220,6 @@ def test_a_preset_is_resolved_and_what_the_section_says_wins(tmp_path: Path) -> 
     assert load_config(tmp_path / "again.toml") == config
 
 
-def test_a_command_says_which_section_it_needs(tmp_path: Path) -> None:
-    config = load(tmp_path, "[model]\npath = 'm'\n")
-    require_sections(config, "model")
-    with pytest.raises(ConfigError, match=r"data = None: this command needs the section; add \[data\]"):
-        require_sections(config, "model", "data")
-
-
 def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> None:
     config = load(
         tmp_path,
@@ -242,6 +235,12 @@ def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> No
     assert config.schedule["name"] == "rolloutpipe"
     assert config.schedule["admission"] == {"kind": "frontier", "groups": 2}
     assert config.trainer.betas == (0.8, 0.9)
+
+
+def test_an_override_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    assert message(tmp_path, "", {"model.path": "\udcff"}).startswith(
+        "model.path = '\\udcff': it is not UTF-8"
+    )
 
 
 def test_an_override_cannot_go_through_a_value(tmp_path: Path) -> None:
@@ -335,6 +334,13 @@ def test_a_refused_change_is_named_with_both_values(tmp_path: Path) -> None:
         f"run.group_size = 8: the run was begun with 4; {remedy}",
         f"run.seed = 1: the run was begun with 0; {remedy}",
     ]
+
+
+def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    config = load(tmp_path, "[weights]\ntransport = 'filesystem'\n")
+    old = json.loads(config.to_json())
+    old["run"]["patience_s"] = old["run"].pop("step_warning_timeout_s")
+    check_resumable(json.dumps(old), config)
 
 
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:

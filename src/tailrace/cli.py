@@ -83,7 +83,6 @@ def _run(argv: Sequence[str]) -> None:
         help="Post-train language models on verifiable rewards.",
         version=__version__,
         help_epilogue=OVERRIDES,
-        result_action="return_value",
         default_parameter=Parameter(negative=(), parse=re.compile("^(?!overrides$)")),
     )
     for name, (place, summary) in COMMANDS.items():

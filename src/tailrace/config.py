@@ -230,17 +230,6 @@ def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "data": {"kind": "verifiers", **data, **names} if isinstance(data, dict) else data}
 
 
-def require_sections(config: RunConfig, *names: str) -> None:
-    """Check that the config has the sections that a command needs.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
-    for name in names:
-        if getattr(config, name) is None:
-            raise ConfigError(name, None, "this command needs the section", f"add [{name}] to the config")
-
-
 def with_model_folder(config: RunConfig) -> RunConfig:
     """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
     if config.model is None:
@@ -257,18 +246,17 @@ def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resumed run may have changed a key."""
+    """Return whether a resumed run may have changed a key, which may be one of an earlier version."""
     parts = [part for part in key.split(".") if not part.isdigit()]
     fields = [field for n, part in enumerate(parts) for field in _fields(sections_at(parts[:n]), part)]
+    if (sections := sections_at(parts[:-1])) and not _fields(sections, parts[-1]):
+        return True  # an earlier version had it
     return any(RESUMABLE in marks_of(field) for field in fields)
 
 
 def check_resumable(old: str, config: RunConfig) -> None:
     """Check that a run that began with an earlier config (`RunConfig.to_json`) can be resumed with this one.
-
-    Raises:
-        ConfigError: keys changed that must stay; the message names each with both values.
-    """
+    Raises a ConfigError if keys changed that must stay; the message names each with both values."""
     errors = []
     for key, (before, after) in changed_keys(old, config).items():
         if not may_change(key):
@@ -356,6 +344,8 @@ def _fields(sections: Sequence[type[Settings]], name: str) -> list[FieldInfo]:
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
     """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python decodes other bytes
+        raise ConfigError(key, text, "it is not UTF-8", "change it")
     try:
         toml = text.lower() if text in ("True", "False") else text  # as Python writes them
         value: Any = tomllib.loads(f"value = {toml}")["value"]

@@ -49,11 +49,8 @@ def import_function(spec: str, key: str) -> Any:
 
 
 def saved_function(function: Callable[..., Any], key: str) -> bytes:
-    """Return the content of a .pkl file of a function, with what it uses of a script or a notebook.
-
-    Raises:
-        ConfigError: it is not callable, or uses what belongs to this process.
-    """
+    """Return the content of a .pkl file of a function, with what it uses of a script or a notebook. Raises a
+    ConfigError if it is not callable, or uses what belongs to this process."""
     import cloudpickle
 
     if not callable(function):

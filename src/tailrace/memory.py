@@ -51,11 +51,8 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Read config.json and the headers of the weights of a Hugging Face folder that was checked.
-
-        Raises:
-            ConfigError: a file is missing.
-        """
+        """Read config.json and the headers of the weights of a Hugging Face folder that was checked. Raises a
+        ConfigError if a file is missing."""
         config = read_config(path)
         is_tied = bool(config.get("tie_word_embeddings"))
         headers = [header for file in weight_files(path) for header in tensor_headers(file)]

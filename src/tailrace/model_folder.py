@@ -27,11 +27,8 @@ def is_hub_id(name: str) -> bool:
 
 def find_folder(path: Path) -> Path:
     """The folder of a model that is named by its path, or by its id on the Hugging Face hub: then it is taken
-    from the cache, or downloaded into it.
-
-    Raises:
-        ConfigError: there is no such folder, and the hub does not give it.
-    """
+    from the cache, or downloaded into it. Raises a ConfigError if there is no such folder, and the hub does
+    not give it."""
     name = str(path)
     if not is_hub_id(name) or path.exists():
         return path
@@ -62,11 +59,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path) -> None:
-    """Check the values and the files of a model folder, whatever its architecture.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or a value in it is impossible. The message names the file.
-    """
+    """Check the values and the files of a model folder, whatever its architecture. Raises a ConfigError if a
+    file is missing or damaged, or a value in it is impossible. The message names the file."""
     config = read_config(path)
     for problem in _impossible(config):
         raise folder_error(path, f"config.json: {problem}")
@@ -92,11 +86,8 @@ def context_length(path: Path) -> int:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder.
-
-    Raises:
-        ConfigError: there are none, or one that the index names is missing.
-    """
+    """The safetensors files of a model folder. Raises a ConfigError if there are none, or one that the index
+    names is missing."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise folder_error(path, "the folder has no safetensors weights")
@@ -109,11 +100,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a model folder by their names, from the headers of its files.
-
-    Raises:
-        ConfigError: a file is missing or damaged.
-    """
+    """The shapes of the tensors of a model folder by their names, from the headers of its files. Raises a
+    ConfigError if a file is missing or damaged."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
         if defect := weights_defect(file):
@@ -146,11 +134,8 @@ def weights_defect(file: Path) -> str | None:
 
 
 def end_of_text_ids(path: Path) -> frozenset[int]:
-    """The tokens that end a text: of generation_config.json where there is one, else of config.json.
-
-    Raises:
-        ConfigError: they are not token ids.
-    """
+    """The tokens that end a text: of generation_config.json where there is one, else of config.json. Raises a
+    ConfigError if they are not token ids."""
     name = "generation_config.json" if (path / "generation_config.json").is_file() else "config.json"
     value = _read_object(path, name).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

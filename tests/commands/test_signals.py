@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers.processes import worker_of
 from helpers.small_run import num_steps, start_training, wait_for_steps
 from tailrace.assembly.folder import RunFolder
-from tailrace.commands.train import opened
+from tailrace.assembly.resumption import opened
 from tailrace.config import load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.ledger.recovery import read_ledger, totals_of

@@ -1,11 +1,12 @@
 """What is refused before anything starts."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from chatty_model import chatty_tokenizer
 
-from tailrace.config import RunConfig
+from tailrace.config import load_config
 from tailrace.data.base import TasksetSettings
 from tailrace.data.open import open_prompts
 from tailrace.errors import ConfigError
@@ -64,14 +65,16 @@ def test_another_release_of_verifiers_is_refused(monkeypatch: pytest.MonkeyPatch
         open_prompts(TasksetSettings(taskset="reverse_text"), chatty_tokenizer(), seed=0, split="train")
 
 
-def test_the_data_take_over_what_names_the_taskset() -> None:
-    tree = {
-        "run": {"rounds": 1, "group_size": 2},
-        "schedule": {"name": "serial"},
-        "environment": {"kind": "verifiers", "taskset": "reverse_text", "args": {"num_words": 4}},
-        "data": {"max_prompt_tokens": 100},
-    }
-    data = RunConfig.model_validate(tree).data
+def test_the_data_take_over_what_names_the_taskset(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+        run = { rounds = 1, group_size = 2 }
+        schedule = { name = "serial" }
+        environment = { kind = "verifiers", taskset = "reverse_text", args = { num_words = 4 } }
+        data = { max_prompt_tokens = 100 }
+        """
+    )
+    data = load_config(tmp_path / "run.toml").data
     assert data == TasksetSettings(taskset="reverse_text", args={"num_words": 4}, max_prompt_tokens=100)
 
 

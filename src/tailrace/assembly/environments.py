@@ -23,12 +23,8 @@ from tailrace.trainer.base import Reference
 
 
 def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check the environment before anything starts.
-
-    Raises:
-        ConfigError: it cannot be imported; the model has no chat template that suits it; or the data do not
-            use the template.
-    """
+    """Check the environment before anything starts. Raises a ConfigError if it cannot be imported, the model
+    has no chat template that suits it, or the data do not use the template."""
     if not isinstance(config.environment, EpisodeSettings):
         return
     _chat(config, tokenizer)

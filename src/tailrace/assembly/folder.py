@@ -48,14 +48,11 @@ class RunFolder:
         self.lock = path / "lock"
         self.reward = path / "reward.pkl"
 
-    def require_run(self) -> None:
-        """Raises ConfigError if no run has begun here."""
+    def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
+        """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
         if not self.config.exists():
             remedy = "name the output directory of a run"
             raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
-
-    def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
-        """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
         try:
             return load_config(self.config, overrides)
         except ConfigError as why:
@@ -81,14 +78,8 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     def begin_anew(self, config: str) -> None:
-        """Replace the files of an earlier simulation, or of an earlier lap of a race.
-
-        Args:
-            config: the text of config.toml.
-
-        Raises:
-            ConfigError: a live run has begun here.
-        """
+        """Replace the files of an earlier simulation, or of an earlier lap of a race, and write config.toml.
+        Raises a ConfigError if a live run has begun here."""
         if self.lock.exists():
             problem = "it holds a run of tailrace train"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
@@ -98,11 +89,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training in the folder, which is made if it does not exist.
-
-        Raises:
-            ConfigError: another process trains in it, or it cannot be made.
-        """
+        """Keep other processes from training in the folder, which is made if it does not exist. Raises a
+        ConfigError if another process trains in it, or it cannot be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = FileLock(self.lock).acquire(timeout=0)

@@ -21,7 +21,7 @@ from tailrace.assembly.memory import engines_on_gpu
 from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.assembly.workers import open_workers
-from tailrace.config import RunConfig, require_sections
+from tailrace.config import RunConfig
 from tailrace.controller.base import RunComponents
 from tailrace.data.base import MixedSettings, Prompts, Split, sources_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
@@ -79,7 +79,10 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
         CheckpointError: the model is a checkpoint that is damaged.
     """
-    require_sections(config, "model", "data")
+    for name in ("model", "data"):
+        if getattr(config, name) is None:
+            problem = "this command needs the section"
+            raise ConfigError(name, None, problem, f"add [{name}] to the config")
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     path = config.model.path
@@ -183,11 +186,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
-    """Return the first prompts of the run's order, without rows that have no usable prompt.
-
-    Raises:
-        ConfigError: there is none; with the reason of the first row.
-    """
+    """Return the first prompts of the run's order, without rows that have no usable prompt. Raises a
+    ConfigError if there is none; with the reason of the first row."""
     found: list[Prompt] = []
     bad: list[BadRow] = []
     while len(found) < num and len(bad) < MAX_BAD_ROWS:
@@ -210,11 +210,8 @@ def first_of_each_source(prompts: Prompts) -> list[Prompt]:
 
 
 def training_prompts(config: RunConfig, seed: int) -> Prompts:
-    """Return the training prompts of a live config, in the order that a seed fixes.
-
-    Raises:
-        ConfigError: the settings name no data that can be read.
-    """
+    """Return the training prompts of a live config, in the order that a seed fixes. Raises a ConfigError if
+    the settings name no data that can be read."""
     assert config.model
     return _open_prompts(config, load_tokenizer(config.model.path), seed, "train")
 
@@ -305,11 +302,7 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
 async def _checked_rewards(
     config: RunConfig, functions: RewardPool | None, prompts: Prompts, anchors: Anchors, tokenizer: Tokenizer
 ) -> Rewards:
-    """Score a row with the reward functions, and run an empty program in the sandbox.
-
-    Args:
-        functions: None where no function is called.
-    """
+    """Score a row with the reward functions, if one is called, and run an empty program in the sandbox."""
     assert config.data
     code = config.reward.code
     if functions:

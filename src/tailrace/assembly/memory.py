@@ -44,11 +44,8 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
-    """Estimate the memory of all processes that a checked config starts on this machine.
-
-    Args:
-        prompt_tokens: of the longest prompt.
-    """
+    """Estimate the memory of all processes that a checked config starts on this machine, where the longest
+    prompt has so many tokens."""
     assert config.model
     path, trainer, engine = config.model.path, config.trainer, config.engine
     shape = ModelShape.read(path)

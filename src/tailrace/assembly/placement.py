@@ -18,10 +18,7 @@ from tailrace.weights.base import ProcessGroupSettings
 
 def device_map(config: RunConfig) -> DeviceMap:
     """Return the devices of each process of a live run. Without a list the processes share the machine.
-
-    Raises:
-        ConfigError: there are too few, or two processes would have the same device.
-    """
+    Raises a ConfigError if there are too few, or two processes would have the same device."""
     placement, num_engines = config.placement, config.engine.num_engines
     ranks, replicas = config.trainer.ranks, config.trainer.replicas
     engines, trainers = placement.engines, placement.trainer

@@ -37,10 +37,7 @@ BoundSchedule = partial[Coroutine[Any, Any, None]]
 
 def with_published_defaults(config: RunConfig) -> RunConfig:
     """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
-
-    Raises:
-        ConfigError: the algorithm cannot be combined with it.
-    """
+    Raises a ConfigError if the algorithm cannot be combined with it."""
     algorithm = config.algorithm
     if algorithm.old_policy is None:
         recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
@@ -50,11 +47,8 @@ def with_published_defaults(config: RunConfig) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> BoundSchedule:
-    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it.
-
-    Raises:
-        ConfigError: it is not found, or its parameters do not fit it or one another.
-    """
+    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it. Raises a ConfigError
+    if it is not found, or its parameters do not fit it or one another."""
     config = with_published_defaults(config)
     check_parameter_names(config)
     name = config.schedule.get("name")
@@ -73,38 +67,23 @@ def bind(
     *,
     synchronous_rewards: bool = False,
 ) -> BoundSchedule:
-    """A schedule with its parameters, rehearsed.
-
-    Args:
-        kind: of the placement.
-
-    Raises:
-        ConfigError: the parameters do not fit the schedule or one another.
-    """
+    """A schedule with its parameters, rehearsed on a placement of a kind. Raises a ConfigError if the
+    parameters do not fit the schedule or one another."""
     bound = partial(schedule, **_checked(schedule, parameters))
     _rehearse(bound, settings, kind, SimRewardSettings(synchronous=synchronous_rewards))
     return bound
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """The [schedule] section for another schedule: the parameters that the other schedule has, too.
-
-    Raises:
-        ConfigError: there is no such schedule.
-    """
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too. Raises a
+    ConfigError if there is no such schedule."""
     accepted = _parameters_of(_find(name))
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
 def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
-    """Check that a schedule has each key of [schedule], and that each [schedules.NAME] fits its schedule.
-
-    Args:
-        compared: other schedules that take their parameters from [schedule].
-
-    Raises:
-        ConfigError: neither the schedule of the config nor one of those compared has such a parameter.
-    """
+    """Check that a schedule, or one of those compared with it, has each key of [schedule], and that each
+    [schedules.NAME] fits its schedule. Raises a ConfigError if not."""
     schedules = map(_find, (config.schedule.get("name"), *compared))
     parameters = chain.from_iterable(map(_parameters_of, schedules))
     _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])
@@ -192,11 +171,8 @@ def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
 
 
 def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> bool:
-    """Return whether the trainer computed while engines generated.
-
-    Raises:
-        ConfigError: the schedule cannot run with these parameters.
-    """
+    """Return whether the trainer computed while engines generated. Raises a ConfigError if the schedule
+    cannot run with these parameters."""
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)

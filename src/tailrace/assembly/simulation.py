@@ -124,9 +124,6 @@ def simulated_parts(
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
         shared: whether engines and trainer have devices in common.
-
-    Raises:
-        ConfigError: [sim.cluster] cannot work.
     """
     settings = rates(settings)
     lengths = Lengths(settings.lengths, seed)
@@ -188,15 +185,12 @@ def note_default_costs(sim: SimSettings, console: Console) -> None:
     costs = [key for _, key in costs_given(sim) if key != "count"]
     if not costs and sim.cluster is None:
         note = "note: the costs of engines and trainer are defaults; --like RUN takes those of a run"
-        console.print(f"{note}, [sim.cluster] those of a model on devices", markup=False, soft_wrap=True)
+        console.print(f"{note}, [sim.cluster] those of a model on devices")
 
 
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:
-    """Run a schedule on simulated parts; return the virtual seconds that it took.
-
-    Raises:
-        ConfigError: [sim] cannot work.
-    """
+    """Run a schedule on simulated parts; return the virtual seconds that it took. Raises a ConfigError if
+    [sim] cannot work."""
     sim = sim_settings(config)
     parts = partial(
         simulated_parts,
@@ -212,11 +206,8 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
 
 def sim_settings(config: RunConfig) -> SimSettings:
     """[sim] of a config. What it leaves open follows from [sim.cluster], or is taken from [engine] and
-    [sampling].
-
-    Raises:
-        ConfigError: [sim.cluster] cannot work, the placement is another one, or lengths cannot be read.
-    """
+    [sampling]. Raises a ConfigError if [sim.cluster] cannot work, the placement is another one, or lengths
+    cannot be read."""
     sim, kind = without_rates(config), config.placement.kind
     if cluster := sim.cluster:
         if (cluster.rollout_devices is None) == (kind == "disaggregated"):
@@ -230,10 +221,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
 
 def without_rates(config: RunConfig) -> SimSettings:
     """[sim] of a config with what is taken from the other sections, before [sim.cluster] fills the rates.
-
-    Raises:
-        ConfigError: lengths cannot be read.
-    """
+    Raises a ConfigError if lengths cannot be read."""
     sim, lengths, cluster = config.sim, config.sim.lengths, config.sim.cluster
     law_of(lengths)
     max_tokens = sim_max_tokens(config)

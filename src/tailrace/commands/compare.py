@@ -69,21 +69,19 @@ def compare(
     """Race schedules and print the table.
 
     Args:
+        config: a TOML file.
         schedules: A,B: instead of compare.schedules.
         repeats: instead of compare.repeats.
         virtual: race in virtual time, as a config without [model] always does. No model is needed.
         output_dir: for the files of each schedule and compare.json.
         json_path: another file for the medians.
-
-    Raises:
-        ConfigError: a schedule is unknown, or its parameters cannot work.
     """
     named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
     loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
     console, folder = open_console(), output_dir
     racers = _racers(loaded if virtual else with_model_folder(loaded))
     if not virtual and loaded.model is None:
-        console.print("the config has no [model]: the race is in virtual time", markup=False)
+        console.print("the config has no [model]: the race is in virtual time")
         virtual = True
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,14 +93,13 @@ def compare(
         print(next(iter(fitted.values())).table, file=sys.stderr)
         racers = {name: replace(racer, config=fitted[name].config) for name, racer in racers.items()}
         with TemporaryDirectory() as scratch:
-            place = folder or Path(scratch)
-            race = compare_live(racers, loaded.compare.repeats, place, with_files=folder is not None)
+            race = compare_live(racers, loaded.compare.repeats, folder or Path(scratch), files=folder)
             raced = clock.run(race, virtual=False)
     print_table(console, raced.table(VIRTUAL if virtual else LIVE))
     if virtual:
         note_default_costs(loaded.sim, console)
     if folder:
-        console.print(f"files     {folder}/*/  (tailrace view {folder})", markup=False)
+        console.print(f"files     {folder}/*/  (tailrace view {folder})")
     for path in (json_path, folder and folder / "compare.json"):
         if path:
             path.write_text(json.dumps(raced.numbers(), indent=2) + "\n")
@@ -160,29 +157,22 @@ class SharedWorkers:
 
 
 async def compare_live(
-    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path, *, with_files: bool = False
+    racers: Mapping[str, ComparedSchedule], repeats: int, folder: Path, *, files: Path | None = None
 ) -> "Comparison":
-    """Race on real workers, whose logs and first weights go to the folder.
-
-    Args:
-        with_files: whether to write the files of each racer's last lap.
-    """
+    """Race on real workers, whose logs and first weights go to `folder`. The files of each racer's last lap
+    go to `files`."""
     raced = Comparison()
-    async with aclosing(SharedWorkers(folder)) as arena:
+    async with aclosing(SharedWorkers(folder)) as workers:
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
-                racer = racers[name]
+                racer, summary = racers[name], Summary()
                 changes = {"eval_every": 0, "checkpoint_every": 0}
                 if repeat < 0:
                     changes["rounds"] = min(racer.config.run.rounds, WARM_UP_ROUNDS)
-                summary = Summary()
-                await execute(
-                    racer.schedule,
-                    await arena.parts(racer),
-                    racer.config.run.model_copy(update=changes),
-                    _recorder(name, racer, summary, folder if with_files else None),
-                    compute_advantages=advantages_of(racer.config),
-                )
+                settings = racer.config.run.model_copy(update=changes)
+                recorder, parts = _recorder(name, racer, summary, files), await workers.parts(racer)
+                advantages = advantages_of(racer.config)
+                await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
                     raced.add(name, summary)
     return raced
@@ -195,9 +185,9 @@ def compare_virtual(
     raced = Comparison()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            summary = Summary()
-            seeded = racer.config.run.model_copy(update={"seed": racer.config.run.seed + repeat})
-            config = racer.config.model_copy(update={"run": seeded})
+            config, summary = racer.config, Summary()
+            seeded = config.run.model_copy(update={"seed": config.run.seed + repeat})
+            config = config.model_copy(update={"run": seeded})
             run_virtual(config, racer.schedule, _recorder(name, racer, summary, folder))
             raced.add(name, summary)
     return raced
@@ -246,7 +236,7 @@ class Comparison:
 
     def table(self, title: str) -> Table:
         """A column for each schedule, a row for each figure."""
-        table = Table("medians \\[lowest - highest]", title=title, title_justify="left")
+        table = Table("medians [lowest - highest]", title=title, title_justify="left")
         for name in self.laps:
             table.add_column(name, justify="right")
         for figure, (label, form) in {**TIMES, **QUALITIES}.items():

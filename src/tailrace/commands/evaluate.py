@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import check_live, open_parts
 from tailrace.assembly.schedule import check_parameter_names
+from tailrace.commands.tables import open_console
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LifeRow
@@ -38,15 +38,12 @@ def run(
         run: the output directory of a run, or a config file.
         model: a Hugging Face folder with the weights, instead of the newest checkpoint or model.path.
         json_path: a file for the accuracy.
-
-    Raises:
-        ConfigError: the config, the model, the data or the reward cannot work, or a run has no checkpoint.
     """
     without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
     config = with_model_folder(evaluated_config(run, model, overrides))
     config = check_live(config.model_copy(update=without_learning)).config
     assert config.model
-    console = Console(soft_wrap=True)
+    console = open_console()
     console.print(f"weights   {config.model.path}")
     with TemporaryDirectory() as scratch:
         result = clock.run(_evaluate(config, Path(scratch)), virtual=False)
@@ -83,7 +80,6 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
     """
     if path.is_dir():
         folder = RunFolder(path)
-        folder.require_run()
         _check_config(folder)
         config = folder.read_config(overrides)
         if not model and "model.path" not in overrides:

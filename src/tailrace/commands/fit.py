@@ -1,15 +1,12 @@
 """`tailrace fit`: a live run's own costs as the [sim] section of a config."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
 from rich.table import Column, Table
 
 from tailrace.assembly.folder import RunFolder
-from tailrace.commands.tables import open_console, print_table
-from tailrace.config import RunConfig
-from tailrace.errors import ConfigError
+from tailrace.commands.tables import open_console, print_table, writing
 from tailrace.fit.fit import Fit, fit
 
 
@@ -19,41 +16,28 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     Args:
         run: its output directory.
         output: a file for the [sim] section; it is printed without one.
-
-    Raises:
-        ConfigError: there is no run, one of its files is damaged, or the section cannot be written.
     """
     fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
     print_table(console, _table(run, fitted), keep=2)
-    for note in _notes(fitted):
-        console.print(f"note: {note}", markup=False, highlight=False)
+    for part in fitted.parts:
+        for note in part.notes:
+            console.print(f"note: {part.name}: {note}")
     if output is None:
         print(text, end="")
         return
-    try:
+    with writing("--output", output):
         output.write_text(text)
-    except OSError as why:
-        problem = f"it cannot be written ({why.strerror})"
-        raise ConfigError("--output", str(output), problem, "choose another file") from None
-    console.print(f"[sim] is in {output}", markup=False)
+    console.print(f"[sim] is in {output}")
 
 
 def fitted_run(path: Path) -> Fit:
-    """Fit a run.
-
-    Raises:
-        ConfigError: there is no run, or one of its files is damaged.
-    """
+    """Fit a run. Raises a ConfigError if there is no run, or one of its files is damaged."""
     folder = RunFolder(path)
-    folder.require_run()
-    return fit(folder.events, folder.metrics, folder.samples, _workers(folder.read_config()))
-
-
-def _workers(config: RunConfig) -> int:
-    """Of a simulated run, those of [sim]."""
-    return config.reward.workers if config.model else config.sim.rewards.workers
+    config = folder.read_config()
+    workers = config.reward.workers if config.model else config.sim.rewards.workers
+    return fit(folder.events, folder.metrics, folder.samples, workers)
 
 
 def _table(path: Path, fitted: Fit) -> Table:
@@ -80,7 +64,3 @@ def _cell(value: object, form: str) -> str:
             return str(value["kind"])
         case _:
             return str(value)
-
-
-def _notes(fitted: Fit) -> Sequence[str]:
-    return [f"{part.name}: {note}" for part in fitted.parts for note in part.notes]

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
-from tailrace.commands.tables import open_console
+from tailrace.commands.tables import open_console, print_table
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
@@ -41,13 +41,8 @@ def inspect(
         run: its output directory.
         group: the index of a prompt, to see what became of its group, instead of the balance of the run.
         as_json: print JSON.
-
-    Raises:
-        ConfigError: there is no run, it has no ledger, or that has no such group.
-        LedgerError: the ledger is missing or damaged.
     """
     folder = RunFolder(run)
-    folder.require_run()
     with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
         tables = read_ledger(store, tokens=False)
     found = _balance(tables, counted_tokens(folder.counts)) if group is None else _group(tables, group)
@@ -56,9 +51,7 @@ def inspect(
         return
     console = open_console()
     for table in _balance_tables(found) if group is None else [_group_table(found)]:
-        if not console.is_terminal:
-            table.box = None
-        console.print(table)
+        print_table(console, table)
 
 
 def _balance(tables: LedgerTables, num_generated: int) -> dict[str, Any]:

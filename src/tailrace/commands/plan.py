@@ -27,18 +27,16 @@ from tailrace.plan.search import Plan, search
 from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
 from tailrace.sim.world import read_lengths, read_recorded
 
-FIGURES = {
-    "step_s": "step_s",
-    "samples_per_s": "samples_per_s",
-    "lag_max": "lag_max",
-    "lag_mean": "lag_mean",
-    "length_bias": "length_bias",
-    "over_bound": "over_bound",
-    "wasted": "waste_share",
-    "kv_share": "kv_share",
-    "trainer_share": "trainer_share",
+CELLS = {
+    "step_s": "{:,.3g}",
+    "samples_per_s": "{:,.3g}",
+    "over_bound": "{:+.0%}",
+    "lag_max": "{:.0f}",
+    "length_bias": "{:+.1%}",
+    "kv_share": "{:.0%}",
+    "trainer_share": "{:.0%}",
 }
-"""Figures of a candidate by their keys in the numbers for scripts."""
+"""Figures of a candidate in the table, and their formats."""
 
 
 def plan(
@@ -57,41 +55,33 @@ def plan(
         lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
-
-    Raises:
-        ConfigError: the config has no cluster, no candidate fits it or is within the limits, lengths are
-            unknown, or a file cannot be written.
     """
     for option, path in (("--output", output), ("--json", json_path)):
-        if path and not path.parent.is_dir():
-            problem = f"there is no folder {path.parent}"
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
-        if path and path.is_dir():
-            raise ConfigError(option, str(path), "it is a folder", "choose a file in it")
     config = with_lengths(load_config(cluster, overrides), lengths)
     with progress() as said:
         found = search(replace(problem_of(config), progress=said))
     devices = config.sim.cluster.devices if config.sim.cluster else 0
     console = open_console()
     print_table(console, _table(config, found, devices), keep=2)
-    for reason in (*found.reasons, *_exclusions(found)):
-        console.print(f"- {reason}", markup=False, highlight=False)
+    excluded = [f"{n} of {found.candidates} candidates: {limit}" for limit, n in found.excluded.items()]
+    pruned = f"{found.pruned} were not measured: they are predicted to be slower"
+    for reason in (*found.reasons, *excluded, pruned):
+        console.print(f"- {reason}")
     if json_path:
         json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n")
     if output:
         planned = with_candidate(config, found.best.candidate)
         resolve(planned)
         output.write_text(planned.toml(chosen=False))
-        console.print(f"config    {output}", markup=False)
+        console.print(f"config    {output}")
 
 
 def problem_of(config: RunConfig) -> Problem:
-    """What the planner is asked for by a config.
-
-    Raises:
-        ConfigError: there is no cluster, or no number of groups of an optimizer step, or a rate is given that
-            depends on the division of the devices.
-    """
+    """What the planner is asked for by a config. Raises a ConfigError if there is no cluster, or no number of
+    groups of an optimizer step, or a rate is given that depends on the division of the devices."""
     sim, limits = config.sim, config.plan
     if sim.cluster is None:
         remedy = "add [sim.cluster] with devices and a model"
@@ -113,11 +103,8 @@ def problem_of(config: RunConfig) -> Problem:
 
 
 def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
-    """The config with the lengths of a run, and their correlation within groups.
-
-    Raises:
-        ConfigError: there is no such run, or its samples are damaged.
-    """
+    """The config with the lengths of a run, and their correlation within groups. Raises a ConfigError if
+    there is no such run, or its samples are damaged."""
     if lengths == "model":
         return config
     samples = RunFolder(Path(lengths)).samples.resolve()
@@ -183,33 +170,14 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
         table.add_column(head, justify="right")
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
-        table.add_row(str(number), each.candidate.name(devices), *_cells(each))
+        cells = [form.format(each.figures[key]) for key, form in CELLS.items()]
+        table.add_row(str(number), each.candidate.name(devices), *cells, str(each.steps))
     table.caption = (
         "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
         "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
         "steps: optimizer steps over which it was measured"
     )
     return table
-
-
-def _cells(each: Measured) -> tuple[str, ...]:
-    forms = {
-        "step_s": "{:,.3g}",
-        "samples_per_s": "{:,.3g}",
-        "over_bound": "{:+.0%}",
-        "lag_max": "{:.0f}",
-        "length_bias": "{:+.1%}",
-        "kv_share": "{:.0%}",
-        "trainer_share": "{:.0%}",
-    }
-    return (*(form.format(each.figures[key]) for key, form in forms.items()), str(each.steps))
-
-
-def _exclusions(found: Plan) -> list[str]:
-    counted = [
-        f"{number} of {found.candidates} candidates: {limit}" for limit, number in found.excluded.items()
-    ]
-    return [*counted, f"{found.pruned} were not measured: they are predicted to be slower"]
 
 
 def _json(found: Plan, devices: int) -> Mapping[str, object]:
@@ -232,5 +200,6 @@ def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
         "tensor_parallel": candidate.tensor_parallel,
         "bound": each.floor._asdict(),
         "steps": each.steps,
-        **{key: each.figures[figure] for key, figure in FIGURES.items()},
+        **{key: each.figures[key] for key in (*CELLS, "lag_mean")},
+        "wasted": each.figures["waste_share"],
     }

@@ -46,10 +46,6 @@ def serve(
         model: a Hugging Face folder with a tokenizer.
         token_file: has the bearer token, or receives a new one. Without it: $TAILRACE_TOKEN, or a new one is
             printed.
-
-    Raises:
-        ConfigError: the model or a setting cannot work.
-        WorkerDied: the engine's process has ended.
     """
     try:
         import fastapi  # noqa: F401

@@ -17,7 +17,7 @@ from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.commands.fit import fitted_run
-from tailrace.commands.tables import open_console
+from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder, Sink
@@ -43,13 +43,10 @@ def simulate(
     """Run the schedule on simulated parts and print its figures.
 
     Args:
+        config: a TOML file.
         output_dir: for metrics, summary and events. Without it the config's sinks and trackers are not used.
         like: a run whose costs and lengths are taken instead of [sim].
         json_path: another file for the summary.
-
-    Raises:
-        ConfigError: the schedule, its parameters or [sim] cannot work; a tracker cannot begin; or the folder
-            holds a live run.
     """
     loaded = load_config(config, overrides)
     if like:
@@ -69,10 +66,10 @@ def simulate(
     sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
     seconds = run_virtual(loaded, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
     totals = summary.summary()
-    console.print(_table(name, _set_up(sim), seconds, totals, summary.lap()))
+    print_table(console, _table(name, sim, seconds, totals, summary.lap()))
     note_default_costs(loaded.sim, console)
     if totals.bound:
-        console.print(f"bound     {totals.bound.line}", markup=False, soft_wrap=True)
+        console.print(f"bound     {totals.bound.line}")
     if output_dir:
         console.print(f"files     {output_dir}")
 
@@ -89,14 +86,13 @@ def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]
     ]
 
 
-def _set_up(sim: SimSettings) -> str:
-    median_tokens = Lengths(sim.lengths, 0).median_tokens
-    lengths = f"{median_tokens:,.0f} tokens in the median, {sim.lengths.max_tokens:,} at most"
-    return f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of {lengths}"
-
-
-def _table(name: str, set_up: str, seconds: float, summary: RunSummary, lap: Row) -> Table:
-    table = Table("figure", Column(name, justify="right"), title=set_up, title_justify="left")
+def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap: Row) -> Table:
+    table = Table("figure", Column(name, justify="right"), title_justify="left")
+    median_tokens, max_tokens = Lengths(sim.lengths, 0).median_tokens, sim.lengths.max_tokens
+    table.title = (
+        f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of "
+        f"{median_tokens:,.0f} tokens in the median, {max_tokens:,} at most"
+    )
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
     for key, value in summary.round.items():
         table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")

@@ -1,11 +1,14 @@
-"""What commands print: tables that keep one row a line, in any width, and what a long search does."""
+"""What commands print and write: tables with one row a line in any width, and what a long search does."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
+
+from tailrace.errors import ConfigError
 
 WIDE = 10_000
 """Columns of an output that is no terminal."""
@@ -13,7 +16,8 @@ WIDE = 10_000
 
 def open_console() -> Console:
     """The console of a command. What goes to a file or to another program is not wrapped."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+    width = None if sys.stdout.isatty() else WIDE
+    return Console(width=width, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -27,6 +31,16 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Raise a ConfigError if the file that an option names cannot be written inside the block."""
+    try:
+        yield
+    except OSError as why:
+        problem = f"it cannot be written ({why.strerror})"
+        raise ConfigError(option, str(path), problem, "choose another file") from why
+
+
 def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
     """Print a table in blocks of as many columns as there is room for.
 
@@ -34,15 +48,19 @@ def print_table(console: Console, table: Table, *, keep: int = 1) -> None:
         keep: columns with which each block begins, because they say what a row is.
     """
     for block in _blocks(console, table, keep):
-        console.print(block)
+        console.print(block, soft_wrap=False)
 
 
 def _blocks(console: Console, table: Table, keep: int) -> Iterator[Table]:
     labels, rest = table.columns[:keep], table.columns[keep:]
     title: object = table.title
+    unbounded = console.options.update(max_width=WIDE)
     while rest:
         num = 1
-        while num < len(rest) and _fits(console, _block(table, [*labels, *rest[: num + 1]])):
+        while num < len(rest):
+            wider = _block(table, [*labels, *rest[: num + 1]])
+            if console.measure(wider, options=unbounded).maximum > console.width:
+                break
             num += 1
         block, rest = _block(table, [*labels, *rest[:num]]), rest[num:]
         block.title, title = title, None  # type: ignore[assignment]
@@ -60,8 +78,3 @@ def _block(table: Table, columns: Sequence[Column]) -> Table:
     for cells in zip(*(column.cells for column in columns), strict=True):
         block.add_row(*cells)
     return block
-
-
-def _fits(console: Console, table: Table) -> bool:
-    wide = console.options.update(max_width=WIDE)
-    return console.measure(table, options=wide).maximum <= console.width

@@ -1,14 +1,10 @@
-"""`tailrace train`: one live run. folder.py lists the files that it leaves in its output directory.
-
-A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
-needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
-"""
+"""`tailrace train`: one live run. assembly/folder.py lists the files that it leaves."""
 
 import asyncio
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,28 +12,26 @@ from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, training_prompts
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind
+from tailrace.assembly.resumption import best_evaluation, opened, say
 from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
-from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
-from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.commands.tables import open_console
+from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
-from tailrace.engine.base import counted_tokens
-from tailrace.errors import CheckpointError, ConfigError, Interrupted, WorkerDied
+from tailrace.errors import Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
-from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.ledger.recovery import StartingPoint
+from tailrace.ledger.store import Store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.run_log import LogWriter
@@ -46,7 +40,6 @@ from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.reward.functions import WithFailureLimit
-from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 
 
 def run(
@@ -58,9 +51,10 @@ def run(
     dry_run: bool = False,
     overrides: Mapping[str, str],
 ) -> None:
-    """Train a model. Raises as `train`.
+    """Train a model.
 
     Args:
+        config: a TOML file.
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
         dry_run: print the resolved config, with a table of the processes as comments, and stop.
@@ -100,12 +94,14 @@ def train(
     config = with_published_defaults(with_model_folder(config))
     schedule = schedule or resolve(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
-    saved = None if reward is None else saved_function(reward, "reward")
+    saved = b"" if reward is None else saved_function(reward, "reward")
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
-        fitted = check_live(_with_reward(config, reward, saved, Path(scratch) / "reward.pkl"), schedule)
+        checked = Path(scratch) / "reward.pkl"
+        checked.write_bytes(saved)
+        fitted = check_live(_with_reward(config, reward, checked), schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
-    config = _with_reward(fitted.config, reward, None, folder.reward)
+    config = _with_reward(fitted.config, reward, folder.reward)
     with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
         num_restarts = 0
         while True:
@@ -113,25 +109,21 @@ def train(
                 is_resumed = resume or num_restarts > 0
                 summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
                 for each in fitted.idle:  # the bound takes the threads as given
-                    _say(f"warning: {each}")
+                    say(f"warning: {each}")
                 return summary
             except WorkerDied as died:
                 limit = config.host.restarts
                 if num_restarts == limit or interruption.signal is not None:
                     raise
                 num_restarts += 1
-                _say(str(died))
-                _say(f"restart {num_restarts} of {limit}")
+                say(str(died))
+                say(f"restart {num_restarts} of {limit}")
 
 
-def _with_reward(
-    config: RunConfig, reward: Callable[..., Any] | None, saved: bytes | None, path: Path
-) -> RunConfig:
+def _with_reward(config: RunConfig, reward: Callable[..., Any] | None, path: Path) -> RunConfig:
     """The config with a reward function that is saved in a file."""
     if reward is None:
         return config
-    if saved:
-        path.write_bytes(saved)
     name = getattr(reward, "__name__", "reward")
     settings = config.reward.model_copy(update={"function": f"{path.resolve()}:{name}", "functions": ()})
     return config.model_copy(update={"reward": settings})
@@ -142,7 +134,7 @@ def _one_life(
     schedule: BoundSchedule,
     folder: RunFolder,
     resume: bool,
-    reward: bytes | None,
+    reward: bytes,
     interruption: Interruption,
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
@@ -154,76 +146,22 @@ def _one_life(
             training = _train(config, schedule, folder, store, start, interruption)
             outcome, summary = clock.run(training, virtual=False)
         except asyncio.CancelledError:
-            raise _interrupted(interruption, _before_training(start)) from None
+            state = " before training began: there is nothing to save; start the run again"
+            if start.base.checkpoint:
+                state = (
+                    f" before training went on; --resume continues from {start.base.checkpoint}, as before"
+                )
+            raise _interrupted(interruption, state) from None
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
         _report(summary, folder)
+    if outcome.interrupted and outcome.checkpoint:
+        saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
+        raise _interrupted(interruption, f": {saved}; --resume continues from there")
     if outcome.interrupted:
-        raise _interrupted(interruption, _what_was_saved(outcome, folder))
+        state = " before the first optimizer step: no weights to save; start again, or --resume"
+        raise _interrupted(interruption, state)
     return summary
-
-
-@contextmanager
-def opened(
-    config: RunConfig, folder: RunFolder, resume: bool
-) -> Iterator[tuple[Store | None, StartingPoint]]:
-    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
-    stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
-    if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
-        with closing(open_store(config.ledger, folder.path)) as store:
-            yield store, _starting_point(config, folder, store)
-        return
-    if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
-        problem = "it holds a run already"
-        raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
-    folder.clear()
-    start = first_life(config.to_json())
-    created = create_store(config.ledger, folder.path)
-    with closing(created) if created else nullcontext():
-        if created:
-            created.commit(start.opening)
-        folder.config.write_text(config.toml())
-        yield created, start
-
-
-def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
-    tables = read_ledger(store)
-    check_resumable(tables.lives[max(tables.lives)].config, config)
-    start = next_life(
-        tables,
-        config=config.to_json(),
-        checkpoints=folder.checkpoints,
-        num_generated=counted_tokens(folder.counts),
-        prompt_of=training_prompts(config, config.run.seed).__getitem__,
-        seed=config.run.seed,
-    )
-    _check_checkpoint(folder, start)
-    undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
-    num_undone = max(undone, default=start.base.step) - start.base.step
-    where = start.base.checkpoint or "the model of the config"
-    _say(f"resumed from {where}, step {start.base.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
-    return start
-
-
-def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
-    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
-    missing = ", ".join(mark.checkpoint for mark in start.missing)
-    if not start.base.checkpoint:
-        if any(mark.step for mark in start.missing):
-            raise CheckpointError(
-                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
-                "put the folder back, or begin a new run in another --output-dir"
-            )
-        return
-    if missing:
-        _say(f"checkpoints that the ledger knows are missing: {missing}")
-    path = folder.checkpoints / start.base.checkpoint
-    if not verify(path, remedy(path), step=start.base.step):
-        _say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
-
-
-def _say(line: str) -> None:
-    print(f"tailrace: {line}", file=sys.stderr)
 
 
 async def _train(
@@ -260,22 +198,6 @@ async def _train(
                 beside=[watch_controller_lag(recorder)],
             )
     return outcome, summary.summary()
-
-
-def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
-    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there.
-
-    A round that was resumed after some of its steps was evaluated with later weights than its checkpoint has.
-    """
-    round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
-    found = [
-        (row["eval/accuracy"], int(row["round"]))
-        for row in earlier
-        if "eval/accuracy" in row
-        and round_of_step.get(row["step"], -1) < row["round"]
-        and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
-    ]
-    return max(found, key=lambda each: each[0], default=None)
 
 
 def _recorder(
@@ -318,13 +240,13 @@ def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
 
 
 def _report(summary: RunSummary, folder: RunFolder) -> None:
-    console = Console(soft_wrap=True)
+    console = open_console()
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if summary.bound:
-        console.print(f"bound     {summary.bound.line}", markup=False)
-    console.print(f"events    {folder.events}  (tailrace view {folder.path})", markup=False)
+        console.print(f"bound     {summary.bound.line}")
+    console.print(f"events    {folder.events}  (tailrace view {folder.path})")
     if folder.model.exists():
         console.print(f"model     {folder.model}")
 
@@ -332,16 +254,3 @@ def _report(summary: RunSummary, folder: RunFolder) -> None:
 def _interrupted(interruption: Interruption, state: str) -> Interrupted:
     number = interruption.signal or 0
     return Interrupted(f"{Signals(number).name}{state}", number)
-
-
-def _before_training(start: StartingPoint) -> str:
-    """What a signal found while the workers were starting."""
-    if start.base.checkpoint:
-        return f" before training went on; --resume continues from {start.base.checkpoint}, as before"
-    return " before training began: there is nothing to save; start the run again"
-
-
-def _what_was_saved(outcome: RunResult, folder: RunFolder) -> str:
-    if outcome.checkpoint is None:
-        return " before the first optimizer step: no weights to save; start again, or --resume"
-    return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

@@ -1,8 +1,7 @@
 """`tailrace view`: a page over the files of runs, served on this machine or written as one file."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from cyclopts.validators import mutually_exclusive
 
 from tailrace import clock
 from tailrace.commands.signals import signals_received
+from tailrace.commands.tables import writing
 from tailrace.errors import ConfigError
 from tailrace.page.document import check_installed, whole_page
 from tailrace.page.run import RunView, open_runs
@@ -35,10 +35,6 @@ def view(
         port: of 127.0.0.1, instead of a free one.
         output: an HTML file that has everything in it, instead of serving.
         perfetto: a JSON file with the events of one run for ui.perfetto.dev, instead of serving.
-
-    Raises:
-        ConfigError: a folder holds no run, a run log has a bad line, a package is missing, the port is in
-            use, or the file cannot be written.
     """
     if perfetto:
         _write_perfetto(runs, perfetto)
@@ -48,7 +44,7 @@ def view(
     for run in opened:
         run.update()
     if output:
-        with _writing("--output", output):
+        with writing("--output", output):
             output.write_text(whole_page(opened), encoding="utf-8")
         print(f"page      {output}")
     else:
@@ -61,18 +57,9 @@ def _write_perfetto(folders: Sequence[Path], path: Path) -> None:
         problem = "it has no events.jsonl" if len(logs) == 1 else "a trace is of one run"
         where = ", ".join(map(str, folders))
         raise ConfigError("RUN", where, problem, "name the output directory of one run")
-    with _writing("--perfetto", path):
+    with writing("--perfetto", path):
         write_perfetto(logs[0], path)
     print(f"trace     {path}  (open it at ui.perfetto.dev)")
-
-
-@contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as why:
-        problem = f"it cannot be written ({why.strerror})"
-        raise ConfigError(option, str(path), problem, "choose another file") from why
 
 
 def _serve(runs: Sequence[RunView], port: int) -> None:

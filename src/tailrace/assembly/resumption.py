@@ -1,0 +1,100 @@
+"""Where a process of a run begins: with its ledger open, and at a checkpoint that is whole.
+
+A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
+needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+
+from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import training_prompts
+from tailrace.config import RunConfig, check_resumable
+from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.engine.base import counted_tokens
+from tailrace.errors import CheckpointError, ConfigError
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.record.figures import Row, steps_of
+from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the results."""
+    print(f"tailrace: {line}", file=sys.stderr)
+
+
+@contextmanager
+def opened(
+    config: RunConfig, folder: RunFolder, resume: bool
+) -> Iterator[tuple[Store | None, StartingPoint]]:
+    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
+    stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
+    if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
+        with closing(open_store(config.ledger, folder.path)) as store:
+            yield store, _starting_point(config, folder, store)
+        return
+    if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
+        problem = "it holds a run already"
+        raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
+    folder.clear()
+    start = first_life(config.to_json())
+    created = create_store(config.ledger, folder.path)
+    with closing(created) if created else nullcontext():
+        if created:
+            created.commit(start.opening)
+        folder.config.write_text(config.toml())
+        yield created, start
+
+
+def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
+    tables = read_ledger(store)
+    check_resumable(tables.lives[max(tables.lives)].config, config)
+    start = next_life(
+        tables,
+        config=config.to_json(),
+        checkpoints=folder.checkpoints,
+        num_generated=counted_tokens(folder.counts),
+        prompt_of=training_prompts(config, config.run.seed).__getitem__,
+        seed=config.run.seed,
+    )
+    _check_checkpoint(folder, start)
+    undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
+    num_undone = max(undone, default=start.base.step) - start.base.step
+    where = start.base.checkpoint or "the model of the config"
+    say(f"resumed from {where}, step {start.base.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
+    return start
+
+
+def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
+    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
+    missing = ", ".join(mark.checkpoint for mark in start.missing)
+    if not start.base.checkpoint:
+        if any(mark.step for mark in start.missing):
+            raise CheckpointError(
+                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
+                "put the folder back, or begin a new run in another --output-dir"
+            )
+        return
+    if missing:
+        say(f"checkpoints that the ledger knows are missing: {missing}")
+    path = folder.checkpoints / start.base.checkpoint
+    if not verify(path, remedy(path), step=start.base.step):
+        say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
+
+
+def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
+    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there.
+
+    A round that was resumed after some of its steps was evaluated with later weights than its checkpoint has.
+    """
+    round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
+    found = [
+        (row["eval/accuracy"], int(row["round"]))
+        for row in earlier
+        if "eval/accuracy" in row
+        and round_of_step.get(row["step"], -1) < row["round"]
+        and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
+    ]
+    return max(found, key=lambda each: each[0], default=None)
