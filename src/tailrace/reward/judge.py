@@ -105,9 +105,8 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
     if settings.template is not None:
         messages = [*system, {"role": "user", "content": render(settings.template, call)}]
     else:
-        given = (
-            call.given if isinstance(call.given, list) else [{"role": "user", "content": transcript(call)}]
-        )
+        plain = [{"role": "user", "content": transcript(call)}]
+        given = call.given if isinstance(call.given, list) else plain
         asked = [{"role": str(each.get("role")), "content": str(each.get("content", ""))} for each in given]
         messages = [*system, *asked, {"role": "assistant", "content": call.completion}]
     try:
