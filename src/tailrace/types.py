@@ -7,7 +7,7 @@ Suffixes: `num_` counts, `_s` seconds, `_tokens` tokens. A `version` counts publ
 engines start with version 0, and every publication adds one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeVar
@@ -225,8 +225,10 @@ class Sample:
         if num_tokens == 0:
             return
         group, self.num_tokens = self.group, self.num_tokens + num_tokens
-        if group.oldest_version is None or version < group.oldest_version:
+        if (oldest := group.oldest_version) is None or version < oldest:
             group.oldest_version = version
+            if group.on_older:
+                group.on_older(oldest, version)
         if self.spans and self.spans[-1].version == version:
             num_tokens += self.spans.pop().num_tokens
         self.spans.append(Span(version, num_tokens))
@@ -274,6 +276,8 @@ class Group:
     """Position in the pool's queue, set at launch."""
     oldest_version: int | None = None
     """Oldest version among its tokens; None before the first token."""
+    on_older: Callable[[int | None, int], None] | None = None
+    """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
     round_drawn: int = 0
     deferrals: int = 0
     """How often the group was parked or deferred."""

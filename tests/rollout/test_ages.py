@@ -1,4 +1,7 @@
-"""Groups whose first tokens may be older than the published version."""
+"""The groups of a pool, counted by the oldest version of their tokens."""
+
+import random
+from collections import Counter
 
 from tailrace.rollout.pool import Ages
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -10,11 +13,34 @@ def group_of(index: int) -> Group:
     return group
 
 
+def test_the_counts_are_those_of_counting_again() -> None:
+    chance, ages = random.Random(0), Ages()
+    here, gone = [group_of(index) for index in range(20)], list[Group]()
+    for group in here:
+        ages.add(group)
+    for version in range(1000):
+        group = chance.choice(here)
+        match chance.randrange(4):
+            case 0 if len(here) > 5:
+                here.remove(group)
+                gone.append(group)
+                ages.remove([group, *gone])
+            case 1 if gone:
+                here.append(gone.pop())
+                ages.add(here[-1])
+            case _:
+                chance.choice([*group.samples, *(gone or here)[0].samples]).grow(1, version % 7)
+        known = [group.oldest_version for group in here if group.oldest_version is not None]
+        assert ages.by_version == Counter(known)
+
+
 def test_groups_without_tokens_are_held_over_by_a_publication_until_it_has_arrived() -> None:
     ages, has_arrived = Ages(), False
-    before, grows, leaves, has_tokens = (group_of(index) for index in range(4))
-    has_tokens.samples[0].grow(1, 0)
-    ages.published([before, grows, leaves, has_tokens], lambda: has_arrived)
+    before, grows, leaves, after = (group_of(index) for index in range(4))
+    for group in (before, grows, leaves):
+        ages.add(group)
+    ages.published(lambda: has_arrived)
+    ages.add(after)
     assert ages.may_start_older == {before, grows, leaves}
     grows.samples[0].grow(1, 0)
     ages.remove([leaves])

@@ -33,7 +33,7 @@ from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
-from tailrace.rollout.pool import PartialRolloutBuffer, Pool, SetAdvantages
+from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.router import Router, WithReference
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
 from tailrace.weights.base import Weights
@@ -83,7 +83,7 @@ class WeightUpdate:
     Args:
         tasks: the loads run in this task group.
         kv: whether engines keep or recompute the KV cache of requests in flight.
-        pool: the groups that engines may be working on.
+        ages: of the groups that engines may be working on.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class WeightUpdate:
         engines: Sequence[Engine],
         weights: Weights,
         kv: KV,
-        pool: Pool,
+        ages: Ages,
     ) -> None:
         self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines]
-        pool.ages.published(pool.groups, lambda: all(load.done() for load in self._loads))
+        ages.published(lambda: all(load.done() for load in self._loads))
 
     async def arrived(self) -> None:
         """Wait until every engine has loaded the version."""
@@ -294,7 +294,7 @@ class Run:
         weights = await self._parts.trainer.publish(version)
         await self._update_arrived()
         self._state.publish(version)
-        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool)
+        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.ages)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed))
         await self._placement.published()

@@ -11,7 +11,6 @@ holds afterwards, and new groups are due last, so it always holds. For k = 0 it 
 enough to wait only for the groups that are due now: more than U can become due together.)
 """
 
-from collections import Counter
 from collections.abc import Collection
 from itertools import accumulate
 
@@ -58,10 +57,8 @@ def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select
 
 def due_counts(run: Run, bound: int) -> list[int]:
     """The number of groups in the pool that are due within k publications, for each k below the bound."""
-    count = [0] * (bound + 1)
-    count[max(0, bound - 1)] += len(run.pool.ages.may_start_older)
-    versions = Counter(group.oldest_version for group in run.pool.groups)
-    for version, num_groups in versions.items():
-        if version is not None:
-            count[max(0, bound - run.version + version)] += num_groups
+    ages, count = run.pool.ages, [0] * (bound + 1)
+    count[max(0, bound - 1)] += len(ages.may_start_older)
+    for version, num_groups in ages.by_version.items():
+        count[max(0, bound - run.version + version)] += num_groups
     return list(accumulate(count))[:-1]
