@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 from typing_extensions import override
@@ -286,7 +285,9 @@ class RewardFunction:
             if inspect.isawaitable(result):
                 result = wait(result)
         except BaseException as why:  # SystemExit, too, fails this sample alone
-            raise RewardFailed("raised", _user_traceback(why), is_defect=_is_defect(why)) from why
+            # A search without a match gives None, and to use that raises: the function may work elsewhere.
+            is_defect = isinstance(why, DEFECTS) and "'NoneType'" not in str(why)
+            raise RewardFailed("raised", _user_traceback(why), is_defect=is_defect) from why
         return self._signature.value(result, report), report
 
 
@@ -397,26 +398,15 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def _is_defect(why: BaseException) -> bool:
-    # A search without a match gives None, and to use that raises: the function may work on other completions.
-    return isinstance(why, DEFECTS) and "'NoneType'" not in str(why)
-
-
 def _user_traceback(why: BaseException) -> str:
-    """Format an exception with the frames of the user's code alone, in at most MAX_DETAIL characters."""
-    text = "".join(traceback.format_exception(type(why), why, _user_frames(why.__traceback__))).strip()
-    return text if len(text) <= MAX_DETAIL else f"... {text[-MAX_DETAIL:]}"
-
-
-def _user_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames of this file and of asyncio that come before the user's function."""
+    """Format an exception, without the frames of this file and of asyncio that come before the user's
+    function, in at most MAX_DETAIL characters."""
     ours = (Path(__file__), Path(asyncio.__file__).parent)
-    while frames is not None:
-        file = Path(frames.tb_frame.f_code.co_filename)
-        if not any(file.is_relative_to(each) for each in ours):
-            break
+    frames = why.__traceback__
+    while frames and any(Path(frames.tb_frame.f_code.co_filename).is_relative_to(each) for each in ours):
         frames = frames.tb_next
-    return frames
+    text = "".join(traceback.format_exception(type(why), why, frames)).strip()
+    return text if len(text) <= MAX_DETAIL else f"... {text[-MAX_DETAIL:]}"
 
 
 class WithFailureLimit:

@@ -63,11 +63,6 @@ class Judge(Protocol):
         """
 
 
-def names_in(template: str) -> list[str]:
-    """Return the names that `render` replaces."""
-    return [name for _, name in _FIELD.findall(template) if name]
-
-
 def render(template: str, call: Call) -> str:
     """Fill a template in.
 
@@ -106,22 +101,20 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
     Raises:
         RewardFailed: the row lacks a column, or holds text that is not Unicode.
     """
-    messages = _messages(settings, call)
+    system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
+    if settings.template is not None:
+        messages = [*system, {"role": "user", "content": render(settings.template, call)}]
+    else:
+        plain = [{"role": "user", "content": transcript(call)}]
+        given = call.given if isinstance(call.given, list) else plain
+        asked = [{"role": str(each.get("role")), "content": str(each.get("content", ""))} for each in given]
+        messages = [*system, *asked, {"role": "assistant", "content": call.completion}]
     try:
         for message in messages:
             message["content"].encode()
     except UnicodeEncodeError as why:  # JSON can spell halves of surrogate pairs
         raise RewardFailed("judge template", f"the text is not valid Unicode ({why})") from why
     return messages
-
-
-def _messages(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
-    if settings.template is not None:
-        return [*system, {"role": "user", "content": render(settings.template, call)}]
-    asked = call.given if isinstance(call.given, list) else [{"role": "user", "content": transcript(call)}]
-    plain = [{"role": str(each.get("role")), "content": str(each.get("content", ""))} for each in asked]
-    return [*system, *plain, {"role": "assistant", "content": call.completion}]
 
 
 def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str, object]]) -> None:
@@ -132,8 +125,8 @@ def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str,
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for judge in judges:
-        for name in names_in(judge.template or ""):
-            if name not in OWN_NAMES and all(column_of(row, name) is None for row in rows):
+        for _, name in _FIELD.findall(judge.template or ""):
+            if name and name not in OWN_NAMES and all(column_of(row, name) is None for row in rows):
                 problem = f"{{{name}}} is no column of the data (columns: {', '.join(columns) or 'none'})"
                 remedy = f"name a column, or write {{{{{name}}}}} for the text {{{name}}}"
                 raise ConfigError("reward.judges.template", judge.template, problem, remedy)

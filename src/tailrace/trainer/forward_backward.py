@@ -158,8 +158,9 @@ class ForwardBackward:
         """Add the gradients of samples to their sum. Returns the statistics of each micro-batch of this rank.
         `weights_published`: the current weights are those of the last publication."""
         statistics = []
+        learns = self.algorithm.learns_without_advantage
         for with_gradient in (True, False):
-            chosen = [sample for sample in samples if self._has_gradient(sample) is with_gradient]
+            chosen = [s for s in samples if (learns or s.advantage != 0.0) is with_gradient]
             for batch in self.policy.own_micro_batches(chosen, self.max_tokens_per_microbatch):
                 if batch.is_filler:
                     self._fill(batch, with_gradient)
@@ -181,9 +182,6 @@ class ForwardBackward:
             logprobs = self.policy.logprobs(batch).logprobs
         if with_gradient:
             (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
-
-    def _has_gradient(self, sample: TrainingSample) -> bool:
-        return sample.advantage != 0.0 or self.algorithm.learns_without_advantage
 
     def _loss(self, batch: MicroBatch, weights_published: bool) -> tuple[Tensor, TokenSums[Tensor]]:
         """The weighted sum of token losses, and the statistics."""
