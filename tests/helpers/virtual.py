@@ -14,7 +14,7 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import Parts, RunSettings
-from tailrace.controller.execution import Outcome as Ended
+from tailrace.controller.execution import RunOutcome as Ended
 from tailrace.controller.execution import execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run

@@ -25,7 +25,7 @@ from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_de
 from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, check_resumable, with_model_folder
 from tailrace.controller.checkpoints import checkpoint_name
-from tailrace.controller.execution import Outcome, execute
+from tailrace.controller.execution import RunOutcome, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import watch_controller_lag
 from tailrace.engine.base import counted_tokens
@@ -219,7 +219,7 @@ async def _train(
     store: Store | None,
     start: StartingPoint,
     interruption: Interruption,
-) -> tuple[Outcome, RunSummary]:
+) -> tuple[RunOutcome, RunSummary]:
     interruption.begin()
     async with open_parts(config, folder.path, life=start.life) as parts:
         if start.checkpoint:
@@ -321,7 +321,7 @@ def _before_training(start: StartingPoint) -> str:
     return " before training began: there is nothing to save; start the run again"
 
 
-def _what_was_saved(outcome: Outcome, folder: RunFolder) -> str:
+def _what_was_saved(outcome: RunOutcome, folder: RunFolder) -> str:
     if outcome.checkpoint is None:
         return " before the first optimizer step: no weights to save; start again, or --resume"
     return f": saved {outcome.checkpoint}, its model in {folder.model}; --resume continues from there"

@@ -19,7 +19,7 @@ from tailrace.rollout.pool import ComputeAdvantages
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended that no error ended."""
 
     interrupted: bool
@@ -40,7 +40,7 @@ async def execute(
     journal: Journal | NullJournal | None = None,
     interruption: Interruption | None = None,
     beside: Sequence[Coroutine[Any, Any, None]] = (),
-) -> Outcome:
+) -> RunOutcome:
     """Run a schedule to its end and check the ledger. The first error of any task or callback ends the run.
 
     Args:
@@ -77,7 +77,7 @@ async def execute(
     finally:
         loop.set_exception_handler(None)
         recorder.close()
-    return Outcome(interrupted, run.checkpoints.newest)
+    return RunOutcome(interrupted, run.checkpoints.newest)
 
 
 def _take_error(
