@@ -132,8 +132,8 @@ class Capabilities:
     be drawn."""
 
 
-class Generator(Protocol):
-    """What generates completions: an engine, and each life of it."""
+class EngineVerbs(Protocol):
+    """What an engine, and each life of it, can be asked."""
 
     capabilities: Capabilities
 
@@ -165,7 +165,7 @@ class Generator(Protocol):
         """The latest known load and counters."""
 
 
-class Engine(Generator, Protocol):
+class Engine(EngineVerbs, Protocol):
     """One replica of the policy."""
 
     name: str
@@ -250,7 +250,7 @@ def counted_tokens(folder: Path) -> int:
     return num_tokens
 
 
-class EngineLife(Generator, Protocol):
+class EngineLife(EngineVerbs, Protocol):
     """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended.
 
     A load may raise TransferFailed: the engine has its old weights and goes on with them, and the load may be

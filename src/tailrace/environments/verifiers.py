@@ -59,7 +59,7 @@ async def open_verifiers(
 
 
 class VerifiersEnvironment(Environment):
-    """Plays the episodes of a taskset. All sessions have the key in an environment variable."""
+    """Plays the episodes of a taskset. Its sessions have one key, which an environment variable holds."""
 
     def __init__(
         self,
