@@ -179,3 +179,18 @@ def test_in_live_time_a_wait_is_no_error_and_the_result_comes_back() -> None:
         return "later" if clock.now() > before_s else "never"
 
     assert clock.run(main(), virtual=False) == "later"
+
+
+@pytest.mark.parametrize("virtual", [True, False])
+def test_the_end_of_tasks_is_waited_for_however_often_the_waiting_is_cancelled(virtual: bool) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(asyncio.sleep(0.05))
+        waiting = asyncio.create_task(clock.ended(task))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert task.done() and not task.cancelled()
+
+    clock.run(main(), virtual=virtual)

@@ -1,6 +1,7 @@
 """The figures of a vLLM server's metrics page."""
 
-from tailrace.engine.http import CacheFigures, read_figures
+from tailrace.engine.base import Usage
+from tailrace.engine.http import read_figures
 
 PAGE = """\
 # HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
@@ -13,9 +14,9 @@ vllm:cache_config_info{block_size="16",engine="0",mamba_block_size="512",num_gpu
 
 
 def test_preemptions_and_the_size_of_the_cache_are_read() -> None:
-    assert read_figures(PAGE) == CacheFigures(12, 16_000)
+    assert read_figures(PAGE) == Usage(num_preempted=12, kv_capacity=16_000)
 
 
 def test_a_page_without_them_leaves_the_size_unknown() -> None:
     none = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'
-    assert read_figures(none) == read_figures("not found") == CacheFigures(0, None)
+    assert read_figures(none) == read_figures("not found") == Usage()

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.engine.dialect import find_interpreter
 from tailrace.engine.settings import SglangEngineSettings
-from tailrace.engine.sglang import PYTHON_VARIABLE, find_python, launch
+from tailrace.engine.sglang import launch
 from tailrace.errors import ConfigError
 
 
 def test_a_run_that_knows_no_python_with_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    monkeypatch.delenv("SGLANG_PYTHON", raising=False)
     for python, problem in ((None, "does not know with what"), ("/no/python", "cannot be started")):
         with pytest.raises(ConfigError, match=problem):
-            find_python(SglangEngineSettings(python=python))
+            find_interpreter(SglangEngineSettings(python=python))
     with pytest.raises(ConfigError, match="its environment has no SGLang"):
-        find_python(SglangEngineSettings(python=sys.executable))
+        find_interpreter(SglangEngineSettings(python=sys.executable))
 
 
 def test_the_command_line_has_the_settings_and_what_an_update_in_flight_needs(tmp_path: Path) -> None:

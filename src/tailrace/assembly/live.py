@@ -27,8 +27,8 @@ from tailrace.data.base import MixedSettings, Prompts, Split, sources_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.devices import check_device
-from tailrace.engine import sglang, vllm
 from tailrace.engine.base import Engine
+from tailrace.engine.dialect import find_interpreter
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import (
     NativeEngineSettings,
@@ -36,6 +36,7 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
+from tailrace.engine.vllm import check_sampling
 from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import check_files, context_length
@@ -173,16 +174,16 @@ def _check_engine(config: RunConfig) -> None:
                 check_device("engine.device", device)
         case VllmEngineSettings():
             check_files(config.model.path)
-            vllm.check_sampling(config.sampling)
+            check_sampling(config.sampling)
             if not config.engine.urls:
-                vllm.find_python(config.engine)
+                find_interpreter(config.engine)
         case SglangEngineSettings():
             check_files(config.model.path)
             if (transport := config.weights.transport) != "filesystem":
                 problem, remedy = "SGLang reads weights from a folder", 'set it to "filesystem"'
                 raise ConfigError("weights.transport", transport, problem, remedy)
             if not config.engine.urls:
-                sglang.find_python(config.engine)
+                find_interpreter(config.engine)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

@@ -17,8 +17,7 @@ from tailrace.data.encoding import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.http import TOKEN_VARIABLE
 from tailrace.engine.native.support import check_model
-from tailrace.engine.serve.settings import HostedModel, ServeSettings
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.settings import HostedModel, NativeEngineSettings, SamplingSettings, ServeSettings
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.model_folder import context_length, read_config
 from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine

@@ -119,7 +119,7 @@ XML tags:
 </tool_call>"""
 """What Qwen's chat templates write at the end of the system message."""
 
-Messages = Sequence[Mapping[str, object]]
+ChatMessages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 """Descriptions of tools as JSON schemas, as the chat template takes them."""
 
@@ -153,12 +153,15 @@ class PromptEncoder:
                 remedy = "remove it, or add a template to the model folder"
                 raise ConfigError(f"data.{name}", value, problem, remedy)
 
-    def encode(self, prompt: object, tools: Tools | None = None) -> tuple[str, list[int]]:
+    def encode(
+        self, prompt: object, tools: Tools | None = None, *, any_length: bool = False
+    ) -> tuple[str, list[int]]:
         """Return the text that the model reads, and its token ids.
 
         Args:
             prompt: a string, or a list of chat messages.
             tools: tools that the model may call; they need the chat template.
+            any_length: the limit does not hold.
 
         Raises:
             BadRow: it is neither, it is empty, the template refuses it or leaves out its tools, or it has no
@@ -179,7 +182,7 @@ class PromptEncoder:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise BadRow("empty prompt", "the chat template writes no token for it")
-        if self._max_tokens is not None and len(ids) > self._max_tokens:
+        if self._max_tokens is not None and len(ids) > self._max_tokens and not any_length:
             raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {self._max_tokens} fit")
         return text, ids
 
@@ -206,7 +209,7 @@ class PromptEncoder:
             )
             raise ConfigError(key, value, problem, remedy)
 
-    def _apply_template(self, messages: Messages, tools: Tools | None) -> str:
+    def _apply_template(self, messages: ChatMessages, tools: Tools | None) -> str:
         system = self._settings.system_prompt
         if system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -220,7 +223,7 @@ class PromptEncoder:
                 raise BadRow(LEFT_OUT, f"{name}; data.tools_in_system_prompt = true describes them")
         return text
 
-    def _render(self, messages: Messages, tools: Tools | None = None) -> str:
+    def _render(self, messages: ChatMessages, tools: Tools | None = None) -> str:
         given = {"tools": tools, "add_generation_prompt": True, **self._settings.chat_template_kwargs}
         try:
             return render(self._tokenizer, messages, given)
@@ -231,7 +234,7 @@ class PromptEncoder:
             raise BadRow("messages that the chat template refuses", str(why)) from why
 
 
-def _with_tools(messages: Messages, tools: Tools) -> Messages:
+def _with_tools(messages: ChatMessages, tools: Tools) -> ChatMessages:
     described = TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0].get("role") != "system":
         return [{"role": "system", "content": described}, *messages]

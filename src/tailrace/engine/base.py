@@ -50,8 +50,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
-        temperature: in place of that of `sampling`, which stays in all else.
-        max_completion_tokens: as `temperature`.
+        temperature, max_completion_tokens: in place of those of `sampling`.
     """
 
     id: str
@@ -161,19 +160,10 @@ class Capabilities:
     be drawn."""
 
 
-class Engine(Protocol):
-    """One replica of the policy that generates completions."""
+class EngineVerbs(Protocol):
+    """What an engine, and each life of it, can be asked."""
 
-    name: str
-    slots: int
-    """Requests that it decodes together."""
-    width: int
-    """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
-    them."""
     capabilities: Capabilities
-    state: EngineState
-    on_state: Callable[[str], None]
-    """Called after each change of `state`, with the reason in words. The router sets it."""
 
     async def generate(self, sample: Sample) -> None:
         """Extend the sample in place, from the tokens it has, until its present turn ends.
@@ -186,9 +176,8 @@ class Engine(Protocol):
         """
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """Take new weights between two decode steps. No request ends.
-
-        An engine that is dead or asleep takes them before it opens again.
+        """Take new weights between two decode steps. No request ends. An engine that is dead or asleep takes
+        them before it opens again.
 
         Args:
             kv: "keep" keeps the KV cache of the old weights; "recompute" computes it with the new ones.
@@ -200,14 +189,28 @@ class Engine(Protocol):
     async def wake(self) -> None:
         """Serve again, with the newest weights that `load` was given."""
 
+    def usage(self) -> Usage:
+        """The latest known load and counters."""
+
+
+class Engine(EngineVerbs, Protocol):
+    """One replica of the policy."""
+
+    name: str
+    slots: int
+    """Requests that it decodes together."""
+    width: int
+    """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
+    them."""
+    state: EngineState
+    on_state: Callable[[str], None]
+    """Called after each change of `state`, with the reason in words. The router sets it."""
+
     async def regroup(self, width: int) -> None:
         """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
 
         Only for servers that the run starts, and simulated engines.
         """
-
-    def usage(self) -> Usage:
-        """The latest known load and counters."""
 
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""
@@ -248,11 +251,7 @@ class TokenCounter:
 
 
 def count_in(content: bytes) -> int:
-    """Return the count in the content of a file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the count in the content of a file. Raises ValueError if it is damaged."""
     if len(content) != _NUMBER.size:
         raise ValueError(f"it has {len(content)} bytes")
     (word,) = _NUMBER.unpack(content)
@@ -267,14 +266,8 @@ def _with_checksum(number: int) -> int:
 
 
 def counted_tokens(folder: Path) -> int:
-    """Return the number of tokens that samples gained in all lives of a run.
-
-    Args:
-        folder: the folder of the count files.
-
-    Raises:
-        LedgerError: a file is damaged.
-    """
+    """Return the number of tokens that samples gained in all lives of a run, from the folder of its count
+    files. Raises LedgerError if a file is damaged."""
     num_tokens = 0
     for path in sorted(folder.glob("*.count")):
         try:
@@ -285,39 +278,19 @@ def counted_tokens(folder: Path) -> int:
     return num_tokens
 
 
-class EngineLife(Protocol):
-    """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended."""
+class EngineLife(EngineVerbs, Protocol):
+    """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended.
 
-    capabilities: Capabilities
+    A load may raise TransferFailed: the engine has its old weights and goes on with them, and the load may be
+    repeated. When it sleeps, nothing runs. When it wakes, its weights are the model's own until the next
+    load, which the owner sends if there was a publication. Its usage counts from the start of this life.
+    """
+
     counter: TokenCounter
     """Counts the tokens that samples gain; the owner sets it."""
 
     async def ready(self) -> None:
-        """Wait until it can serve.
-
-        Raises:
-            TailraceError: it cannot.
-        """
-
-    async def generate(self, sample: Sample) -> None:
-        """As Engine.generate."""
-
-    async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load.
-
-        Raises:
-            TransferFailed: the engine has its old weights and goes on with them; the load may be repeated.
-        """
-
-    async def sleep(self) -> None:
-        """Give the device's memory free. Nothing runs."""
-
-    async def wake(self) -> None:
-        """Take the memory back. The weights are the model's own until the next load, which the owner sends if
-        there was a publication."""
-
-    def usage(self) -> Usage:
-        """As Engine.usage, since the start of this life."""
+        """Wait until it can serve. Raises TailraceError if it cannot."""
 
     async def died(self) -> str:
         """Wait until it has ended or does not answer any more, and return how, in words."""

@@ -20,7 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from math import inf
@@ -28,10 +28,11 @@ from typing import Any, Protocol
 
 import httpx
 import msgspec
+from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Capabilities, TokenCounter, Usage
-from tailrace.engine.dialect import Attempt, Chunk, Dialect, VersionSpan, call, describe
+from tailrace.engine.base import Capabilities, EngineLife, TokenCounter, Usage
+from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_link, send_and_load
@@ -41,20 +42,12 @@ _CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABEL = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFigures:
-    """As of `Usage`."""
-
-    num_preempted: int = 0
-    kv_capacity: int | None = None
-
-
-def read_figures(page: str) -> CacheFigures:
-    """The figures of a metrics page; what it does not say stays as it is by default."""
+def read_figures(page: str) -> Usage:
+    """The figures of the KV cache on a metrics page."""
     num_preempted = sum(int(float(count)) for count in _PREEMPTIONS.findall(page))
     capacities = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     known = [int(each["block_size"]) * int(each["num_gpu_blocks"]) for each in capacities if len(each) == 2]
-    return CacheFigures(num_preempted, sum(known) if known else None)
+    return Usage(num_preempted=num_preempted, kv_capacity=sum(known) if known else None)
 
 
 TOKEN_VARIABLE = "TAILRACE_TOKEN"
@@ -64,18 +57,15 @@ _decode: Callable[[str], Any] = msgspec.json.decode
 
 @dataclass(slots=True)
 class Request:
-    """A sample that is being generated.
-
-    Args:
-        attempt: what the server was asked; None: nothing at present.
-        start: the sample's tokens at the start of the attempt.
-        cancelled: it must not be asked again.
-    """
+    """A sample that is being generated."""
 
     sample: Sample
     attempt: Attempt | None = None
+    """What the server was asked; None: nothing at present."""
     start: int = 0
+    """The sample's tokens at the start of the attempt."""
     cancelled: bool = False
+    """It must not be asked again."""
 
 
 class Server(Protocol):
@@ -84,11 +74,7 @@ class Server(Protocol):
     url: str
 
     async def ready(self) -> None:
-        """Wait until it accepts connections.
-
-        Raises:
-            TailraceError: it cannot start.
-        """
+        """Wait until it accepts connections. Raises TailraceError if it cannot start."""
 
     async def died(self) -> str:
         """Wait until it has ended, and return how."""
@@ -115,9 +101,7 @@ class Connection:
         self.name, self.url, self.timeout_s = name, url, timeout_s
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
-        self._max_context_tokens: float = inf
-        """Of a request and its answer, as the server says."""
-        self.figures = CacheFigures()
+        self.figures = Usage()
         """As of the last deep health check."""
         # No connection is used twice: a server may close an idle one at the moment of the next request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -132,14 +116,14 @@ class Connection:
         self._num_attempts = 0
 
     async def detect(self, detect: Callable[[httpx.AsyncClient], Awaitable[Dialect]]) -> None:
-        """Ask the server what it can do, and how long a request and its answer may be."""
+        """Ask the server what it can do."""
         self.dialect = await detect(self.client)
-        self._max_context_tokens = (await self.dialect.model()).max_context or inf
 
-    def room(self, sample: Sample, max_completion_tokens: int) -> int:
+    def room(self, sample: Sample) -> int:
         """Tokens that may still come in the sample's present turn; not above 0: none."""
-        context = self._max_context_tokens - sample.num_context_tokens
-        return int(min(min(max_completion_tokens, sample.turn_limit) - sample.num_tokens, context))
+        context = (self.dialect.max_context or inf) - sample.num_context_tokens
+        limit = min(self.dialect.sampling.max_completion_tokens, sample.turn_limit)
+        return int(min(limit - sample.num_tokens, context))
 
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""
@@ -201,14 +185,8 @@ class Connection:
         )
 
     async def health(self, *, deep: bool) -> None:
-        """Return if the server is well.
-
-        Args:
-            deep: ask what computes, too. It may be silent for long while it loads weights.
-
-        Raises:
-            EngineDied: it is not.
-        """
+        """Raises EngineDied if the server is not well. `deep` asks what computes, too, which may be silent
+        for long while it loads weights."""
         check = self.dialect.health() if deep else call(self.client, "GET", self.dialect.alive_route)
         try:
             await asyncio.wait_for(check, self.timeout_s)
@@ -247,8 +225,8 @@ _FOR_NOW = (408, 409, 425, 429)
 """Statuses below 500 after which a request may be sent again."""
 
 
-class HttpEngine:
-    """A connection to a server: an EngineLife (engine/supervised.py).
+class HttpEngine(EngineLife):
+    """A connection to a server.
 
     Args:
         detect: makes the dialect.
@@ -264,7 +242,6 @@ class HttpEngine:
         server: Server,
         detect: Callable[[httpx.AsyncClient], Awaitable[Dialect]],
         *,
-        max_completion_tokens: int,
         health_timeout_s: float,
         check: Callable[["HttpEngine"], Awaitable[None]],
         send: Send,
@@ -275,7 +252,6 @@ class HttpEngine:
         self.capabilities = Capabilities()
         self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
-        self._max_completion_tokens = max_completion_tokens
         self._send, self._expected, self._num_ranks = send, expected, num_ranks
         self._link = new_link(name, num_ranks)
         self._version = 0
@@ -297,16 +273,17 @@ class HttpEngine:
         """How to speak to the server."""
         return self.connection.dialect
 
+    @override
     async def ready(self) -> None:
-        """As EngineLife.ready."""
         await self._server.ready()
         await self.connection.detect(self._detect)
         self.capabilities = self.dialect.capabilities
         self._watcher = asyncio.create_task(self._watch())
         await self._check(self)
 
+    @override
     async def generate(self, sample: Sample) -> None:
-        """As Engine.generate. A cancelled call aborts the request at the server, and returns once its last
+        """A cancelled call aborts the request at the server, and returns once its last
         token is in the sample. Cancelling it again in the meantime has no effect."""
         request = self._requests[sample] = Request(sample)
         try:
@@ -319,12 +296,9 @@ class HttpEngine:
         finally:
             del self._requests[sample]
 
+    @override
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As EngineLife.load.
-
-        Raises:
-            WeightsRefused: the weights are not those of the model. The server was not asked.
-        """
+        """Raises WeightsRefused if the weights are not those of the model. The server was not asked then."""
         async with self._closed():
             if weights.tensors:
                 check_tensors(weights.tensors, self._expected)
@@ -335,32 +309,33 @@ class HttpEngine:
                 self._link = new_link(self.name, self._num_ranks)
                 raise
 
+    @override
     async def sleep(self) -> None:
-        """As EngineLife.sleep."""
         await self.dialect.sleep()
 
+    @override
     async def wake(self) -> None:
-        """As EngineLife.wake."""
         await self.dialect.wake()
 
+    @override
     def usage(self) -> Usage:
         """The controller's own figures: other clients may share the server."""
         running = [request for request in self._requests.values() if request.attempt]
-        return Usage(
+        return replace(
+            self.connection.figures,
             num_running=len(running),
             num_waiting=len(self._requests) - len(running),
             kv_tokens=sum(each.sample.num_context_tokens for each in running),
             num_generated=self.counter.num,
             num_prefilled=self._num_prefilled,
-            **asdict(self.connection.figures),
         )
 
+    @override
     async def died(self) -> str:
-        """As EngineLife.died."""
         return await asyncio.shield(self._died)
 
+    @override
     async def close(self) -> None:
-        """As EngineLife.close."""
         if self._watcher:
             self._watcher.cancel()
         for task in self._tasks:
@@ -387,7 +362,7 @@ class HttpEngine:
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
-            left = self.connection.room(sample, self._max_completion_tokens)
+            left = self.connection.room(sample)
             if left <= 0:
                 sample.finish_reason = "length"
                 return
@@ -409,13 +384,8 @@ class HttpEngine:
                 await self._before_retry(request)
 
     async def _receive(self, request: Request, attempt: Attempt) -> None:
-        """Put what arrives into the sample, until the request has ended.
-
-        Raises:
-            Evicted: the server ended it unasked.
-            EngineDied: the stream ended early or is malformed.
-            ServerRefused: the request is refused.
-        """
+        """Put what arrives into the sample, until the request has ended. Raises Evicted if the server ended
+        it unasked."""
         sample, ended = request.sample, False
         async with aclosing(self.connection.stream(attempt)) as chunks:
             async for chunk in chunks:
@@ -439,16 +409,12 @@ class HttpEngine:
             await asyncio.gather(*map(self._send_abort, attempts))
             await asyncio.sleep(ABORTED_S)
 
-    def _attribute(self, request: Request, spans: Sequence[VersionSpan]) -> None:
-        """Correct the versions of an attempt's tokens by the server's own word. A label that is no version is
-        that of the model the server started with."""
-        versions = [
-            Span(int(span.label) if span.label.isdecimal() else 0, span.end - span.start) for span in spans
-        ]
-        told, arrived = sum(span.num_tokens for span in versions), request.sample.num_tokens - request.start
+    def _attribute(self, request: Request, spans: Sequence[Span]) -> None:
+        """Correct the versions of an attempt's tokens by the server's own word."""
+        told, arrived = sum(span.num_tokens for span in spans), request.sample.num_tokens - request.start
         if told != arrived:
             raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
-        request.sample.attribute(request.start, versions)
+        request.sample.attribute(request.start, spans)
 
     async def _before_retry(self, request: Request) -> None:
         """Raise EngineDied if the server is not well, else make a pause."""
@@ -507,11 +473,8 @@ class HttpEngine:
 
     @contextmanager
     def _until_death(self, work: Coroutine[Any, Any, None]) -> Iterator[asyncio.Future[None]]:
-        """Run a task for the block to wait for. It is cancelled when the server dies, or with the block.
-
-        Raises:
-            EngineDied: the server died.
-        """
+        """Run a task for the block to wait for. It is cancelled when the server dies (EngineDied), or with
+        the block."""
         self._tasks.add(task := asyncio.ensure_future(work))
         try:
             yield task

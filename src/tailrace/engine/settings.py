@@ -1,11 +1,13 @@
 """Settings of the rollout engines and of sampling."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
 from tailrace.devices import Device
 from tailrace.settings import CHOSEN, Settings, default_tag
+from tailrace.weights.base import DTYPE
 
 
 class SamplingSettings(Settings):
@@ -122,3 +124,29 @@ EngineSettings = Annotated[
     | Annotated[SglangEngineSettings, Tag("sglang")],
     default_tag("native"),
 ]
+
+
+class ServeSettings(Settings):
+    """Where `tailrace serve` listens and what it accepts."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. On one that is not loopback every route but /health needs the token."""
+    port: int = Field(default=8000, ge=0, le=65_535)
+    """0 to 65,535. 0: a free port."""
+    served_model_name: str = ""
+    """The model's name in requests and replies. Empty: its folder."""
+    weights_folder: Path | None = None
+    """New weights are read from files below it. None: the server takes no new weights from files."""
+    max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
+    """The largest request body, in bytes; 1,024 to 2^40."""
+
+
+class HostedModel(Settings):
+    """What `tailrace serve` must know of its model."""
+
+    path: Path
+    dtype: DTYPE
+    max_model_len: int
+    """Tokens of a prompt and its completion together, at most."""
+    vocab_size: int
+    kv_cache_tokens: int

@@ -15,12 +15,11 @@ from tailrace.engine.dialect import (
     Chunk,
     Dialect,
     Launch,
-    ServedModel,
-    VersionSpan,
     call,
     find_interpreter,
     finish_of,
     label_of,
+    spans_of,
 )
 from tailrace.engine.settings import SamplingSettings, SglangEngineSettings
 from tailrace.errors import ServerRefused, TransferFailed
@@ -37,23 +36,19 @@ _NO_OVERLAP = (
 
 @dataclass(slots=True)
 class Sglang(Dialect):
-    """The dialect of one SGLang server. Made by `detect`.
-
-    Args:
-        stop_token_ids: every token that ends a completion.
-        salt_field: the field that separates the prefix caches.
-        can_retract: the cache can be flushed while retracted requests wait. Older servers end when they try.
-        config: what /server_info says.
-    """
+    """The dialect of one SGLang server. Made by `detect`."""
 
     client: httpx.AsyncClient
     sampling: SamplingSettings
     stop_token_ids: list[int]
+    """Every token that ends a completion."""
     server: str
+    dtype: str | None
     max_context: int | None
     salt_field: str
+    """The field that separates the prefix caches."""
     can_retract: bool
-    config: Mapping[str, Any]
+    """The cache can be flushed while retracted requests wait. Older servers end when they try."""
     capabilities: Capabilities
     missing: tuple[str, ...]
     alive_route: str = "/model_info"
@@ -107,13 +102,10 @@ class Sglang(Dialect):
         if [entry[1] for entry in entries] != new:
             raise ValueError(f"{new} came with the log-probs {entries}")
         finish = finish_of(reason.get("type"))
-        spans = tuple(
-            VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-            for span in meta.get("weight_versions") or ()
-            if span["end"] > span["start"]
-        )
-        cached = meta.get("cached_tokens") if finish else None
-        return Chunk(new, [float(entry[0]) for entry in entries], finish, spans if finish else (), cached)
+        logprobs = [float(entry[0]) for entry in entries]
+        if not finish:
+            return Chunk(new, logprobs)
+        return Chunk(new, logprobs, finish, spans_of(meta.get("weight_versions")), meta.get("cached_tokens"))
 
     @override
     async def abort(self, attempt: Attempt) -> bool:
@@ -156,15 +148,6 @@ class Sglang(Dialect):
         if not self._loaded:
             await self._load(str((await self._info())["model_path"]), label_of(0), flush=True)
         await self.resume()
-
-    @override
-    async def model(self) -> ServedModel:
-        dtype = self.config.get("dtype")
-        return ServedModel(
-            path=(await self._info()).get("model_path"),
-            dtype=None if dtype == "auto" else dtype,
-            max_context=self.max_context,
-        )
 
     @override
     async def health(self) -> None:
@@ -210,10 +193,10 @@ async def detect(
         sampling=sampling,
         stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
         server=f"SGLang {config.get('version', 'of an unknown version')}",
+        dtype=None if config.get("dtype") == "auto" else config.get("dtype"),
         max_context=model.get("max_model_len"),
         salt_field=salts[0] if salts else "cache_salt",
         can_retract="/begin_weight_update" in paths,  # both came with the same version
-        config=config,
         capabilities=Capabilities(
             exact_versions="WeightVersionSpan" in schemas,
             sleep=bool(config.get("enable_memory_saver")),
@@ -223,25 +206,9 @@ async def detect(
     )
 
 
-PYTHON_VARIABLE = "SGLANG_PYTHON"
-_FIND = "from importlib.util import find_spec; print(find_spec('sglang') or '')"
-
-
-def find_python(settings: SglangEngineSettings) -> str:
-    """Return the Python interpreter that the settings, or $SGLANG_PYTHON, name.
-
-    Raises:
-        ConfigError: there is none, or its environment has no SGLang.
-    """
-    return find_interpreter(settings, "SGLang", PYTHON_VARIABLE, _FIND)
-
-
 def launch(settings: SglangEngineSettings, *, model: Path, max_context: int, port: int) -> Launch:
-    """The command line of one server on the loopback interface.
-
-    Args:
-        max_context: tokens of a prompt and its completion together.
-    """
+    """The command line of one server on the loopback interface. `max_context` counts a prompt and its
+    completion together."""
     flags = {
         "--model-path": str(model),
         "--host": "127.0.0.1",
@@ -252,5 +219,5 @@ def launch(settings: SglangEngineSettings, *, model: Path, max_context: int, por
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
     }
     words = [word for flag in flags.items() for word in flag]
-    command = (find_python(settings), "-m", "sglang.launch_server", *words, "--disable-overlap-schedule")
+    command = (find_interpreter(settings), "-m", "sglang.launch_server", *words, "--disable-overlap-schedule")
     return Launch((*command, *settings.args), {"HF_HUB_OFFLINE": "1"} | settings.env)

@@ -11,8 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from tailrace.clock import Signal, ended, now, waiting
-from tailrace.engine.base import Capabilities, EngineLife, EngineState, TokenCounter, Usage
+from tailrace.engine.base import Capabilities, Engine, EngineLife, EngineState, TokenCounter, Usage
 from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
@@ -25,8 +27,8 @@ TRANSFERS, TRANSFER_PAUSE_S = 3, 1.0
 """Attempts to load weights before the engine counts as dead, and the pause between two of them."""
 
 
-class SupervisedEngine:
-    """An `Engine` (engine/base.py) over a sequence of lives.
+class SupervisedEngine(Engine):
+    """An engine over a sequence of lives.
 
     Args:
         start: begins a life.
@@ -57,21 +59,14 @@ class SupervisedEngine:
         """Counters of the lives that ended."""
 
     async def open(self) -> None:
-        """Begin the first life.
-
-        Raises:
-            TailraceError: the engine cannot start.
-        """
+        """Begin the first life. Raises TailraceError if the engine cannot start."""
         life = await self._begin()
         self.capabilities = life.capabilities
         self._adopt(life, "it has started")
 
     async def keep(self, restart_timeout_s: float) -> None:
-        """Restart the engine whenever it dies, until cancelled.
-
-        Args:
-            restart_timeout_s: a restart that takes longer is given up and begun again.
-        """
+        """Restart the engine whenever it dies, until cancelled. A restart that takes longer than
+        `restart_timeout_s` is given up and begun again."""
         pause_s = FIRST_PAUSE_S
         while True:
             began_s = now()
@@ -85,8 +80,8 @@ class SupervisedEngine:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 await self._restart(restart_timeout_s)
 
+    @override
     async def generate(self, sample: Sample) -> None:
-        """As Engine.generate."""
         life = self._life
         if life is None or self.state != "open":
             raise Evicted(f"{self.name} is {self.state}")
@@ -107,8 +102,9 @@ class SupervisedEngine:
             self._doom(life, str(died))
             raise
 
+    @override
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As Engine.load. A transfer that fails is repeated; after TRANSFERS failures the engine is dead.
+        """A transfer that fails is repeated; after TRANSFERS failures the engine is dead.
 
         When it returns, no request of this engine gains a token of older weights any more.
         """
@@ -124,8 +120,8 @@ class SupervisedEngine:
         while self._life is life and self._end.done():
             await self._changed.wait(f"{self.name} to end")
 
+    @override
     async def sleep(self) -> None:
-        """As Engine.sleep."""
         if self._lent:
             return
         self._lent = True
@@ -138,8 +134,9 @@ class SupervisedEngine:
             except EngineDied as died:
                 self._doom(life, str(died))
 
+    @override
     async def wake(self) -> None:
-        """As Engine.wake. An engine that died is only started; it opens when it can."""
+        """An engine that died is only started; it opens when it can."""
         if not self._lent or not self.width:
             return
         self._lent = False
@@ -156,8 +153,9 @@ class SupervisedEngine:
         if self.state == "asleep" and not self._lent:
             self._set("open", "its device is back")
 
+    @override
     async def regroup(self, width: int) -> None:
-        """As Engine.regroup. Its life is ended; with another width a new one begins, as after a death."""
+        """Its life is ended; with another width a new one begins, as after a death."""
         self._lent, self.why_dead = True, "its tensor-parallel size changes"
         if self.state != "asleep":
             self._set("asleep", self.why_dead)
@@ -170,13 +168,14 @@ class SupervisedEngine:
         self.width, self.slots = width, self._slots_of_one * max(width, 1)
         await self.wake()
 
+    @override
     def usage(self) -> Usage:
-        """As Engine.usage, over all lives."""
         usage = self._ended + self._life.usage() if self._life else self._ended
         return replace(usage, num_generated=self._counter.num)
 
+    @override
     def report(self) -> None:
-        """As Engine.report: processes and servers report by themselves."""
+        """Processes and servers report by themselves."""
 
     async def close(self) -> None:
         """End the life."""
@@ -253,12 +252,8 @@ class SupervisedEngine:
         return life
 
     async def _send_newest(self, life: EngineLife, kv: KV) -> None:
-        """Load the newest weights, and those that are published meanwhile.
-
-        Raises:
-            EngineDied: the life has ended.
-            TransferFailed: all attempts failed.
-        """
+        """Load the newest weights, and those that are published meanwhile. Raises TransferFailed if all
+        attempts fail."""
         num_failed, loaded = 0, None
         while self._newest is not None and loaded is not self._newest:
             weights = self._newest
@@ -291,11 +286,7 @@ async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
 async def watch_engines(
     engines: Sequence[SupervisedEngine], recovery_timeout_s: float, every_s: float = 1.0
 ) -> None:
-    """Keep all engines, until cancelled.
-
-    Raises:
-        EnginesLost: all were dead for `recovery_timeout_s` seconds.
-    """
+    """Keep all engines, until cancelled. Raises EnginesLost if all are dead for `recovery_timeout_s`."""
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             tasks.create_task(engine.keep(recovery_timeout_s))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import httpx
 from typing_extensions import override
@@ -24,12 +24,11 @@ from tailrace.engine.dialect import (
     Chunk,
     Dialect,
     Launch,
-    ServedModel,
-    VersionSpan,
     call,
     find_interpreter,
     finish_of,
     label_of,
+    spans_of,
 )
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
@@ -56,11 +55,8 @@ def logprobs_mode(sampling: SamplingSettings) -> str:
 
 
 def check_sampling(sampling: SamplingSettings) -> None:
-    """Refuse sampling for which vLLM cannot give the log-probs that the trainer needs.
-
-    Raises:
-        ConfigError: top_p or top_k together with a temperature.
-    """
+    """Raises a ConfigError for top_p or top_k together with a temperature: vLLM cannot give the log-probs of
+    the policy then."""
     if logprobs_mode(sampling) == "raw_logprobs" and sampling.temperature != 1:
         key, value = ("top_p", sampling.top_p) if sampling.top_p < 1 else ("top_k", sampling.top_k)
         problem = (
@@ -70,25 +66,18 @@ def check_sampling(sampling: SamplingSettings) -> None:
         raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
 
 
-V = TypeVar("V", bound="Vllm")
-
-
 @dataclass(slots=True)
 class Vllm(Dialect):
-    """The dialect of one vLLM server. Made by `detect`.
-
-    Args:
-        stop_token_ids: every token that ends a completion.
-        config: what /server_info says.
-    """
+    """The dialect of one vLLM server. Made by `detect`."""
 
     client: httpx.AsyncClient
     sampling: SamplingSettings
     stop_token_ids: list[int]
+    """Every token that ends a completion."""
     server: str
     model_name: str
+    dtype: str | None
     max_context: int | None
-    config: Mapping[str, Any]
     capabilities: Capabilities
     missing: tuple[str, ...]
     alive_route: str = "/health"
@@ -142,11 +131,8 @@ class Vllm(Dialect):
         logprobs = [float(entry["logprob"]) for entry in entries]
         if [entry["token_id"] for entry in entries] != ids or _ABSENT in logprobs:
             raise ValueError(f"the tokens {ids} came with the log-probs {entries}")
-        spans = tuple(
-            VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-            for span in choice.get("weight_versions") or ()
-        )
-        return Chunk(ids, logprobs, finish_of(choice.get("finish_reason")), spans, cached)
+        finish, spans = finish_of(choice.get("finish_reason")), spans_of(choice.get("weight_versions"))
+        return Chunk(ids, logprobs, finish, spans, cached)
 
     @override
     async def abort(self, attempt: Attempt) -> bool:
@@ -190,40 +176,30 @@ class Vllm(Dialect):
         await call(self.client, "POST", "/wake_up")
 
     @override
-    async def model(self) -> ServedModel:
-        config = self.config.get("model_config") or {}
-        dtype = config.get("dtype")
-        return ServedModel(
-            path=config.get("model"),
-            dtype=str(dtype).removeprefix("torch.") if dtype else None,
-            max_context=self.max_context,
-        )
-
-    @override
     async def health(self) -> None:
         """The second route asks the process that computes."""
         await call(self.client, "GET", "/health")
         await call(self.client, "GET", "/is_paused")
 
 
-async def detect(client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]) -> Vllm:
-    """As `detect_as`, for whole weights."""
-    return await detect_as(Vllm, client, sampling, end_of_text)
-
-
-async def detect_as(
-    kind: type[V], client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
-) -> V:
+async def detect(
+    client: httpx.AsyncClient,
+    sampling: SamplingSettings,
+    end_of_text: Collection[int],
+    *,
+    with_adapters: bool = False,
+) -> Vllm:
     """Find out what a server can do.
 
     Args:
-        kind: the dialect for the way in which weights are loaded.
         end_of_text: the model's tokens that end a text.
+        with_adapters: it gets LoRA adapters in place of whole weights.
 
     Raises:
         EngineDied: it cannot be reached.
         ServerRefused: it is no vLLM server.
     """
+    kind = VllmAdapters if with_adapters else Vllm
     page = await call(client, "GET", "/openapi.json") or {}
     version = str((await call(client, "GET", "/version") or {}).get("version", ""))
     models = await call(client, "GET", "/v1/models") or {}
@@ -231,15 +207,15 @@ async def detect_as(
     paths = page.get("paths", {})
     config = await _config(client) if "/server_info" in paths else {}
     model_config = config.get("model_config") or {}
-    raw = model_config.get("logprobs_mode") == "raw_logprobs"
+    dtype, raw = model_config.get("dtype"), model_config.get("logprobs_mode") == "raw_logprobs"
     return kind(
         client=client,
         sampling=sampling,
         stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
         server=f"vLLM {version or 'of an unknown version'}",
         model_name=str(card.get("id", "")),
+        dtype=str(dtype).removeprefix("torch.") if dtype else None,
         max_context=card.get("max_model_len"),
-        config=config,
         capabilities=Capabilities(
             exact_versions=True,
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
@@ -339,27 +315,6 @@ class VllmAdapters(Vllm):
                 await call(self.client, "POST", _UNLOAD, body={"lora_name": old})
 
 
-async def detect_adapter(
-    client: httpx.AsyncClient, sampling: SamplingSettings, end_of_text: Collection[int]
-) -> VllmAdapters:
-    """As `detect_as`, for adapters."""
-    return await detect_as(VllmAdapters, client, sampling, end_of_text)
-
-
-PYTHON_VARIABLE = "VLLM_PYTHON"
-_FIND = "from importlib.util import find_spec; print(find_spec('vllm') or '')"
-"""Whether an environment has vLLM. To import it would take many seconds."""
-
-
-def find_python(settings: VllmEngineSettings) -> str:
-    """Return the Python interpreter that the settings, or $VLLM_PYTHON, name.
-
-    Raises:
-        ConfigError: there is none, or its environment has no vLLM.
-    """
-    return find_interpreter(settings, "vLLM", PYTHON_VARIABLE, _FIND)
-
-
 def launch(
     settings: VllmEngineSettings,
     sampling: SamplingSettings,
@@ -380,7 +335,7 @@ def launch(
         adapter_rank: of the adapters that it gets in place of whole weights.
 
     Raises:
-        ConfigError: as `find_python`.
+        ConfigError: as `find_interpreter`.
     """
     flags = {
         "--model": str(model),
@@ -400,7 +355,7 @@ def launch(
     if adapter_rank is not None:
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(adapter_rank))]
         env[RUNTIME_ADAPTERS] = "1"
-    command = (find_python(settings), "-m", "vllm.entrypoints.openai.api_server", *words, *settings.args)
+    command = (find_interpreter(settings), "-m", "vllm.entrypoints.openai.api_server", *words, *settings.args)
     return Launch(command, env | settings.env)
 
 

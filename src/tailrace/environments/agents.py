@@ -41,15 +41,12 @@ MAX_OUTPUT = 4000
 
 
 class AgentTask(NamedTuple):
-    """What an agent is given for an episode.
-
-    Args:
-        row: the columns of the row.
-        messages: the prompt of the data as chat messages.
-    """
+    """What an agent is given for an episode."""
 
     row: Mapping[str, object]
+    """The columns of the row."""
     messages: Sequence[Message]
+    """The prompt of the data as chat messages."""
     base_url: str
     api_key: str
 
@@ -102,11 +99,8 @@ class ProgramFailed(Exception):
 
 
 def make_agent(settings: AgentSettings, thread: LoopThread) -> Agent:
-    """Return the agent that the settings name. An async function runs in the thread.
-
-    Raises:
-        ConfigError: the function cannot be imported or called, or there is no such program.
-    """
+    """Return the agent that the settings name. An async function runs in the thread. Raises a ConfigError if
+    the function cannot be imported or called, or there is no such program."""
     if settings.function:
         return _from_function(settings.function, thread)
     return _from_command(settings.command)

@@ -15,11 +15,7 @@ class EpisodeOver(Exception):
 
 
 class Completion(NamedTuple):
-    """One turn of the policy.
-
-    Args:
-        num_context_tokens: before the turn.
-    """
+    """One turn of the policy. `num_context_tokens` counts what precedes it."""
 
     text: str
     finish_reason: FinishReason

@@ -9,6 +9,7 @@ from typing import Literal
 from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
 from tailrace.data.encoding import PromptEncoder, Tokenizer, Tools, render
 from tailrace.environments.base import EpisodeOver, Message
+from tailrace.environments.episode import Rewritten
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
 from tailrace.turns import Turn, messages_of
 from tailrace.types import Prompt
@@ -46,21 +47,18 @@ class Chat:
             remedy = "add a chat_template.jinja to the model folder, or use a chat model"
             raise ConfigError("environment.kind", kind, problem, remedy)
         try:
-            probed = self._text([{"role": role, "content": PROBE}])
+            probed = self._text([_message(role, PROBE)])
             why = "" if PROBE in probed else "it leaves them out"
         except EnvironmentFailed as failed:
             why = failed.detail
         if why:
             problem = f"the model's chat template does not write messages of the role {role!r} ({why})"
-            remedy = "choose a model whose template does"
-            if role == "tool":
-                remedy += ', or set environment.answer_role = "user"'
-            raise ConfigError("environment.kind", kind, problem, remedy)
+            other = ', or set environment.answer_role = "user"' if role == "tool" else ""
+            raise ConfigError("environment.kind", kind, problem, f"choose a model whose template does{other}")
 
     def observe(self, messages: Sequence[Message], last_id: int | None) -> list[int]:
-        """Return the tokens between a turn that ended with `last_id` and the next one.
-
-        The end-of-turn token of the template is left out if the turn ended with it.
+        """Return the tokens between a turn that ended with `last_id` and the next one. The end-of-turn token
+        of the template is left out if the turn ended with it.
 
         Raises:
             EnvironmentFailed: the template refuses the messages, or leaves out the assistant's text.
@@ -69,11 +67,7 @@ class Chat:
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def _text(self, messages: Sequence[Message]) -> str:
-        conversation: list[Message] = [
-            {"role": "user", "content": QUESTION},
-            {"role": "assistant", "content": ANSWER},
-            *messages,
-        ]
+        conversation = [_message("user", QUESTION), _message("assistant", ANSWER), *messages]
         try:
             text = render(self._tokenizer, conversation, {"add_generation_prompt": True, **self._arguments})
         except ConfigError:
@@ -95,21 +89,18 @@ class Contexts:
     """The contexts of one episode.
 
     Args:
-        first: encodes the first request.
-        later: encodes later ones, of any length.
+        encoder: encodes the requests. Later ones may have any length.
         tokenizer: of the history "template"; None: the history is "keep".
         max_branches: sequences that the episode may consist of.
     """
 
-    def __init__(
-        self, first: PromptEncoder, later: PromptEncoder, tokenizer: Tokenizer | None, max_branches: int
-    ) -> None:
-        self._first, self._later, self._tokenizer = first, later, tokenizer
+    def __init__(self, encoder: PromptEncoder, tokenizer: Tokenizer | None, max_branches: int) -> None:
+        self._encoder, self._tokenizer = encoder, tokenizer
         self._num_free = max_branches - 1
 
     def first(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
         """Return the tokens of the first request, with the generation prompt. Raises BadRow."""
-        return self._first.encode(list(messages), tools)[1]
+        return self._encoder.encode(list(messages), tools)[1]
 
     def rewritten(
         self,
@@ -132,7 +123,7 @@ class Contexts:
         """
         if continues and self._tokenizer is None:
             return None
-        ids = self._later.encode(list(messages), tools)[1]
+        ids = self._encoder.encode(list(messages), tools, any_length=True)[1]
         if continues and self._tokenizer:
             # By their text: a policy may write tokens that the tokenizer would not.
             decode = self._tokenizer.decode
@@ -144,80 +135,56 @@ class Contexts:
         return ids
 
 
-class TemplateHistory:
-    """The history as the chat template writes it, where the environment sends new messages only.
+class RequestEncoder:
+    """Encodes the requests of agents as the data room encodes prompts, with the settings of the data source.
 
     Args:
-        contexts: of the history "template".
-        opening: the prompt as chat messages.
-        prompt_ids: the prompt.
+        tools: of every prompt, as JSON schemas.
     """
-
-    def __init__(self, contexts: Contexts, opening: Sequence[Message], prompt_ids: Sequence[int]) -> None:
-        self._contexts, self._opening, self._prompt_ids = contexts, opening, prompt_ids
-
-    def __call__(
-        self, context_ids: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]
-    ) -> Sequence[int] | None:
-        """As Rewritten (episode.py).
-
-        Raises:
-            EnvironmentFailed: the template refuses the messages, or the data have made the prompt otherwise.
-            EpisodeOver: the episode has as many branches as it may have.
-        """
-        said = [replace(turn, begins_branch=False) for turn in turns]
-        said[-1].messages = []
-        conversation = [*self._opening, *messages_of(said), *messages]
-        try:
-            if len(turns) == 1 and list(self._contexts.first(self._opening, None)) != list(self._prompt_ids):
-                detail = (
-                    'history = "template" needs prompts that the template writes from their messages alone'
-                )
-                raise EnvironmentFailed("template", detail)
-            return self._contexts.rewritten(context_ids, conversation, None, continues=True)
-        except BadRow as why:
-            raise EnvironmentFailed("template", str(why)) from why
-        except TooManyBranches as why:
-            raise EpisodeOver from why
-
-
-class RequestEncoder:
-    """Encodes the requests of agents as the data room encodes prompts, with the settings of the data
-    source."""
 
     def __init__(
         self, data: DataSettings, tokenizer: Tokenizer, max_context_tokens: int, tools: Tools = ()
     ) -> None:
-        """
-        Args:
-            tools: of every prompt, as JSON schemas.
-        """
         self._tokenizer = tokenizer
-        self._encoders, self._later = dict[str, PromptEncoder](), dict[str, PromptEncoder]()
-        for source in sources_of(data):
-            name = source.name if isinstance(source, MixedSettings) else ""
-            self._encoders[name] = PromptEncoder(source, tokenizer, max_context_tokens, tools)
-            # The episode knows how much room it has.
-            of_any_length = source.model_copy(update={"max_prompt_tokens": None})
-            self._later[name] = PromptEncoder(of_any_length, tokenizer, tools=tools)
+        self._encoders = {
+            source.name if isinstance(source, MixedSettings) else "": PromptEncoder(
+                source, tokenizer, max_context_tokens, tools
+            )
+            for source in sources_of(data)
+        }
 
     def contexts(self, prompt: Prompt, history: HistoryMode, max_branches: int) -> Contexts:
         """Return the contexts of an agent whose task is the prompt."""
         name = prompt.source if prompt.source in self._encoders else next(iter(self._encoders))
         tokenizer = self._tokenizer if history == "template" else None
-        return Contexts(self._encoders[name], self._later[name], tokenizer, max_branches)
+        return Contexts(self._encoders[name], tokenizer, max_branches)
 
-    def history(self, prompt: Prompt, max_branches: int) -> TemplateHistory:
-        """Return the history "template" of an episode over the prompt."""
+    def history(self, prompt: Prompt, max_branches: int) -> Rewritten:
+        """Return the history "template" of an episode over the prompt, where the environment sends new
+        messages only."""
         contexts = self.contexts(prompt, "template", max_branches)
-        return TemplateHistory(contexts, opening_messages(prompt), prompt.ids)
+        opening = opening_messages(prompt)
+
+        def rewritten(
+            context_ids: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]
+        ) -> Sequence[int] | None:
+            said = [replace(turn, begins_branch=False) for turn in turns]
+            said[-1].messages = []
+            conversation = [*opening, *messages_of(said), *messages]
+            try:
+                if len(turns) == 1 and list(contexts.first(opening, None)) != list(prompt.ids):
+                    needed = 'history = "template" needs prompts that the template writes from their messages'
+                    raise EnvironmentFailed("template", f"{needed} alone")
+                return contexts.rewritten(context_ids, conversation, None, continues=True)
+            except BadRow as why:
+                raise EnvironmentFailed("template", str(why)) from why
+            except TooManyBranches as why:
+                raise EpisodeOver from why
+
+        return rewritten
 
     def start(self) -> list[int]:
-        """Return the token with which every first request begins.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the token with which every first request begins. Raises a ConfigError if there is none."""
         starts: set[int] = set()
         for encoder in self._encoders.values():
             for messages in ([_message("user", "Why?")], [_message("user", "1 + 1")]):
@@ -226,7 +193,7 @@ class RequestEncoder:
                     starts.add(encoder.encode([_message("system", "Be brief."), *messages])[1][0])
         if len(starts) > 1:
             problem = "the chat template of the model does not begin every conversation with the same token"
-            raise ConfigError("environment.prompt", "agent", problem, 'write "data"')
+            raise ConfigError("environment.prompt", "agent", problem, 'write "data", or use another model')
         return list(starts)
 
 

@@ -42,14 +42,8 @@ class FromFunction(Environment):
 async def open_environment(
     settings: EnvironmentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
 ) -> AsyncIterator[Environment | None]:
-    """Open an environment for the length of the block; None for single turns.
-
-    Args:
-        tokenizer, encoder: for agents, and for tasksets of verifiers.
-
-    Raises:
-        ConfigError: the settings name what cannot be imported or made.
-    """
+    """Open an environment for the length of the block; None for single turns. Tokenizer and encoder are for
+    agents and tasksets. Raises a ConfigError if the settings name what cannot be imported or made."""
     match settings:
         case SingleTurnSettings():
             yield None
@@ -63,11 +57,7 @@ async def open_environment(
 
 
 def check_environment(settings: EnvironmentSettings) -> None:
-    """Check what can be checked before anything starts.
-
-    Raises:
-        ConfigError: as `open_environment` and `tools_of`.
-    """
+    """Check what can be checked before anything starts. Raises a ConfigError as `open_environment`."""
     tools_of(settings)
     if isinstance(settings, PythonSettings):
         _import_environment(settings)
@@ -94,11 +84,8 @@ def gives_every_reward(settings: EpisodeSettings) -> bool:
 
 
 def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
-    """Return the tools that each prompt describes to the model, as JSON schemas.
-
-    Raises:
-        ConfigError: a tool cannot be imported or described.
-    """
+    """Return the tools that each prompt describes to the model, as JSON schemas. Raises a ConfigError if one
+    cannot be imported or described."""
     return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
 
 

@@ -11,8 +11,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
@@ -20,9 +19,15 @@ from pydantic import Field, field_validator
 
 from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.app import Bearer, RequestRefused, check_token, model_list, openai_app
-from tailrace.engine.serve.formats import ChatFormat, Json, Piece, TokenStrings, respond
+from tailrace.engine.serve.formats import (
+    ChatCompletionRequest,
+    ChatFormat,
+    Json,
+    Piece,
+    respond,
+    token_strings,
+)
 from tailrace.engine.serve.listening import HttpServer, bind
-from tailrace.engine.serve.protocol import ChatCompletionRequest
 from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
 from tailrace.environments.history import Contexts, TooManyBranches
 from tailrace.environments.loop_thread import STOP_S
@@ -65,12 +70,8 @@ class SessionRequest(ChatCompletionRequest):
 
 
 def plain(message: Mapping[str, Any]) -> Json:
-    """Return the message as chat templates expect it: the arguments of tool calls are objects, not their JSON
-    text.
-
-    Raises:
-        ValueError: a tool call has no name and arguments.
-    """
+    """Return the message as chat templates expect it: the arguments of tool calls are objects, not JSON text.
+    Raises ValueError if a tool call has no name and arguments."""
     result = {key: value for key, value in message.items() if value is not None}
     result["content"] = message.get("content") or ""
     if calls := result.pop("tool_calls", None):
@@ -107,50 +108,21 @@ def _call(call: Any) -> Json:
         raise ValueError("a tool call needs a function with a name and arguments in JSON") from why
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A turn of the policy as an agent sees it.
-
-    Args:
-        id: of the reply.
-        message: the assistant's message.
-    """
+class Reply(NamedTuple):
+    """A turn of the policy as an agent sees it."""
 
     id: str
-    completion: Completion
-    message: Json
+    num_context_tokens: int
+    turn: Piece
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """Yield the turn in one piece."""
-        completion, calls = self.completion, self.message.get("tool_calls", ())
-        finish = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-        ids, logprobs = list(completion.token_ids), list(completion.logprobs)
-        yield 0, Piece(ids, logprobs, self.message["content"], finish, tool_calls=calls)
+        yield 0, self.turn
 
-
-def assistant_message(completion: Completion, parse: Parse | None, first_call: int) -> Json:
-    """Return the assistant's message of a turn.
-
-    A turn with a malformed tool call is text: the agent says what follows from it.
-
-    Args:
-        parse: finds the tool calls; None: the agent offers no tools.
-        first_call: number of the turn's first tool call in its session. Ids are made of these numbers, so
-            that an agent that begins again sees the same ids.
-    """
-    calls = parse(completion.text) if parse else []
-    if not calls or any(call.problem for call in calls):
-        return {"role": "assistant", "content": completion.text}
-    called = [
-        {
-            "id": f"call{number:05}",  # nine letters and digits, which Mistral's templates demand
-            "type": "function",
-            "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
-        }
-        for number, call in enumerate(calls, first_call)
-    ]
-    text, has_marks, _ = completion.text.partition("<tool_call>")  # without marks the whole text is calls
-    return {"role": "assistant", "content": (has_marks and text.strip()) or None, "tool_calls": called}
+    def message(self) -> Json:
+        """Return the assistant's message."""
+        content, calls = self.turn.text, list(self.turn.tool_calls)
+        return plain({"role": "assistant", "content": content, "tool_calls": calls or None})
 
 
 class Session:
@@ -179,11 +151,7 @@ class Session:
         self._is_closed = False
 
     async def ask(self, body: SessionRequest) -> Reply:
-        """Wait for the reply to a request.
-
-        Raises:
-            RequestRefused: there is none.
-        """
+        """Wait for the reply to a request. Raises RequestRefused if there is none."""
         if self._is_closed:
             raise _closed()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -230,6 +198,13 @@ class Session:
             playing.cancel()
             await asyncio.wait([playing], timeout=STOP_S)
 
+    def close(self) -> None:
+        """Refuse the open requests and all later ones."""
+        self._is_closed = True
+        for reply in self._open:
+            if not reply.done():
+                reply.set_exception(_closed())
+
     async def _answer(self, body: SessionRequest, reply: asyncio.Future[Reply], policy: Policy) -> None:
         try:
             turn = await self._turn(body, policy)
@@ -239,13 +214,6 @@ class Session:
         else:
             if not reply.done():
                 reply.set_result(turn)
-
-    def close(self) -> None:
-        """Refuse the open requests and all later ones."""
-        self._is_closed = True
-        for reply in self._open:
-            if not reply.done():
-                reply.set_exception(_closed())
 
     async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
         messages = body.messages
@@ -262,18 +230,22 @@ class Session:
         except EpisodeOver as why:
             self.is_over = True
             raise RequestRefused("context_length_exceeded", "no room is left for another turn") from why
-        return self._add(body, completion)
+        except BadRow as why:
+            raise RequestRefused("invalid_prompt", str(why)) from why
+        self.num_turns += 1
+        self._asked, self._tools = messages, body.tools
+        turn = self._piece(completion, has_tools=bool(body.tools) and body.tool_choice != "none")
+        self._last = Reply(f"{self.name}-{self.num_turns}", completion.num_context_tokens, turn)
+        return self._last
 
     def _continue(
         self, last: Reply, body: SessionRequest, policy: Policy
     ) -> tuple[list[Json], Sequence[int] | None]:
         """The messages since the last turn, and the context if the turn begins a branch."""
-        history = [*self._asked, plain(last.message)]
+        history = [*self._asked, last.message()]
         is_longer = body.tools == self._tools and continues(history, body.messages)
         try:
             ids = self._contexts.rewritten(policy.context_ids, body.messages, body.tools, continues=is_longer)
-        except BadRow as why:
-            raise RequestRefused("invalid_prompt", str(why)) from why
         except TooManyBranches as why:
             self.num_rewritten += 1
             self.num_refused += 1
@@ -286,10 +258,7 @@ class Session:
         return body.messages[len(history) if is_longer else 0 :], ids
 
     def _open_episode(self, body: SessionRequest, policy: Policy) -> None:
-        try:
-            ids = self._contexts.first(body.messages, body.tools)
-        except BadRow as why:
-            raise RequestRefused("invalid_prompt", str(why)) from why
+        ids = self._contexts.first(body.messages, body.tools)
         try:
             policy.open(ids)
         except ValueError as why:
@@ -302,14 +271,24 @@ class Session:
             detail = f"the first request has {len(ids)} tokens"
             raise EnvironmentFailed("prompt too long", detail) from why
 
-    def _add(self, body: SessionRequest, completion: Completion) -> Reply:
-        parse = self._parse if body.tools and body.tool_choice != "none" else None
-        message = assistant_message(completion, parse, self._num_calls)
-        self._num_calls += len(message.get("tool_calls", ()))
-        self.num_turns += 1
-        self._asked, self._tools = body.messages, body.tools
-        self._last = Reply(f"{self.name}-{self.num_turns}", completion, message)
-        return self._last
+    def _piece(self, completion: Completion, *, has_tools: bool) -> Piece:
+        """The turn as text and tool calls. A turn with a malformed call is text: the agent says what follows
+        from it."""
+        ids, logprobs = list(completion.token_ids), list(completion.logprobs)
+        calls = self._parse(completion.text) if has_tools else []
+        if not calls or any(call.problem for call in calls):
+            return Piece(ids, logprobs, completion.text, completion.finish_reason)
+        called = []
+        for call in calls:
+            # Numbered, so that an agent that begins again sees the same ids. Mistral's templates demand nine
+            # letters and digits.
+            id, self._num_calls = f"call{self._num_calls:05}", self._num_calls + 1
+            function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
+            called.append({"id": id, "type": "function", "function": function})
+        text, has_marks, _ = completion.text.partition("<tool_call>")  # without marks the whole text is calls
+        finish = "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
+        content = (has_marks and text.strip()) or None
+        return Piece(ids, logprobs, content, finish, tool_calls=called)
 
 
 def _closed() -> RequestRefused:
@@ -331,23 +310,21 @@ class SessionServer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._sessions: dict[str, Session] = {}
         self._names = map(str, itertools.count(1))
-        self._strings = TokenStrings(tokenizer.backend_tokenizer)
+        self._strings = token_strings(tokenizer.backend_tokenizer)
         self._bound = bind("127.0.0.1", 0, "environment.kind")
         app = openai_app([self._router()], max_body_bytes=MAX_BODY_BYTES)
         self._server = HttpServer(app, self._bound, idle_timeout_s=IDLE_TIMEOUT_S)
         self._serving: asyncio.Task[None] | None = None
+        self.routed_url = f"{self._server.url}/sessions/{ROUTED}/v1"
+        """The base URL of clients that name the session in a header."""
 
     @contextmanager
     def session(self, contexts: Contexts, parse: Parse, key: str = "") -> Iterator[Session]:
-        """Open a session and close it with the block.
-
-        Args:
-            key: that requests must bear; without it a new one.
-        """
+        """Open a session and close it with the block. Requests must bear the key; without it a new one."""
         if self._serving is None:
             self._serving = asyncio.create_task(self._server.serve())
         session = Session(next(self._names), key or new_key(), contexts, parse)
-        self._sessions[session.name] = session
+        self.route(session.name, session)
         try:
             yield session
         finally:
@@ -356,13 +333,8 @@ class SessionServer:
             session.close()
 
     def route(self, name: str, session: Session) -> None:
-        """Let requests to `routed_url` reach a session by another name."""
+        """Let requests reach a session by a name."""
         self._sessions[name] = session
-
-    @property
-    def routed_url(self) -> str:
-        """The base URL of clients that name the session in a header."""
-        return f"{self._server.url}/sessions/{ROUTED}/v1"
 
     def url(self, session: Session) -> str:
         """What an OpenAI client takes as its base URL."""
@@ -392,7 +364,7 @@ class SessionServer:
             session: Annotated[Session, Depends(find)], body: SessionRequest, request: Request
         ) -> Response:
             reply = await session.ask(body)
-            num_context = reply.completion.num_context_tokens
+            num_context = reply.num_context_tokens
             format = ChatFormat(body, f"chatcmpl-{reply.id}", MODEL, self._strings, (), num_context)
             return await respond(format, reply.pieces(), request)
 

@@ -29,15 +29,12 @@ open brackets."""
 
 
 class ToolCall(NamedTuple):
-    """A call that a turn asks for.
-
-    Args:
-        problem: why the text is no call; empty if it is one. Then name and arguments may be missing.
-    """
+    """A call that a turn asks for."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
+    """Why the text is no call; empty if it is one. Name and arguments may then be missing."""
 
 
 Parse = Callable[[str], list[ToolCall]]
@@ -84,11 +81,7 @@ def _tool_call(text: str) -> ToolCall:
 
 
 class Caller(NamedTuple):
-    """Who calls a tool.
-
-    Args:
-        turn, number: of the call, from 0.
-    """
+    """Who calls a tool: the sample, and the numbers of the turn and of the call in it, from 0."""
 
     sample: SampleId
     turn: int
@@ -206,11 +199,8 @@ def in_thread(function: Function, arguments: Mapping[str, Any]) -> "asyncio.Futu
 
 
 def import_tools(settings: ToolsSettings) -> dict[str, Function]:
-    """Import the functions by their names.
-
-    Raises:
-        ConfigError: one cannot be imported, or two have one name.
-    """
+    """Import the functions by their names. Raises a ConfigError if one cannot be imported, or two have one
+    name."""
     functions: dict[str, Function] = {}
     for spec in settings.functions:
         function = import_function(spec, "environment.functions")
@@ -222,11 +212,8 @@ def import_tools(settings: ToolsSettings) -> dict[str, Function]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> list[dict[str, object]]:
-    """Return the JSON schemas of tools for the chat template, from type hints and docstrings.
-
-    Raises:
-        ConfigError: a function has no docstring, or a parameter has no type or no description.
-    """
+    """Return the JSON schemas of tools for the chat template. Raises a ConfigError if a function has no
+    docstring, or a parameter has no type or no description."""
     from transformers.utils import get_json_schema
 
     schemas = []

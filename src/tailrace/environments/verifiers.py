@@ -37,38 +37,29 @@ HARNESS = "tailrace"
 """Under this id verifiers finds `ChatLoop`."""
 sys.modules.setdefault(f"verifiers.v1.harnesses.{HARNESS}", sys.modules[__name__])
 
-KEY_VARIABLE = "TAILRACE_SESSION_API_KEY"
-"""verifiers reads the key of an endpoint from an environment variable. Programs that it starts do not get
-those with API_KEY in their names."""
-
 
 @asynccontextmanager
 async def open_verifiers(
     settings: VerifiersSettings, encoder: RequestEncoder, server: SessionServer, thread: LoopThread
 ) -> AsyncIterator["VerifiersEnvironment"]:
-    """Open the environment of a taskset for the length of the block.
-
-    Raises:
-        ConfigError: as Taskset.
-    """
+    """Open the environment of a taskset for the length of the block. Raises a ConfigError as Taskset."""
     names = TasksetSettings(
         taskset=settings.taskset, args=settings.args, verifiers=settings.verifiers, agent=settings.agent
     )
-    taskset, key = Taskset(names, harness=HARNESS), new_key()
-    os.environ[KEY_VARIABLE] = key
+    taskset = Taskset(names, harness=HARNESS)
+    # verifiers reads the key of an endpoint from an environment variable. Programs that it starts do not get
+    # those with API_KEY in their names.
+    variable = f"TAILRACE_API_KEY_{os.urandom(4).hex()}"
+    os.environ[variable] = new_key()
     try:
         async with thread.entered(taskset.env.serving()):
-            yield VerifiersEnvironment(taskset, settings, encoder, server, thread, key)
+            yield VerifiersEnvironment(taskset, settings, encoder, server, thread, variable)
     finally:
-        del os.environ[KEY_VARIABLE]
+        del os.environ[variable]
 
 
 class VerifiersEnvironment(Environment):
-    """Plays the episodes of a taskset.
-
-    Args:
-        key: of all sessions.
-    """
+    """Plays the episodes of a taskset. Its sessions have one key, which an environment variable holds."""
 
     def __init__(
         self,
@@ -77,11 +68,11 @@ class VerifiersEnvironment(Environment):
         encoder: RequestEncoder,
         server: SessionServer,
         thread: LoopThread,
-        key: str,
+        key_variable: str,
     ) -> None:
         self._taskset, self._settings, self._encoder = taskset, settings, encoder
-        self._server, self._thread, self._key = server, thread, key
-        endpoint = EvalClientConfig(base_url=server.routed_url, api_key_var=KEY_VARIABLE)
+        self._server, self._thread, self._key = server, thread, os.environ[key_variable]
+        endpoint = EvalClientConfig(base_url=server.routed_url, api_key_var=key_variable)
         self._model = ModelContext(model=MODEL, client=endpoint)
 
     @override
@@ -110,11 +101,7 @@ class VerifiersEnvironment(Environment):
 
 
 def _outcome(episode: Any, traces: Sequence[Any], session: Session) -> Outcome:
-    """Reward and metrics of the trained agent.
-
-    Raises:
-        EnvironmentFailed: the episode has failed.
-    """
+    """Reward and metrics of the trained agent. Raises EnvironmentFailed if the episode has failed."""
     if len(traces) > 1:
         raise EnvironmentFailed("agent", f"the agent {traces[0].agent.name} runs twice in an episode")
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]

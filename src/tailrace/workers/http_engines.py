@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
@@ -93,7 +93,6 @@ class HttpEngines:
             name,
             server,
             self._detect,
-            max_completion_tokens=self._sampling.max_completion_tokens,
             health_timeout_s=settings.health_timeout_s,
             check=self._check,
             send=self._trainer.send,
@@ -132,11 +131,11 @@ class HttpEngines:
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
-        detect: Callable[..., Awaitable[Dialect]] = vllm.detect_adapter if self._adapter else vllm.detect
-        if isinstance(self._settings, SglangEngineSettings):
-            detect = sglang.detect
+        sampling, end_of_text = self._sampling, self._end_of_text
         try:
-            return await detect(client, self._sampling, self._end_of_text)
+            if isinstance(self._settings, SglangEngineSettings):
+                return await sglang.detect(client, sampling, end_of_text)
+            return await vllm.detect(client, sampling, end_of_text, with_adapters=self._adapter is not None)
         except (EngineDied, ServerRefused) as error:
             if not self._settings.urls:
                 raise

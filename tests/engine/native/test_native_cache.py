@@ -8,8 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailrace.engine.base import SamplingParams
-from tailrace.engine.native.cache import Cache
-from tailrace.engine.native.sequence import Sequence
+from tailrace.engine.native.cache import Cache, Sequence
 
 LAYERS, HEADS, DIM = 6, 1, 2
 

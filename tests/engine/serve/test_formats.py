@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tailrace.engine.serve.formats import Text, TokenStrings
+from tailrace.engine.serve.formats import Text, token_strings
 from tailrace.engine.serve.generation import labelled
 
 
@@ -62,10 +62,8 @@ def test_a_special_token_is_text_only_if_asked_for():
     assert text_of([ids], skip_special=False)[0] == ["a<end>"]
 
 
-def test_strings_of_tokens_are_their_text_or_their_ids():
-    strings = TokenStrings(BYTES)
-    assert strings(END, as_ids=False) == "<end>"
-    assert strings(END, as_ids=True) == f"token_id:{END}"
+def test_strings_of_tokens_are_their_text():
+    assert token_strings(BYTES)(END) == "<end>"
 
 
 def test_consecutive_tokens_of_one_label_are_one_span():

@@ -17,7 +17,7 @@ from tailrace.engine.base import Usage
 from tailrace.engine.serve.app import make_app
 from tailrace.engine.serve.control import OfferedWeights
 from tailrace.engine.serve.listening import HttpServer
-from tailrace.engine.serve.settings import HostedModel, ServeSettings
+from tailrace.engine.settings import HostedModel, ServeSettings
 from tailrace.errors import WeightsRefused
 from tailrace.weights.base import expected_tensors
 

@@ -98,7 +98,6 @@ def checked(
             "engine-0",
             JoinedServer(server.url),
             lambda client: detect(client, SAMPLING, ()),
-            max_completion_tokens=SAMPLING.max_completion_tokens,
             health_timeout_s=60.0,
             check=check,
             send=in_files,

@@ -73,7 +73,6 @@ class Joined:
                     name,
                     JoinedServer(url),
                     find,
-                    max_completion_tokens=NUM_TOKENS,
                     health_timeout_s=60.0,
                     check=check,
                     send=in_files,

@@ -17,7 +17,7 @@ from tailrace.engine.http import HttpEngine
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import SamplingSettings
 from tailrace.engine.supervised import SupervisedEngine
-from tailrace.engine.vllm import detect_adapter, write_plugin
+from tailrace.engine.vllm import write_plugin
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.trainer.adapter import adapter_tensors, peft_config
@@ -92,8 +92,7 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         return HttpEngine(
             "vllm",
             server,
-            lambda client: detect_adapter(client, sampling, ()),
-            max_completion_tokens=sampling.max_completion_tokens,
+            lambda client: vllm.detect(client, sampling, (), with_adapters=True),
             health_timeout_s=60.0,
             check=check,
             send=in_files,

@@ -155,7 +155,6 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
                 name,
                 server,
                 recording,
-                max_completion_tokens=NUM_TOKENS,
                 health_timeout_s=60.0,
                 check=check,
                 send=in_files,

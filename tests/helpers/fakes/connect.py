@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,13 @@ def http_engine(
     adapters."""
     sampling = sampling or SamplingSettings(max_completion_tokens=NUM_TOKENS)
     is_vllm = fake.generation.server == "vllm"
-    detect = vllm.detect if is_vllm else sglang.detect
-    if lora:
-        detect = vllm.detect_adapter
+    detect = partial(vllm.detect, with_adapters=bool(lora)) if is_vllm else sglang.detect
     kind = VllmEngineSettings if is_vllm else SglangEngineSettings
     expected = Expected(kind(urls=(fake.url,)), sampling, VOCABULARY, NUM_TOKENS)
     return HttpEngine(
         name,
         JoinedServer(fake.url),
         lambda client: detect(client, sampling, ()),
-        max_completion_tokens=sampling.max_completion_tokens,
         health_timeout_s=timeout_s,
         check=lambda engine: check_server(engine.connection, expected),
         send=_is_in_files,

@@ -9,14 +9,46 @@ Suffixes: S slots, K key-value heads, C capacity, N positions, D head dimension.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 
 from torch import Tensor
 
-from tailrace.engine.native.sequence import Block, Sequence
+from tailrace.engine.base import SamplingParams
 
 SMALLEST = 80
 GROWTH = 1.6
+
+Block = list[Tensor]
+"""Keys and values of the first N positions, [K, N, D] each: of the first layer, of the second, and so
+on."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request. While it runs, the KV cache holds all of its tokens but the last."""
+
+    id: str
+    tokens: list[int]
+    """Prompt and completion."""
+    num_prompt: int
+    noise_stream: int
+    """Of the request's seed (sampler.py)."""
+    sampling: SamplingParams
+    greedy: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    """Of the last tokens: those that are not yet in an output."""
+    prompt_version: int | None = None
+    """The weights that computed the cached prompt; None if they are not known."""
+
+    @property
+    def num_completion(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens but the last, which is the input of the next decode step."""
+        return self.tokens[:-1]
 
 
 class Tier:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from tailrace.devices import attention_kernels
 from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, SamplingParams, Usage
-from tailrace.engine.native.cache import Cache
-from tailrace.engine.native.model import DecodeAttention, Model, PrefillAttention
+from tailrace.engine.native.cache import Block, Cache, Sequence
+from tailrace.engine.native.model import CausalLM, DecodeAttention, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
-from tailrace.engine.native.scheduler import Admission, Scheduler
-from tailrace.engine.native.sequence import Block, Sequence
+from tailrace.engine.native.scheduler import Admitted, Scheduler
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import KV, FinishReason
@@ -45,11 +44,7 @@ class StopConditions:
         self._end_of_text = end_of_text_ids(path)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Check that requests with these parameters can be served.
-
-        Raises:
-            ConfigError: there are stop strings, and the folder has no tokenizer.json.
-        """
+        """Raises a ConfigError if there are stop strings, and the folder has no tokenizer.json."""
         if sampling.stop and not self._tokenizer_file.is_file():
             remedy = "save the tokenizer into the folder"
             raise folder_error(self._path, "sampling.stop needs a tokenizer.json", remedy)
@@ -84,15 +79,12 @@ class StopConditions:
         return Tokenizer.from_file(str(self._tokenizer_file))
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 class NativeEngine:
     """One replica. Made by `from_pretrained`."""
 
     def __init__(
         self,
-        model: Model,
+        model: CausalLM,
         scheduler: Scheduler,
         sampling: SamplingParams,
         stops: StopConditions,
@@ -135,9 +127,10 @@ class NativeEngine:
         Raises:
             ConfigError: the folder is missing, incomplete or damaged, or this engine cannot run the model.
         """
-        budget, device, dtype = settings.kv_cache_tokens, settings.device, _DTYPES[settings.dtype]
+        budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
+        device = torch.device(settings.device)
         with torch.inference_mode():
-            model = Model.from_pretrained(path, max_tokens=budget, device=torch.device(device), dtype=dtype)
+            model = CausalLM.from_pretrained(path, max_tokens=budget, device=device, dtype=dtype)
             cache = Cache(model.empty_cache(), max_tokens=model.max_tokens, budget=budget)
         params = msgspec.convert(sampling.model_dump(), SamplingParams)
         stops = StopConditions(path, model.max_tokens)
@@ -151,18 +144,12 @@ class NativeEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. One without a prompt, or already at its limit, finishes at the next step with the
-        reason "length".
-
-        Raises:
-            ValueError: a request with its id is being served.
-        """
+        reason "length". Raises ValueError if a request with its id is being served."""
         tokens = [*request.prompt_ids, *request.completion_ids]
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
-        if request.temperature is not None:
-            sampling = msgspec.structs.replace(sampling, temperature=request.temperature)
-        if request.max_completion_tokens is not None:
-            limit = request.max_completion_tokens
-            sampling = msgspec.structs.replace(sampling, max_completion_tokens=limit)
+        own = {"temperature": request.temperature, "max_completion_tokens": request.max_completion_tokens}
+        if changes := {name: value for name, value in own.items() if value is not None}:
+            sampling = msgspec.structs.replace(sampling, **changes)
         sequence = Sequence(request.id, tokens, len(request.prompt_ids), noise, sampling, request.greedy)
         if not tokens or self._stops.exhausted(sequence):
             self._finished.append(self._output(sequence, "length"))
@@ -234,11 +221,7 @@ class NativeEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache.
-
-        Raises:
-            ValueError: a request is being served.
-        """
+        """Free the memory of weights and KV cache. Raises ValueError if a request is being served."""
         if not self.idle:
             raise ValueError("requests are being served; abort them first")
         with torch.inference_mode():
@@ -247,14 +230,8 @@ class NativeEngine:
         torch.cuda.empty_cache()  # without CUDA it does nothing
 
     def wake(self, on_file: abc.Callable[[], None] = lambda: None) -> None:
-        """Take the memory back, with the weights and the version of `from_pretrained`.
-
-        Args:
-            on_file: called after each file that was read.
-
-        Raises:
-            RuntimeError: there is not enough memory.
-        """
+        """Take the memory back, with the weights and the version of `from_pretrained`. Calls `on_file` after
+        each file that was read. Raises RuntimeError if there is not enough memory."""
         with torch.inference_mode():
             self._model.restore(self._path, on_file)
         self._version = self._first_version
@@ -279,7 +256,7 @@ class NativeEngine:
         ids = sequence.tokens[len(sequence.tokens) - len(logprobs) :]
         return GenerationOutput(sequence.id, ids, logprobs, self._version, reason)
 
-    def _fill(self, admissions: list[Admission]) -> None:
+    def _fill(self, admissions: list[Admitted]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
         missing = [admission for admission in admissions if admission.sibling is None]
         blocks = iter(self._prefill([admission.sequences[0].context for admission in missing]))

@@ -22,8 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tailrace.devices import for_fused_attention
-from tailrace.engine.native.cache import Tier
-from tailrace.engine.native.sequence import Block
+from tailrace.engine.native.cache import Block, Tier
 from tailrace.engine.native.support import check_model
 from tailrace.model_folder import folder_error, weight_files
 
@@ -54,11 +53,8 @@ class Layer:
     down: Tensor
 
     def parts(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Views of the weights by their Hugging Face names within the block.
-
-        Args:
-            sizes: the rows of q, k and v in their matrix.
-        """
+        """Views of the weights by their Hugging Face names within the block. `sizes`: the rows of q, k and
+        v."""
         gate, up = self.gate_up.chunk(2)
         parts = {
             "input_layernorm.weight": self.input_norm,
@@ -80,7 +76,7 @@ class Layer:
         return parts
 
 
-class Model:
+class CausalLM:
     """Weights and the forward pass. Made by `from_pretrained`.
 
     Args:
@@ -114,12 +110,9 @@ class Model:
     @classmethod
     def from_pretrained(
         cls, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> "Model":
-        """Load a Hugging Face folder.
-
-        Raises:
-            ConfigError: as `check_model`; transformers refuses the config; the weights do not fit it.
-        """
+    ) -> "CausalLM":
+        """Load a Hugging Face folder. Raises a ConfigError as `check_model`, and if transformers refuses the
+        config or the weights do not fit it."""
         check_model(path)
         try:
             config = AutoConfig.from_pretrained(path)
@@ -136,12 +129,8 @@ class Model:
             storage.resize_(0)
 
     def restore(self, path: Path, on_file: Callable[[], None]) -> None:
-        """Take the memory back, with the weights of a Hugging Face folder.
-
-        Raises:
-            RuntimeError: there is not enough memory.
-            ConfigError: the folder does not have them any more.
-        """
+        """Take the memory back, with the weights of a Hugging Face folder. Raises RuntimeError if there is
+        not enough memory, and a ConfigError if the folder does not have them any more."""
         for storage, size in self._storages.values():
             storage.resize_(size)
         self._load_folder(path, on_file)
@@ -182,11 +171,8 @@ class Model:
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights, in place, from a Hugging Face state dict.
-
-        Raises:
-            ValueError: a tensor is missing or of another shape; up to three are named. Nothing has changed.
-        """
+        """Overwrite all weights, in place, from a Hugging Face state dict. Raises ValueError if a tensor is
+        missing or of another shape; nothing has changed then."""
         wrong = [
             name
             for name, weight in self._weights.items()

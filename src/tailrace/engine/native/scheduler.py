@@ -7,13 +7,12 @@ admission.
 from collections import deque
 from dataclasses import dataclass
 
-from tailrace.engine.native.cache import Cache
-from tailrace.engine.native.sequence import Sequence
+from tailrace.engine.native.cache import Cache, Sequence
 from tailrace.engine.settings import NativeEngineSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """Admitted sequences with the same context, which is computed once for all of them, or copied.
 
     Args:
@@ -37,26 +36,17 @@ class Scheduler:
         """Of all sequences that wait or run."""
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the waiting ones.
-
-        Raises:
-            ValueError: a sequence with its id waits or runs.
-        """
+        """Append a sequence to the waiting ones. Raises ValueError if one with its id waits or runs."""
         if sequence.id in self._ids:
             raise ValueError(f"request {sequence.id!r} is already being served; abort it first")
         self._ids.add(sequence.id)
         self.waiting.append(sequence)
 
-    def admit(self, version: int) -> list[Admission]:
-        """Give slots to waiting sequences, up to the limits on sequences, cache and prefill.
-
-        Those whose keys and values were suspended have them afterwards, and are in no admission.
-
-        Args:
-            version: of the weights that compute what is admitted.
-        """
-        admissions: list[Admission] = []
-        computed: dict[tuple[int, ...], Admission] = {}
+    def admit(self, version: int) -> list[Admitted]:
+        """Give slots to waiting sequences, up to the limits on sequences, cache and prefill. The weights of
+        `version` compute them, but for those whose keys and values were suspended."""
+        admissions: list[Admitted] = []
+        computed: dict[tuple[int, ...], Admitted] = {}
         budget = limit = self._settings.max_prefill_tokens
         while self.waiting and len(self.running) < self._settings.max_num_seqs:
             sequence = self.waiting[0]
@@ -72,7 +62,7 @@ class Scheduler:
                         if len(context) > budget < limit:
                             break
                         budget -= len(context)
-                    admission = computed[context] = Admission([], sibling)
+                    admission = computed[context] = Admitted([], sibling)
                     admissions.append(admission)
                 self.cache.add(sequence)
                 admission.sequences.append(sequence)

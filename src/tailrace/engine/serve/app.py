@@ -20,7 +20,7 @@ from tailrace import __version__
 from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.control import Control, OfferedWeights
 from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests
-from tailrace.engine.serve.settings import HostedModel, ServeSettings
+from tailrace.engine.settings import HostedModel, ServeSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import expected_tensors
 
@@ -114,11 +114,9 @@ def make_app(
     settings: ServeSettings,
     token: str,
 ) -> FastAPI:
-    """Return the application of `tailrace serve`.
-
-    Routes that change weights or state need the token. The others need it from requests that do not name this
-    machine as their host; on an address that is not loopback all do but /health.
-    """
+    """Return the application of `tailrace serve`. Routes that change weights or state need the token. The
+    others need it from requests that do not name this machine as their host; on an address that is not
+    loopback all do but /health."""
     is_local = is_loopback(settings.host)
 
     async def owner(given: Bearer) -> None:
@@ -148,14 +146,13 @@ def make_app(
             settings.served_model_name, root=str(model.path), max_model_len=model.max_model_len
         ),
         "/server_info": lambda: _server_info(model),
-        "/get_world_size": lambda: {"world_size": 1},
         "/is_paused": lambda: {"is_paused": control.paused},
         "/is_sleeping": lambda: {"is_sleeping": control.asleep},
         "/weight_info": lambda: {"weight_version": control.labels[-1]},
         "/openapi.json": lambda: app.openapi(),
     }
     for path, tell in told.items():
-        users.add_api_route(path, _endpoint(tell), name=path)
+        users.add_api_route(path, tell, name=path)
     registry = CollectorRegistry()
     registry.register(_EngineMetrics(requests, engine, model, settings.served_model_name))
 
@@ -165,13 +162,6 @@ def make_app(
 
     app = openai_app([health, users, owners], max_body_bytes=settings.max_body_bytes)
     return app
-
-
-def _endpoint(tell: Callable[[], object]) -> Callable[[], Any]:
-    async def endpoint() -> Any:
-        return tell()
-
-    return endpoint
 
 
 def _server_info(model: HostedModel) -> dict[str, Any]:
@@ -195,15 +185,11 @@ class _EngineMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         usage = self._engine.usage()
+        share = usage.kv_tokens / self._model.kv_cache_tokens
         for kind, name, value, doc in (
             (GaugeMetricFamily, "num_requests_running", usage.num_running, "Requests that are decoded."),
             (GaugeMetricFamily, "num_requests_waiting", usage.num_waiting, "Requests that wait."),
-            (
-                GaugeMetricFamily,
-                "kv_cache_usage_perc",
-                usage.kv_tokens / self._model.kv_cache_tokens,
-                "Share of the KV cache in use; 1 means 100 percent.",
-            ),
+            (GaugeMetricFamily, "kv_cache_usage_perc", share, "Share of the KV cache in use, up to 1."),
             (CounterMetricFamily, "prompt_tokens", self._requests.num_prompt_tokens, "Tokens of prompts."),
             (CounterMetricFamily, "generation_tokens", usage.num_generated, "Generated tokens."),
             (CounterMetricFamily, "num_preemptions", usage.num_preempted, "Preempted requests."),

@@ -15,8 +15,8 @@ from fastapi import APIRouter, Body, HTTPException, Query
 from pydantic import BaseModel, ValidationError, model_validator
 from safetensors import SafetensorError
 
+from tailrace.engine.serve.formats import Name
 from tailrace.engine.serve.generation import FIRST, ComputingEngine, Requests
-from tailrace.engine.serve.protocol import Name
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.model_folder import tensor_headers, weight_files
 from tailrace.types import KV
@@ -50,22 +50,15 @@ class OfferedUpdate(BaseModel):
 
 
 class OfferedWeights:
-    """Turns what clients send into what the engine loads.
-
-    Args:
-        root: all files lie below it, also those that symbolic links lead to. None: no files are read.
-        expected: the tensors of the served model.
-    """
+    """Turns what clients send into what the engine loads. All files lie below `root`, also those that
+    symbolic links lead to; None: no files are read."""
 
     def __init__(self, root: Path | None, expected: Iterable[TensorInfo]) -> None:
         self._root, self._expected = root and root.resolve(), tuple(expected)
 
     def check(self, body: Info, number: int) -> tuple[Weights, Link]:
-        """Check a publication, which gets `number` as its version.
-
-        Raises:
-            WeightsRefused: it cannot be read, or its tensors are not those of the model.
-        """
+        """Check a publication, which gets `number` as its version. Raises WeightsRefused if it cannot be
+        read, or its tensors are not those of the model."""
         try:
             info = OfferedUpdate.model_validate(body)
         except ValidationError as why:
@@ -116,11 +109,7 @@ def _headers(files: Iterable[Path]) -> Iterable[TensorInfo]:
 
 
 class Control:
-    """The server's state.
-
-    Args:
-        offered: checks new weights.
-    """
+    """The server's state. `offered` checks new weights."""
 
     def __init__(self, engine: ComputingEngine, requests: Requests, offered: OfferedWeights) -> None:
         self._engine, self._requests, self._offered = engine, requests, offered
@@ -149,13 +138,11 @@ class Control:
             "/start_weight_update": self.start_update,
             "/update_weights": self.update,
             "/finish_weight_update": self.finish_update,
-            "/update_weight_version": self.name_version,
             "/init_process_group": self.init_process_group,
             "/request_weight_update": self.update_at_once,
         }
         for path, endpoint in endpoints.items():
-            # Clients look up the schema of a body under the name of vLLM's function, which is the path's.
-            router.add_api_route(path, endpoint, methods=["POST"], name=path.rpartition("/")[2])
+            router.add_api_route(path, endpoint, methods=["POST"])
         return router
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Info:
@@ -168,7 +155,7 @@ class Control:
         """
         async with self._lock:
             if mode == "wait":
-                self._requests.admit(False)
+                self._requests.admitting.clear()
                 await self._engine.resume()
                 await self._requests.drained()
             elif mode == "abort":
@@ -184,7 +171,7 @@ class Control:
                 await self._engine.wake()
                 self.labels.append(self.labels[0])
             await self._engine.resume()
-            self._requests.admit(True)
+            self._requests.admitting.set()
             self.paused = self.asleep = False
             self._kv = "keep"
         return {"status": "resumed"}
@@ -197,14 +184,11 @@ class Control:
     async def sleep(
         self, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["abort", "wait"] = "abort"
     ) -> Info:
-        """Free the engine's memory until `resume`. The engine then has the weights of the start.
-
-        Args:
-            mode: as of `pause`; no request can be kept.
-        """
+        """Free the engine's memory until `resume`. The engine then has the weights of the start. `mode` is as
+        of `pause`; no request can be kept."""
         async with self._lock:
             if not self.asleep:
-                self._requests.admit(False)
+                self._requests.admitting.clear()
                 if mode == "abort":
                     self._requests.abort(None)
                 else:
@@ -227,9 +211,7 @@ class Control:
         """Remember fields of OfferedUpdate for all updates that lack them. Others are refused: the client
         speaks of another transport."""
         if unknown := sorted(init_info.keys() - OfferedUpdate.model_fields.keys()):
-            raise WeightsRefused(
-                f"the transport of this server has no {', '.join(unknown)}; see docs/serve.md"
-            )
+            raise WeightsRefused(f"the transport of this server has no {', '.join(unknown)}")
         self._transfer = init_info
         return {"message": "Weight transfer initialized"}
 
@@ -264,11 +246,6 @@ class Control:
             if weight_version is not None:
                 self.labels[-1] = weight_version
         return {"message": "Weight update finished"}
-
-    async def name_version(self, new_version: Annotated[Name, Body(embed=True)]) -> Info:
-        """Name the newest weights."""
-        self.labels[-1] = new_version
-        return {"success": True, "new_version": new_version}
 
     async def update_at_once(self, update_info: Annotated[Info, Body()]) -> Info:
         """Load and name weights in flight: requests go on with the KV cache they have (PipelineRL 4)."""

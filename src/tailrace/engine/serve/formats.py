@@ -1,4 +1,4 @@
-"""The replies of the routes of generation, whole or as the events of a stream.
+"""The bodies of requests for generation, and their replies, whole or as the events of a stream.
 
 A `Format` a route turns new tokens of a sample into a `choice`, and choices into an event or a reply. They
 are plain dictionaries: a stream makes thousands of them a second.
@@ -12,53 +12,225 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from typing_extensions import override
 
-from tailrace.engine.serve.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerateRequest,
-    ServingFields,
-)
+from tailrace.engine.base import SamplingParams
 
 Json = dict[str, Any]
-ReplyFinish = Literal["stop", "length", "abort", "tool_calls"]
-B = TypeVar("B", bound=ServingFields)
 T = TypeVar("T")
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it mean greedy decoding; the log-probs are then those of temperature 1."""
 ABSENT_LOGPROB = -9999.0
 """JSON has no infinities; this is what vLLM sends in their place."""
 CLIENT_CLOSED = 499
 """The status of a reply whose client has gone."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "features": (),
+    "content_parts": ([],),
+    "chat_template": (),
+    "return_tokens_as_token_ids": (False,),
+    "continue_final_message": (False,),
+}
+"""Fields of other servers that this one does not carry out, with their values that ask for nothing."""
 
-_encode = msgspec.json.Encoder().encode
+
+def _is_unicode(text: str) -> str:
+    """JSON can spell halves of surrogate pairs, which no tokenizer takes and no reply can contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode") from None
+    return text
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+String = Annotated[str, AfterValidator(_is_unicode)]
+StopString = Annotated[String, Field(min_length=1, max_length=256)]
+Name = Annotated[String, Field(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    carried_out: ClassVar[frozenset[str]] = frozenset()
+    """Those of _NEUTRAL that a subclass carries out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for name, neutral in _NEUTRAL.items() if isinstance(data, dict) else ():
+            if name not in cls.carried_out and (value := data.get(name)) is not None and value not in neutral:
+                raise ValueError(f"{name} is not supported by this engine; leave it out")
+        return data
+
+
+class SamplingFields(Body):
+    """How to sample."""
+
+    n: int = Field(default=1, ge=1, le=256)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature is not None and self.temperature < GREEDY_BELOW
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """The engine's form of it."""
+        return SamplingParams(
+            max_tokens,
+            temperature=1.0 if self.greedy or self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=self.stops,
+            ignore_end_of_text=self.ignore_eos,
+        )
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ServingFields(Body):
+    """How to reply. `cache_salt` and `priority` have no effect: the engine reuses no keys and values of other
+    weights, and serves in the order of arrival."""
+
+    model: str | None = None
+    request_id: Name | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    cache_salt: Name | None = None
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+
+
+class OpenAIFields(ServingFields, SamplingFields):
+    """Of both OpenAI routes."""
+
+    return_weight_versions: bool | None = False
+
+
+class CompletionRequest(OpenAIFields):
+    """Of /v1/completions."""
+
+    prompt: String | Annotated[list[TokenId], Field(min_length=1)]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+    add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _take_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise ValueError("several prompts are not supported; send a request for each")
+            return prompt[0]
+        return prompt
+
+
+class ChatCompletionRequest(OpenAIFields):
+    """Of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _join_texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_plain(message) for message in messages]
+
+
+class GenerateSampling(SamplingFields):
+    """`sampling_params` of /inference/v1/generate."""
+
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+
+
+class GenerateRequest(ServingFields):
+    """Of /inference/v1/generate."""
+
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: GenerateSampling
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one string, which is what templates of text models expect."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the parts of a message's content must be text")
+    return message | {"content": "".join(texts)}
+
+
+ReplyFinish = Literal["stop", "length", "abort", "tool_calls"]
+B = TypeVar("B", bound=ServingFields)
 
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of a sample.
-
-    Args:
-        text: that has become certain with the tokens.
-        finish: None while the sample is unfinished.
-        stop_reason: the stop token or string that has ended it.
-        versions: spans of all of its tokens in vLLM's form, once it has ended.
-        tool_calls: of an assistant's message.
-    """
+    """What is new of a sample."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str | None = ""
+    """That has become certain with the tokens."""
     finish: ReplyFinish | None = None
+    """None while the sample is unfinished."""
     stop_reason: int | str | None = None
+    """The stop token or string that has ended it."""
     versions: list[Json] | None = None
+    """Spans of all of its tokens in vLLM's form, once it has ended."""
     tool_calls: Sequence[Json] = ()
+    """Of an assistant's message."""
 
     def join(self, later: "Piece") -> None:
         """Append what follows."""
@@ -70,19 +242,13 @@ class Piece:
 
 Pieces = AsyncGenerator[tuple[int, Piece]]
 """Pieces of samples, with the samples' numbers."""
+TokenStrings = Callable[[int], str]
+"""The text of a single token, as in log-probs."""
 
 
-class TokenStrings:
-    """The text of single tokens, as in log-probs."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = lru_cache(maxsize=1 << 18)(
-            lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
-        )
-
-    def __call__(self, id: int, *, as_ids: bool | None) -> str:
-        """Return the text of a token, or "token_id:N", from which a client can read the id."""
-        return f"token_id:{id}" if as_ids else self._decode(id)
+def token_strings(tokenizer: Tokenizer) -> TokenStrings:
+    """Return the texts of a tokenizer's tokens, each decoded once."""
+    return lru_cache(maxsize=1 << 18)(lambda id: str(tokenizer.decode([id], skip_special_tokens=False)))
 
 
 class Format(Generic[B]):
@@ -91,7 +257,7 @@ class Format(Generic[B]):
     Args:
         id: of the reply.
         prompt_ids: for clients that ask for token ids.
-        num_prompt_tokens: for the usage.
+        num_prompt_tokens: for the usage; None: those of `prompt_ids`.
     """
 
     def __init__(
@@ -110,11 +276,7 @@ class Format(Generic[B]):
         self._begun: set[object] = set()
 
     def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
-        """Return new tokens of a sample.
-
-        Args:
-            whole: these are all of its tokens, for a reply; otherwise for an event.
-        """
+        """Return new tokens of a sample: for a reply if they are the whole, else for an event."""
         raise NotImplementedError
 
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
@@ -123,12 +285,8 @@ class Format(Generic[B]):
 
     def usage(self, num_tokens: int) -> Json:
         """Return the numbers of tokens."""
-        num_prompt = self._num_prompt_tokens
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt + num_tokens,
-        }
+        num_prompt, total = self._num_prompt_tokens, self._num_prompt_tokens + num_tokens
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": total}
 
     def _begins(self, what: object) -> bool:
         """Whether this is the first time."""
@@ -149,6 +307,7 @@ class CompletionFormat(Format[CompletionRequest]):
         self._ends: dict[int, int] = {}
         """Length of the strings of each sample's tokens, for offsets in log-probs."""
 
+    @override
     def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
         body, begins = self.body, self._begins(number)
         choice: Json = {
@@ -162,15 +321,15 @@ class CompletionFormat(Format[CompletionRequest]):
             choice |= {"token_ids": new.ids, "prompt_token_ids": self.prompt_ids if begins else None}
         return choice | ({"weight_versions": new.versions} if body.return_weight_versions else {})
 
+    @override
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
         return self._openai("text_completion", choices, usage)
 
     def _logprobs(self, number: int, new: Piece) -> Json:
-        tokens = [self._strings(id, as_ids=self.body.return_tokens_as_token_ids) for id in new.ids]
-        *starts, self._ends[number] = itertools.accumulate(
-            map(len, tokens), initial=self._ends.get(number, 0)
-        )
-        logprobs = [_finite(logprob) for logprob in new.logprobs]
+        tokens = list(map(self._strings, new.ids))
+        lengths, start = map(len, tokens), self._ends.get(number, 0)
+        *starts, self._ends[number] = itertools.accumulate(lengths, initial=start)
+        logprobs = list(map(_finite, new.logprobs))
         tops = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": starts}
 
@@ -178,13 +337,14 @@ class CompletionFormat(Format[CompletionRequest]):
 class ChatFormat(Format[ChatCompletionRequest]):
     """/v1/chat/completions."""
 
+    @override
     def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
         body = self.body
         message: Json = {"role": "assistant"} if self._begins(number) else {}
         message["content"] = new.text
         if new.tool_calls:
-            numbered = [{} if whole else {"index": number} for number in range(len(new.tool_calls))]
-            message["tool_calls"] = [a | call for a, call in zip(numbered, new.tool_calls, strict=True)]
+            calls = enumerate(new.tool_calls)
+            message["tool_calls"] = [call if whole else {"index": place, **call} for place, call in calls]
         choice: Json = {
             "index": number,
             "message" if whole else "delta": message,
@@ -195,6 +355,7 @@ class ChatFormat(Format[ChatCompletionRequest]):
         choice |= {"token_ids": new.ids} if body.return_token_ids else {}
         return choice | ({"weight_versions": new.versions} if body.return_weight_versions else {})
 
+    @override
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
         reply = self._openai("chat.completion" if whole else "chat.completion.chunk", choices, usage)
         if self.body.return_token_ids and self._begins("reply"):
@@ -202,15 +363,16 @@ class ChatFormat(Format[ChatCompletionRequest]):
         return reply
 
     def _entry(self, id: int, logprob: float) -> Json:
-        token = self._strings(id, as_ids=self.body.return_tokens_as_token_ids)
-        entry = {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
-        return entry | {"top_logprobs": []}
+        token = self._strings(id)
+        bytes_ = list(token.encode())
+        return {"token": token, "logprob": _finite(logprob), "bytes": bytes_, "top_logprobs": []}
 
 
 class GenerateFormat(Format[GenerateRequest]):
     """/inference/v1/generate. The entries of log-probs have the token's id under both keys that versions of
     vLLM have used, so that clients of either parse them."""
 
+    @override
     def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
         has_logprobs = self.body.sampling_params.logprobs is not None
         return {
@@ -224,6 +386,7 @@ class GenerateFormat(Format[GenerateRequest]):
             "sampling_mask": None,
         }
 
+    @override
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
         reply: Json = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "usage": usage}
         if whole:
@@ -252,7 +415,9 @@ async def respond(format: Format[Any], pieces: Pieces, request: Request) -> Resp
         return Response(status_code=CLIENT_CLOSED)
     choices = [format.choice(number, samples[number], whole=True) for number in sorted(samples)]
     usage = format.usage(sum(len(sample.ids) for sample in samples.values()))
-    return Response(_encode(format.envelope(choices, usage, whole=True)), media_type="application/json")
+    return Response(
+        msgspec.json.encode(format.envelope(choices, usage, whole=True)), media_type="application/json"
+    )
 
 
 async def _whole(pieces: Pieces) -> dict[int, Piece]:
@@ -279,7 +444,7 @@ async def _events(format: Format[Any], pieces: Pieces) -> AsyncIterator[bytes]:
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
@@ -322,11 +487,8 @@ class Text:
         """The stop string that has ended the text."""
 
     def extend(self, ids: Sequence[int], *, ended: bool) -> str:
-        """Append tokens and return the text that has become certain.
-
-        Args:
-            ended: no more tokens follow.
-        """
+        """Append tokens and return the text that has become certain. If it has ended, no more tokens
+        follow."""
         for id in ids:
             piece = self._stream.step(self._tokenizer, id)
             if piece is None:

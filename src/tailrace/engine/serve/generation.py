@@ -16,24 +16,22 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from tailrace.data.encoding import Tokenizer, render
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.serve.formats import (
+    ChatCompletionRequest,
     ChatFormat,
     CompletionFormat,
+    CompletionRequest,
     Format,
     GenerateFormat,
+    GenerateRequest,
     Json,
     Piece,
-    Text,
-    TokenStrings,
-    respond,
-)
-from tailrace.engine.serve.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerateRequest,
     SamplingFields,
     ServingFields,
+    Text,
+    respond,
+    token_strings,
 )
-from tailrace.engine.serve.settings import HostedModel
+from tailrace.engine.settings import HostedModel
 from tailrace.errors import WorkerDied
 from tailrace.types import KV, Span
 from tailrace.weights.base import Link, Weights
@@ -74,20 +72,20 @@ class ComputingEngine(Protocol):
     """Called with the id of an aborted request after its last output. The server sets it."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. It must be one that the model can serve."""
+        """Queue a request that the model can serve."""
 
     def abort(self, id: str) -> None:
         """End a request now."""
 
     async def pause(self) -> None:
-        """Stop between two decode steps. All tokens have been handed to `on_output` when this returns."""
+        """Stop between two decode steps, with all tokens handed to `on_output`."""
 
     async def resume(self) -> None:
         """Go on."""
 
     async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
-        """Take new weights between two decode steps. If they are refused (WeightsRefused) or do not arrive
-        (TransferFailed), the old ones stay."""
+        """Take new weights between two decode steps. The old ones stay after WeightsRefused and
+        TransferFailed."""
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache. No request is under way."""
@@ -119,11 +117,7 @@ class _Job:
 
 
 class Requests:
-    """All requests that the engine works on.
-
-    Args:
-        engine: this object sets its callbacks.
-    """
+    """All requests that the engine works on. Sets the callbacks of the engine."""
 
     def __init__(self, engine: ComputingEngine) -> None:
         self._engine = engine
@@ -132,8 +126,9 @@ class Requests:
         self._jobs: dict[str, _Job] = {}
         """By the engine's request id."""
         self._numbers = itertools.count()
-        self._admitting, self._drained = asyncio.Event(), asyncio.Event()
-        self._admitting.set()
+        self.admitting, self._drained = asyncio.Event(), asyncio.Event()
+        """While `admitting` is not set, new requests wait."""
+        self.admitting.set()
         self._drained.set()
         self.num_prompt_tokens = 0
         """Of all samples since the start."""
@@ -142,13 +137,9 @@ class Requests:
         self, names: frozenset[str], samples: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Output]]:
         """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
-        the others.
-
-        Args:
-            samples: get ids of their own.
-        """
-        while not self._admitting.is_set():  # it may be cleared again before this task runs
-            await self._admitting.wait()
+        the others. The samples get ids of their own."""
+        while not self.admitting.is_set():  # it may be cleared again before this task runs
+            await self.admitting.wait()
         job = _Job(names)
         try:
             for number, sample in enumerate(samples):
@@ -167,19 +158,11 @@ class Requests:
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their names; None: all. Their iterators end with None. Returns their number."""
-        found = {
-            id: job for id, job in self._jobs.items() if names is None or not job.names.isdisjoint(names)
-        }
+        jobs = self._jobs.items()
+        found = {id: job for id, job in jobs if names is None or not job.names.isdisjoint(names)}
         for id in found:
             self._engine.abort(id)
         return len(set(found.values()))
-
-    def admit(self, admitting: bool) -> None:
-        """Let new requests begin, or wait."""
-        if admitting:
-            self._admitting.set()
-        else:
-            self._admitting.clear()
 
     async def drained(self) -> None:
         """Wait until no request is under way."""
@@ -230,14 +213,9 @@ class Generation:
     def __init__(
         self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: HostedModel, name: str
     ) -> None:
-        """
-        Args:
-            labels: of the weights, by version.
-            name: of the model in requests and replies.
-        """
         self._requests, self._labels, self._tokenizer = requests, labels, tokenizer
         self._model, self._name = model, name
-        self._strings = TokenStrings(tokenizer.backend_tokenizer)
+        self._strings = token_strings(tokenizer.backend_tokenizer)
         self._random = random.Random()
 
     def router(self) -> APIRouter:
@@ -268,11 +246,7 @@ class Generation:
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
 
     async def _template(self, body: ChatCompletionRequest) -> str:
-        """The text of a chat.
-
-        Raises:
-            HTTPException: there is no chat template, or it refuses the messages.
-        """
+        """The text of a chat. Raises HTTPException without a chat template, or if it refuses the messages."""
         if self._tokenizer.chat_template is None:
             raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
         arguments = body.chat_template_kwargs or {}

@@ -13,15 +13,8 @@ from tailrace.errors import ConfigError
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket with the address, so that one in use is known before anything is loaded.
-
-    Args:
-        port: 0: a free one.
-        option: of the command line, for the error.
-
-    Raises:
-        ConfigError: the address is not of this machine, or it is in use.
-    """
+    """Return a socket with the address, so that one in use is known before anything is loaded; port 0: a free
+    one. Raises a ConfigError about the option if the address is in use or not of this machine."""
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         bound = socket.socket(family, socket.SOCK_STREAM)
