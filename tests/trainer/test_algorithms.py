@@ -13,6 +13,7 @@ from trainer_cases import MAX_TOKENS, Unit, first_moments, make_units
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.model import PolicyModel
+from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.reference import TorchReference
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
@@ -186,9 +187,9 @@ def test_the_device_is_waited_for_before_published_and_current_weights_are_excha
         held.append(next(iter(policy.parameters().values())).detach().clone())
 
     monkeypatch.setattr(PolicyModel, "synchronize", synchronize)
-    trainer.accumulate(make_units(1))
-    trainer.step()
-    current, published, *_ = held
+    assert trainer._published
+    trainer._published.logprobs(MicroBatch.of(make_units(1)[0], torch.device("cpu")))
+    current, published = held
     assert not torch.equal(current, published)
 
 
