@@ -30,7 +30,6 @@ from tailrace.workers.messages import Refused
 from tailrace.workers.orphans import signal_on_parent_death
 
 Job = TypeVar("Job", bound=Settings)
-LARGE_BLOCK_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 
@@ -81,13 +80,13 @@ def give_memory_back() -> None:
     _call_glibc("malloc_trim", 0)
 
 
-def give_tensors_back_when_freed() -> None:
-    """Map each large block of memory apart, so that it returns to the system when it is freed.
+def return_freed_tensors() -> None:
+    """Let glibc map blocks of 1 MiB and more apart: when freed, they return to the system.
 
-    By default glibc raises this limit up to 32 MiB and takes most activations from its heap. Small tensors
-    that stay, such as an adapter's moments, then divide the freed memory, and the next step needs new memory.
+    By default it raises this limit up to 32 MiB and takes activations from its heap, where small tensors that
+    stay, such as an adapter's moments, divide the freed memory: the next step then needs new memory.
     """
-    _call_glibc("mallopt", _M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, 2**20)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:

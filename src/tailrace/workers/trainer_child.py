@@ -28,7 +28,7 @@ from tailrace.workers.child import (
     config_errors_sent,
     end_with_controller,
     give_memory_back,
-    give_tensors_back_when_freed,
+    return_freed_tensors,
 )
 from tailrace.workers.messages import Done, FromTrainer, Ready, Refused, ToTrainer, TrainerJob
 
@@ -238,7 +238,7 @@ def failures_told_apart(channel: WorkerEnd[ToTrainer], received: Iterator[ToTrai
 
 def main() -> None:
     end, job = begin(TrainerJob)
-    give_tensors_back_when_freed()
+    return_freed_tensors()
     channel = WorkerChannel(end, msgspec.msgpack.Decoder(ToTrainer))
     if not job.listens:
         end_with_controller(end)
