@@ -117,6 +117,7 @@ def checks(device: str = "cuda") -> list[Check]:
     refused = "NCCL refuses two ranks on one GPU"
     recomputed, streamed = "the second forward pass", "pinned memory, copies beside computation"
     offloaded = "weights that change while they are copied"
+    recomputed_policy = {"algorithm.old_policy": "recomputed"}
     parts: list[tuple[str, str, dict[str, str], int, str]] = [
         ("LoRA", "an adapter", {"trainer.lora": '{ rank = 16, publish = "adapter" }'}, one, ""),
         ("colocated", "an engine that sleeps and wakes", together, one, ""),
@@ -128,7 +129,7 @@ def checks(device: str = "cuda") -> list[Check]:
         ("trainer of two ranks", "collectives of NCCL", sharded, two, refused),
         ("activation checkpointing", recomputed, {"trainer.activation_checkpointing": "true"}, one, ""),
         ("judge with streamed layers", streamed, {"reward.judges": f"[{{ {judge} }}]"}, one, ""),
-        ("CPU offload", offloaded, {"trainer.cpu_offload": "true"}, one, ""),
+        ("CPU offload", offloaded, {"trainer.cpu_offload": "true"} | recomputed_policy, one, ""),
     ]
     for name, catches, overrides, num_gpus, why in parts:
         of = _overrides(device, serial | {"engine": native} | overrides)

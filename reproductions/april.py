@@ -301,6 +301,7 @@ PAPER = Paper(
     num_fitted=8,
     contradictions=(
         "The abstract states a mean gain of 22.5%; the twelve gains of Table 1 have the mean 22.0%.",
+        "Table 1 prints 31.8% for Qwen3-4B with GRPO on DeepScaleR; its throughputs there give 31.7%.",
         "The abstract names GSPO among the measured algorithms; no figure or table has GSPO.",
         "The 40% are tokens in section 3.2.3 and rollouts in the caption of Fig. 4.",
         "Section 3.1 ends a rollout after 256 responses, section 3.2.3 after 32 complete groups.",

@@ -226,7 +226,7 @@ def max_lags() -> Table:
     notes = (
         'The paper prints curves, and "more than 50k samples" for some tokens of PipelineRL.',
         "G = 32 has G - 1 optimizer steps by Algorithm 1.",
-        "The largest lag is H I L / (mean length): it is in inverse proportion to the assumed mean length.",
+        "For assumed mean lengths of 1,000, 2,000 and 4,000 tokens it is 57k, 53k and 28k samples.",
     )
     return Table("Fig. 6a", "the largest lag", figures, notes)
 

@@ -68,6 +68,16 @@ def test_april_resumes_what_is_left_over_first() -> None:
     assert outcome.totals.wasted_tokens == {"zero variance": 20}
 
 
+def test_the_one_gain_that_its_throughputs_do_not_give_is_a_contradiction() -> None:
+    differs = [
+        f"{setting.model} with {setting.algorithm} on {setting.data}"
+        for setting, (without, with_april, gain) in april.PRINTED.items()
+        if abs(100 * (with_april / without - 1) - gain) > 0.06
+    ]
+    assert differs == ["Qwen3-4B with GRPO on DeepScaleR"]
+    assert any(differs[0] in each for each in PAPER.contradictions)
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two rounds of two settings."""

@@ -12,6 +12,8 @@ from trainer_cases import MAX_TOKENS, Unit, first_moments, make_units
 
 from tailrace.trainer.base import StepStats
 from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.model import PolicyModel
+from tailrace.trainer.packing import MicroBatch
 from tailrace.trainer.reference import TorchReference
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
@@ -170,6 +172,25 @@ def test_a_recomputed_old_policy_equals_log_probs_recorded_by_the_published_weig
         found, wanted = recomputed.step(), recorded.step()
         assert found.loss == pytest.approx(wanted.loss, abs=1e-6)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
+
+
+def test_the_device_is_waited_for_before_published_and_current_weights_are_exchanged(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of offloaded weights to the device may still read them."""
+    trainer = make_trainer(old_policy="recomputed", learning_rate=3e-2)
+    trainer.accumulate(make_units(1))
+    trainer.step()
+    held: list[Tensor] = []
+
+    def synchronize(policy: PolicyModel) -> None:
+        held.append(next(iter(policy.parameters().values())).detach().clone())
+
+    monkeypatch.setattr(PolicyModel, "synchronize", synchronize)
+    assert trainer._published
+    trainer._published.logprobs(MicroBatch.of(make_units(1)[0], torch.device("cpu")))
+    current, published = held
+    assert not torch.equal(current, published)
 
 
 def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:

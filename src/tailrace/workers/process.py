@@ -56,7 +56,6 @@ LOOK_S = 1.0
 """Seconds between two looks whether a worker is stopped."""
 READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
 """How the names of variables begin that torch and transformers read when they are imported."""
-LARGE_BLOCK_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 Method = Literal["forkserver", "spawn"]
@@ -373,13 +372,13 @@ def give_memory_back() -> None:
     _call_glibc("malloc_trim", 0)
 
 
-def give_tensors_back_when_freed() -> None:
-    """Map each large block of memory apart, so that it returns to the system when it is freed.
+def return_freed_tensors() -> None:
+    """Let glibc map blocks of 1 MiB and more apart: when freed, they return to the system.
 
-    By default glibc raises this limit up to 32 MiB and takes most activations from its heap. Small tensors
-    that stay, such as an adapter's moments, then divide the freed memory, and the next step needs new memory.
+    By default it raises this limit up to 32 MiB and takes activations from its heap, where small tensors that
+    stay, such as an adapter's moments, divide the freed memory: the next step then needs new memory.
     """
-    _call_glibc("mallopt", _M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, 2**20)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:

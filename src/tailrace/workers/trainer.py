@@ -30,7 +30,7 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightSender, WeightsSettings
 from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker, beside
-from tailrace.workers.process import give_memory_back, give_tensors_back_when_freed
+from tailrace.workers.process import give_memory_back, return_freed_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +128,7 @@ class TrainerWorker(Worker):
     @override
     @classmethod
     def run(cls, job: TrainerJob, connection: Connection) -> None:
-        give_tensors_back_when_freed()
+        return_freed_tensors()
         if not job.listens:
             connection.end_process_with_controller()
             cls(job, connection, None)._join_others()
