@@ -139,6 +139,21 @@ def test_a_full_ready_queue_drops_its_oldest_group_or_says_that_it_is_full() -> 
     clock.run(main(), virtual=True)
 
 
+def test_a_ready_group_may_get_an_older_version_by_a_sample_that_left_it() -> None:
+    async def main() -> None:
+        queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 0)
+        group = group_of(0, [10])
+        group.oldest_version = 2
+        raced = Sample(SampleId(0, 0, 1), group)
+        queue.put(group)
+        raced.grow(3, version=1)  # its abort brings the last tokens
+        assert queue.by_version == {2: {group: 0}}
+        assert await queue.take(1) == [group]
+        assert queue.by_version == {}
+
+    clock.run(main(), virtual=True)
+
+
 def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cannot_come() -> None:
     async def main() -> None:
         queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 1)

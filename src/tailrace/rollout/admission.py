@@ -11,6 +11,7 @@ stages). Groups leave the queue only when all groups that a take wants are there
 no group.
 """
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from itertools import islice
 from math import inf
@@ -145,7 +146,11 @@ class ReadyQueue:
         self.full: Full = "block"
         self.changed = Signal()
         self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
-        self._groups: dict[Group, None] = {}
+        self.by_version: dict[int | None, dict[Group, int]] = {}
+        """The groups by the oldest version that they had when they came, each with its number in the order of
+        completion. A sample that has left a group may bring it an older version later."""
+        self._groups: dict[Group, int | None] = {}  # each with its version in by_version
+        self._numbers = itertools.count()
         self._drop = drop
         self._coming = coming
 
@@ -161,16 +166,17 @@ class ReadyQueue:
         return self.full == "block" and len(self) >= self.room
 
     def put(self, group: Group) -> None:
-        self._groups[group] = None
+        self._groups[group] = version = group.oldest_version
+        self.by_version.setdefault(version, {})[group] = next(self._numbers)
         if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
-            del self._groups[oldest]
+            self._forget(oldest)
             self._drop(oldest, f"{self.name} overflow")
         self.changed.fire()
 
     def clear(self) -> list[Group]:
         """Remove and return all groups."""
-        groups, self._groups = self.groups, {}
+        groups, self._groups, self.by_version = self.groups, {}, {}
         self.changed.fire()
         return groups
 
@@ -198,10 +204,7 @@ class ReadyQueue:
     async def _some(self, least: int, most: int, select: Select) -> list[Group]:
         while True:
             if len(self) >= least and len(chosen := select(self._groups.keys(), most)) >= least:
-                for group in chosen:
-                    del self._groups[group]
-                self.on_taken(chosen)
-                self.changed.fire()
+                self._remove(chosen)
                 return chosen
             await self._more(least)
 
@@ -215,3 +218,16 @@ class ReadyQueue:
                 f"{self.name}: {n} groups are wanted, {len(self)} are ready and {self._coming():.0f} in "
                 "flight; launch as many groups as are taken"
             )
+
+    def _remove(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._forget(group)
+        self.on_taken(groups)
+        self.changed.fire()
+
+    def _forget(self, group: Group) -> None:
+        version = self._groups.pop(group)
+        alike = self.by_version[version]
+        del alike[group]
+        if not alike:
+            del self.by_version[version]

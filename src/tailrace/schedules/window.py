@@ -12,7 +12,8 @@ enough to wait only for the groups that are due now: more than U can become due 
 """
 
 from collections.abc import Collection
-from itertools import accumulate
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, islice
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
@@ -35,21 +36,20 @@ def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select
     def select(ready: Collection[Group], wanted: int) -> list[Group]:
         due_within = due_counts(run, bound)
         chosen: list[Group] = []
-        refused: set[int | None] = set()
-        for group in ready:
-            # If one group is refused, those of its version are, too: to hand out others leaves no more room.
-            if group.oldest_version in refused:
-                continue
+        queues = [iter(groups.items()) for groups in run.pool.ready.by_version.values()]
+        heads = [(number, group, queue) for queue in queues for group, number in islice(queue, 1)]
+        heapify(heads)
+        while heads and len(chosen) < wanted:
+            _, group, queue = heappop(heads)
             due = bound - run.staleness(group)
             room = wanted - len(chosen) - 1
             after = [n - (k >= due) for k, n in enumerate(due_within)]
-            if any(n > k * groups_per_step + room for k, n in enumerate(after)):
-                refused.add(group.oldest_version)
-                continue
-            chosen.append(group)
-            due_within = after
-            if len(chosen) == wanted:
-                break
+            # If one group is refused, those of its version are, too: to hand out others leaves no more room.
+            if all(n <= k * groups_per_step + room for k, n in enumerate(after)):
+                chosen.append(group)
+                due_within = after
+                for group, number in islice(queue, 1):
+                    heappush(heads, (number, group, queue))
         return chosen
 
     return select
