@@ -152,6 +152,10 @@ class EnvironmentBroken(_TooManyFailures):
     words = "episodes in sequence failed (environment.max_failures)"
 
 
+class AllFiltered(TailraceError):
+    """So many groups in succession were filtered that the run ends."""
+
+
 class _CountedFailure(TailraceError):
     """Data, not a crash: one sample or row fails.
 

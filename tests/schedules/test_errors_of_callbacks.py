@@ -13,7 +13,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.errors import ConfigError, LedgerError
+from tailrace.errors import AllFiltered, LedgerError
 from tailrace.record.events import Event, RequestEnded
 from tailrace.rollout import pool
 from tailrace.schedules import SCHEDULES
@@ -98,7 +98,7 @@ class OneReward:
 def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_CONSECUTIVE_FILTERED", 100)
     outcome = Outcome()
-    with pytest.raises(ConfigError, match="'zero variance': 100 groups in succession were filtered"):
+    with pytest.raises(AllFiltered, match="the last 100 groups were filtered: zero variance"):
         simulate(
             SCHEDULES_BY_NAME[name],
             algorithm=AlgorithmSettings(filter="zero_variance"),

@@ -21,7 +21,7 @@ from functools import partial
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.errors import ConfigError, RewardFailed, ScheduleError
+from tailrace.errors import AllFiltered, RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored
 from tailrace.reward.base import Rewards
@@ -459,9 +459,10 @@ class Pool:
             self.drop(group, reason, "filtered")
             self._num_filtered += 1
             if self._num_filtered == MAX_CONSECUTIVE_FILTERED:
-                problem = f"{MAX_CONSECUTIVE_FILTERED} groups in succession were filtered"
-                remedy = "check the reward, choose data of which the model solves a part, or filter nothing"
-                raise ConfigError("algorithm.filter", reason, problem, remedy)
+                raise AllFiltered(
+                    f"the last {MAX_CONSECUTIVE_FILTERED} groups were filtered: {reason} (algorithm.filter); "
+                    "check the reward, choose data of which the model solves a part, or filter nothing"
+                )
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
