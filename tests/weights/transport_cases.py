@@ -19,6 +19,7 @@ from tailrace.weights.transports import WeightReceiver
 
 DEADLINE_S = 60.0
 SETTINGS = ProcessGroupSettings(bucket_bytes=1000, message_timeout_s=20)
+BRISK = ProcessGroupSettings(bucket_bytes=1000, message_timeout_s=5)
 HASTY = ProcessGroupSettings(bucket_bytes=2**20, message_timeout_s=0.5)
 
 _forkserver = multiprocessing.get_context("forkserver")
@@ -80,6 +81,6 @@ def receive_one_part_and(number: signal.Signals, weights: Weights, link: Link, _
 
 
 def send_many_megabytes(link: Link, connection: Connection) -> None:
-    sender = ProcessGroupSender(SETTINGS)
+    sender = ProcessGroupSender(BRISK)
     connection.send(sender.publish(many_megabytes(), 1))
     sender.send(1, link)
