@@ -447,10 +447,11 @@ def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
     return dict(results)
 
 
-async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list[tuple[float, float]]]:
+async def laps(
+    config: RunConfig, racer: ComparedSchedule, repeats: int, folder: Path
+) -> dict[bool, list[tuple[float, float]]]:
     """(main time, CPU time of the controller) of a round of the race, with the ledger and without."""
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    racer = ComparedSchedule(config, resolve(config))
     async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
@@ -476,8 +477,10 @@ async def laps(config: RunConfig, repeats: int, folder: Path) -> dict[bool, list
 
 def cost(repeats: int) -> dict[str, float]:
     """What the ledger adds to the race's main time, and to the controller's CPU time in it."""
+    config = load_config(EXAMPLES / "rolloutpipe.toml")
+    racer = ComparedSchedule(config, resolve(config))  # outside of the loop: it rehearses the schedule in one of its own
     with tempfile.TemporaryDirectory() as name:
-        race = laps(load_config(EXAMPLES / "rolloutpipe.toml"), repeats, Path(name))
+        race = laps(config, racer, repeats, Path(name))
         found = clock.run(race, virtual=False)
     (main_s, cpu_s), (main_without_s, cpu_without_s) = (
         map(median, zip(*found[with_ledger], strict=True)) for with_ledger in (True, False)
