@@ -478,7 +478,7 @@ async def laps(
 def cost(repeats: int) -> dict[str, float]:
     """What the ledger adds to the race's main time, and to the controller's CPU time in it."""
     config = load_config(EXAMPLES / "rolloutpipe.toml")
-    racer = ComparedSchedule(config, resolve(config))  # outside of the loop: it rehearses the schedule in one of its own
+    racer = ComparedSchedule(config, resolve(config))  # it rehearses the schedule in a loop of its own
     with tempfile.TemporaryDirectory() as name:
         race = laps(config, racer, repeats, Path(name))
         found = clock.run(race, virtual=False)

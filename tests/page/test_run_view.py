@@ -99,8 +99,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(log[:-20])
     payload = payload_of(tmp_path)
     assert [(each["file"], each["line"], each["problem"]) for each in payload["defects"]] == [
-        ("metrics.jsonl", 2, "it is no row of figures"),
         ("events.jsonl", log.count(b"\n"), "the file ends within this line"),
+        ("metrics.jsonl", 2, "it is no row of figures"),
         ("metrics.jsonl", 4, "the file ends within this line"),
     ]
     assert len(payload["rows"]) == 2 and len(payload["requests"]["sample"]) == 4

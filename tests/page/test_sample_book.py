@@ -90,7 +90,7 @@ def test_a_torn_line_waits_and_a_bad_one_is_named(folder: Path) -> None:
     book = SampleBook(folder)
     book.update()
     assert [each["id"] for each in book.listed] == ["0.0/0"]
-    assert [(defect.file, defect.line) for defect in book.defects.values()] == [("round_000000.jsonl", 2)]
+    assert [(defect.file, defect.line) for defect in book.defects] == [("round_000000.jsonl", 2)]
     with path.open("ab") as file:
         file.write(lines[1][-9:])
     book.update()

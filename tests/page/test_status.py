@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tailrace.page.status import OpenWork, Pace, RunState, advisories, open_work, state_of
+from tailrace.page.status import OpenWork, Pace, RunStatus, advisories, open_work, state_of
 from tailrace.record.events import EngineStateChanged, OptimizerStep, Published, Waiting
 from tailrace.record.timeline import Lanes, Pairs, RoundSpan, Scoring, ServedRequest, Timeline
 from tailrace.types import SampleId
 
-WRITTEN = RunState("written", "is being written")
+WRITTEN = RunStatus("written", "is being written")
 
 
 # -- the state of a run --
@@ -216,9 +216,9 @@ def test_a_run_that_was_killed_or_hangs_says_what_it_did_last() -> None:
         "The last record is of 22 s, in round 2; step 2 had ended at 20 s. What was open then:\n"
         "the schedule, for 2.0 s"
     )
-    (killed,) = advisories([], timeline, RunState("ended", "ended without closing"), open_work(timeline))
+    (killed,) = advisories([], timeline, RunStatus("ended", "ended without closing"), open_work(timeline))
     assert killed.kind == "ended without closing" and killed.text.endswith(f"it was killed. {then}")
-    (hangs,) = advisories([], timeline, RunState("blocked", "process 7 lives"), open_work(timeline))
+    (hangs,) = advisories([], timeline, RunStatus("blocked", "process 7 lives"), open_work(timeline))
     assert hangs.kind == "stalled" and hangs.text.endswith(f"blocks its event loop. {then}")
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.sim.cluster import MODELS, Model, rates
+from tailrace.sim.cluster import MODELS, LanguageModel, rates
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,
@@ -132,7 +132,7 @@ def test_a_model_folder_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"model.norm.weight": np.zeros(8, np.float16)}, tmp_path / "model.safetensors")
-    assert Model.read(tmp_path) == replace(known, num_parameters=8)
+    assert LanguageModel.read(tmp_path) == replace(known, num_parameters=8)
     cluster = on(device="CPU", model=str(tmp_path), rollout_devices=4)
     assert rates(cluster).engines.base_s == 16 / 307.2e9
 

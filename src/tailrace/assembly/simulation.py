@@ -27,10 +27,9 @@ from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.judge import SimJudges, forward_pass
-from tailrace.sim.reference import SimReference
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
-from tailrace.sim.trainer import SimTrainer
+from tailrace.sim.trainer import SimReference, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts, law_of
 
 OF_DEVICES = {

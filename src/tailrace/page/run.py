@@ -11,12 +11,13 @@ from tailrace import clock
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
 from tailrace.page.idle import Activity, idle_shares, idle_times
-from tailrace.page.samples import Defect, SampleBook
+from tailrace.page.samples import Defect, SampleBook, whole_lines
 from tailrace.page.status import Pace, advisories, open_work, state_of
 from tailrace.record.events import Interval
 from tailrace.record.intervals import union
-from tailrace.record.run_log import GrowingFile
 from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
+
+TORN = "the file ends within this line"
 
 
 class Straggler(NamedTuple):
@@ -37,16 +38,11 @@ class RunView:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._folder = name, folder
-        self._begin()
-
-    def _begin(self) -> None:
-        self._log = RunTimelines(self._folder / "events.jsonl")
-        self._metrics = GrowingFile(self._folder / "metrics.jsonl")
+        self._log = RunTimelines(folder / "events.jsonl")
+        self._samples = SampleBook(folder)
+        self._pace = Pace(folder / COUNTS_FOLDER)
         self._rows: list[dict[str, float | None]] = []
-        self._bad_row: Defect | None = None
-        self._samples = SampleBook(self._folder)
-        self._pace = Pace(self._folder / COUNTS_FOLDER)
-        self._derived: dict[str, Any] = {}
+        self._row_defects: list[Defect] = []
 
     def update(self) -> None:
         """Read what is new.
@@ -54,18 +50,11 @@ class RunView:
         Raises:
             ConfigError: the run log has a bad line.
         """
-        if self._log.file.was_replaced() or self._metrics.was_replaced():
-            self._begin()  # another run, or a resumed one, which has cut rows
         self._log.update()
         self._read_rows()
         self._samples.update()
         if self._log.all:
             self._pace.update(self._log.all[-1])
-        defects = [*self._defects()]
-        end_s = self._log.all[-1].end_s if self._log.all else 0.0
-        revision = [self._log.file.num_lines, end_s, len(self._rows), len(self._samples), defects]
-        if revision != self._derived.get("revision"):
-            self._derived = self._derive() | {"defects": defects, "revision": revision}
 
     def payload(self) -> dict[str, Any]:
         """What the page shows, as JSON."""
@@ -73,9 +62,11 @@ class RunView:
         state = state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
         work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
         found = advisories([row for row in self._rows if "loss" in row], newest, state, work)
-        return self._derived | {
+        return self._derived() | {
             "name": self.name,
             "rows": self._rows,
+            "samples": self._samples.listed,
+            "defects": [defect._asdict() for defect in self._defects()],
             "state": state._asdict(),
             "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
             "advisories": [each._asdict() for each in found],
@@ -96,34 +87,32 @@ class RunView:
         return [str(sample["id"]) for sample in reversed(self._samples.listed)]
 
     def _read_rows(self) -> None:
-        for line in self._metrics.new():
+        """The rows of metrics.jsonl that are good, and the defects of the file."""
+        lines, is_torn = whole_lines(self._folder / "metrics.jsonl")
+        self._rows, bad = [], list[tuple[int, str]]()
+        for number, line in enumerate(lines, 1):
             try:
-                row = msgspec.json.decode(line.content, type=dict[str, float | None])
+                row = msgspec.json.decode(line, type=dict[str, float | None])
             except (msgspec.DecodeError, UnicodeDecodeError):
                 row = {}
             step = row.get("step")
             if step is None or row.get("wall_time") is None:
-                self._add_bad_row(line.number, "it is no row of figures")
+                bad.append((number, "it is no row of figures"))
             elif self._rows and step < (self._rows[-1]["step"] or 0.0):
-                self._add_bad_row(line.number, "its step is before that of the line above")
+                bad.append((number, "its step is before that of the line above"))
             else:
                 self._rows.append(row)
+        self._row_defects = [Defect("metrics.jsonl", *bad[0], num_lines=len(bad))] if bad else []
+        if is_torn:
+            self._row_defects.append(Defect("metrics.jsonl", len(lines) + 1, TORN))
 
-    def _add_bad_row(self, line: int, problem: str) -> None:
-        bad = self._bad_row or Defect("metrics.jsonl", line, problem, num_lines=0)
-        self._bad_row = bad._replace(num_lines=bad.num_lines + 1)
+    def _defects(self) -> Iterator[Defect]:
+        if self._log.reader.is_torn:
+            yield Defect("events.jsonl", self._log.reader.num_lines + 1, TORN)
+        yield from (*self._row_defects, *self._samples.defects)
 
-    def _defects(self) -> Iterator[dict[str, Any]]:
-        torn = [
-            Defect(file.path.name, file.num_lines + 1, "the file ends within this line")
-            for file in (self._log.file, self._metrics)
-            if file.is_torn
-        ]
-        bad_row = [self._bad_row] if self._bad_row else []
-        for defect in [*bad_row, *torn, *self._samples.defects.values()]:
-            yield defect._asdict()
-
-    def _derive(self) -> dict[str, Any]:
+    def _derived(self) -> dict[str, Any]:
+        """What follows from the run log."""
         timelines = self._log.all
         activities = [Activity.of(each) for each in timelines]
         idle = [each for activity in activities for each in idle_times(activity)]
@@ -154,7 +143,6 @@ class RunView:
                 for timeline in timelines
                 for each in timeline.states
             ],
-            "samples": self._samples.listed,
         }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
 from tailrace.ledger.store import open_store
-from tailrace.record.run_log import GrowingFile
 
 NUM_LISTED = 300
 """The newest samples are listed; any other can be opened by its id."""
@@ -40,12 +40,6 @@ class SampleLine(msgspec.Struct):
     completion_ids: msgspec.Raw = msgspec.Raw()
 
 
-class FileRange(NamedTuple):
-    path: Path
-    start: int
-    size: int
-
-
 class TokenTable(msgspec.Struct):
     """The tokens of a completion, one entry a token."""
 
@@ -70,8 +64,43 @@ class SampleView(msgspec.Struct):
     """Why something is missing."""
 
 
+def whole_lines(path: Path) -> tuple[list[bytes], bool]:
+    """The lines of a file that another process may append to, and whether it ends within one more."""
+    data = path.read_bytes() if path.exists() else b""
+    whole, end, rest = data.rpartition(b"\n")
+    return (whole + end).splitlines(keepends=True), bool(rest)
+
+
+class SamplesFile:
+    """The trained samples of a round.
+
+    Args:
+        stamp: of the file when it was read.
+    """
+
+    def __init__(self, path: Path, stamp: tuple[int, int]) -> None:
+        self.stamp, self.name = stamp, path.name
+        self.listed: list[dict[str, object]] = []
+        self.defect: Defect | None = None
+        """Its first bad line."""
+        self.ranges: dict[str, tuple[int, int]] = {}
+        """Start and end in the file of the line of each sample."""
+        end = 0
+        for number, line in enumerate(whole_lines(path)[0], 1):
+            start, end = end, end + len(line)
+            try:
+                sample = msgspec.json.decode(line, type=SampleLine)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.defect = self.defect or Defect(path.name, number, "it is no sample")
+                continue
+            self.ranges[sample.id] = (start, end)
+            listed = msgspec.structs.asdict(sample)
+            listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
+            self.listed.append(listed)
+
+
 class SampleBook:
-    """Finds samples by id. It reads only what was written since the last `update`.
+    """Finds samples by id. It reads a file again when it has changed.
 
     Args:
         folder: the output directory of the run.
@@ -80,61 +109,47 @@ class SampleBook:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._texts: TokenTexts | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.listed: list[dict[str, object]] = []
-        """The newest samples, the newest last."""
-        self.defects: dict[str, Defect] = {}
-        self._files: dict[Path, GrowingFile] = {}
-        self._places: dict[str, FileRange] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
+        self._files: dict[Path, SamplesFile] = {}
+        """The newest round last."""
 
     def update(self) -> None:
         """Read what is new."""
-        paths = sorted((self._folder / "samples").glob("round_*.jsonl"))
-        if any(file.was_replaced() for file in [*self._files.values()][-2:]):
-            self._begin()  # a resumed run drops the samples of the newest rounds
-        # Only the newest round's file grows; the one before may have grown since the last time.
-        for path in [path for path in paths if path not in self._files or path in paths[-2:]]:
-            self._read(self._files.setdefault(path, GrowingFile(path)))
-        self.listed = self.listed[-NUM_LISTED:]
+        before, self._files = self._files, {}
+        for path in sorted((self._folder / "samples").glob("round_*.jsonl")):
+            status, known = path.stat(), before.get(path)
+            stamp = (status.st_mtime_ns, status.st_size)
+            self._files[path] = known if known and known.stamp == stamp else SamplesFile(path, stamp)
 
-    def _read(self, file: GrowingFile) -> None:
-        for line in file.new():
-            try:
-                sample = msgspec.json.decode(line.content, type=SampleLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                name = file.path.name
-                self.defects.setdefault(name, Defect(name, line.number, "it is no sample"))
-                continue
-            self._places[sample.id] = FileRange(file.path, line.start, len(line.content))
-            listed = msgspec.structs.asdict(sample)
-            listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
-            self.listed.append(listed)
+    @property
+    def listed(self) -> list[dict[str, object]]:
+        """The newest samples, the newest last."""
+        newest = chain.from_iterable(reversed(file.listed) for file in reversed(self._files.values()))
+        return [*islice(newest, NUM_LISTED)][::-1]
+
+    @property
+    def defects(self) -> list[Defect]:
+        return [file.defect for file in self._files.values() if file.defect]
 
     def find(self, id: str) -> SampleView:
         """A sample, from its file or else from the ledger."""
-        if (place := self._places.get(id)) is not None:
+        if path := next((path for path, file in reversed(self._files.items()) if id in file.ranges), None):
             try:
-                return self._from_file(id, place)
+                return self._from_file(id, path, *self._files[path].ranges[id])
             except (msgspec.DecodeError, UnicodeDecodeError) as why:
-                return SampleView(id, "", {}, [], None, f"its line in {place.path} is damaged: {why}")
+                return SampleView(id, "", {}, [], None, f"its line in {path} is damaged: {why}")
         try:
             return self._from_ledger(id)
         except (TailraceError, OSError, ValueError) as why:
             return SampleView(id, "", {}, [], None, f"it is in no samples file; the ledger: {why}")
 
-    def _from_file(self, id: str, place: FileRange) -> SampleView:
-        with place.path.open("rb") as file:
-            file.seek(place.start)
-            record = msgspec.json.decode(file.read(place.size))
+    def _from_file(self, id: str, path: Path, start: int, end: int) -> SampleView:
+        with path.open("rb") as file:
+            file.seek(start)
+            record = msgspec.json.decode(file.read(end - start))
         ids, logprobs = record.pop("completion_ids", None), record.pop("logprobs", [])
         spans = [(str(version), num) for version, num in record.get("spans", [])]
         note = "" if ids else "its tokens were not recorded (record.token_samples)"
-        view = SampleView(id, f"samples/{place.path.name}", record, spans, None, note)
+        view = SampleView(id, f"samples/{path.name}", record, spans, None, note)
         return self._with_tokens(view, ids or [], logprobs)
 
     def _from_ledger(self, id: str) -> SampleView:

@@ -45,7 +45,7 @@ CLOSE_S = 0.1
 """An abort this close to a publication belongs to it."""
 
 
-class RunState(NamedTuple):
+class RunStatus(NamedTuple):
     """Whether a run goes on, by its files and by the lock that its process holds."""
 
     kind: str
@@ -54,7 +54,7 @@ class RunState(NamedTuple):
     text: str
 
 
-def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> RunState:
+def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> RunStatus:
     """The state of a run. It takes no lock itself.
 
     Args:
@@ -68,18 +68,18 @@ def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> RunState
     # summary.json is the last file that a run writes. A copy of the folder may have other times.
     is_copy = is_closed and not process and silent_s >= SILENT_S
     if summarized_s and (summarized_s >= written_s or is_copy):
-        return RunState("finished", "finished")
+        return RunStatus("finished", "finished")
     if process and (begun_s := _modified(lock)) > written_s:
         said = f"process {process} has been starting its workers for {now_s - begun_s:,.0f} s; see logs/"
-        return RunState("starting", said)
+        return RunStatus("starting", said)
     if silent_s < SILENT_S:
-        return RunState("written", "is being written")
+        return RunStatus("written", "is being written")
     said = f"nothing was written for {silent_s:,.0f} s" if written_s else "nothing was written"
     if process:
-        return RunState("blocked", f"process {process} lives, but {said}")
+        return RunStatus("blocked", f"process {process} lives, but {said}")
     if lock.exists():
-        return RunState("ended", "ended without closing")
-    return RunState("silent", f"not finished, and {said}")
+        return RunStatus("ended", "ended without closing")
+    return RunStatus("silent", f"not finished, and {said}")
 
 
 def _modified(path: Path) -> float:
@@ -256,7 +256,7 @@ class Advisory(NamedTuple):
 def advisories(
     steps: Sequence[Figures],
     timeline: Timeline | None,
-    state: RunState | None = None,
+    state: RunStatus | None = None,
     work: Sequence[OpenWork] = (),
 ) -> list[Advisory]:
     """What the last optimizer steps and the newest process of the run show.
@@ -273,7 +273,7 @@ def advisories(
     return [each for each in found if each]
 
 
-def _silent(timeline: Timeline, state: RunState, work: Sequence[OpenWork]) -> Advisory | None:
+def _silent(timeline: Timeline, state: RunStatus, work: Sequence[OpenWork]) -> Advisory | None:
     """A run that ended or hangs, or something in it that takes longer than usual."""
     late = [each.what for each in work if each.is_late]
     others = [each.what for each in work if not each.is_late]

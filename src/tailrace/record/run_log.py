@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -104,19 +103,11 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, end)
 
 
-class Line(NamedTuple):
-    number: int
-    """From 1."""
-    content: bytes
-    start: int
-    """Where it begins in the file."""
+class LogReader:
+    """Decodes the events of a run, also while it writes them.
 
-
-class GrowingFile:
-    """The lines of a file that another process may append to.
-
-    Args:
-        path: the file; it need not exist yet.
+    Their times are seconds since the run's first event. The time between two of its processes is not
+    counted: what the second one does follows at once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,22 +117,45 @@ class GrowingFile:
         self.num_lines = self._offset = 0
         self._last = b""
         """The last line that was read."""
+        self._now_s = self._shift_s = 0.0
 
     def was_replaced(self) -> bool:
-        """Whether the last line that was read is no longer where it was: the file was written again."""
-        return bool(self._last) and self._read(len(self._last)) != self._last
+        """Whether another run was begun in the folder: the last line that was read is not where it was."""
+        return bool(self._last) and self._content(len(self._last)) != self._last
 
-    def new(self) -> Iterator[Line]:
-        """Yield the whole lines with content that were appended since the last call."""
-        data = self._read()[len(self._last) :]
+    def read(self) -> Iterator[LoggedEvent]:
+        """Yield the events that were appended since the last call.
+
+        Raises:
+            ConfigError: a line is no event of this version, or is out of order. A torn last line is left out.
+        """
+        data = self._content()[len(self._last) :]
         self.is_torn = not data.endswith(b"\n") and bool(data)
-        for content in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-            start, self._last = self._offset, content
-            self._offset, self.num_lines = start + len(content), self.num_lines + 1
-            if content.strip():
-                yield Line(self.num_lines, content, start)
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._last, self._offset, self.num_lines = line, self._offset + len(line), self.num_lines + 1
+            if line.strip():
+                yield self._event(line)
 
-    def _read(self, size: int = -1) -> bytes:
+    def _event(self, line: bytes) -> LoggedEvent:
+        try:
+            event: LoggedEvent = _DECODER.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as why:
+            raise self._refused(f"it is no event of this version ({why})") from None
+        if isinstance(event, RunStarted):
+            if event.format != FORMAT:
+                raise self._refused(
+                    f"the log has format {event.format}, and this version reads format {FORMAT}"
+                )
+            self._shift_s = self._now_s - event.time_s
+        elif self.num_lines == 1:
+            raise self._refused("no RunStarted comes before it")
+        event = _shifted(event, self._shift_s) if self._shift_s else event
+        if time_of(event) < self._now_s - 1e-9:  # shifted times are rounded
+            raise self._refused("its time is before that of the line above")
+        self._now_s = max(self._now_s, time_of(event))
+        return event
+
+    def _content(self, size: int = -1) -> bytes:
         """The last line that was read, and what follows it."""
         try:
             with self.path.open("rb") as file:
@@ -150,48 +164,10 @@ class GrowingFile:
         except FileNotFoundError:
             return b""
 
-
-class LogReader:
-    """Decodes the events of a run, also while it writes them.
-
-    Their times are seconds since the run's first event. The time between two of its processes is not
-    counted: what the second one does follows at once.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.file = GrowingFile(path)
-        self._now_s = self._shift_s = 0.0
-
-    def read(self) -> Iterator[LoggedEvent]:
-        """Yield the events that were appended since the last call.
-
-        Raises:
-            ConfigError: a line is no event of this version, or is out of order. A torn last line is left out.
-        """
-        for line in self.file.new():
-            try:
-                event: LoggedEvent = _DECODER.decode(line.content)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as why:
-                raise self._refused(line, f"it is no event of this version ({why})") from None
-            if isinstance(event, RunStarted):
-                if event.format != FORMAT:
-                    problem = f"the log has format {event.format}, and this version reads format {FORMAT}"
-                    raise self._refused(line, problem)
-                self._shift_s = self._now_s - event.time_s
-            elif line.number == 1:
-                raise self._refused(line, "no RunStarted comes before it")
-            event = _shifted(event, self._shift_s) if self._shift_s else event
-            if time_of(event) < self._now_s - 1e-9:  # shifted times are rounded
-                raise self._refused(line, "its time is before that of the line above")
-            self._now_s = max(self._now_s, time_of(event))
-            yield event
-
-    def _refused(self, line: Line, problem: str) -> ConfigError:
-        path = self.file.path
-        problem = f"line {line.number} of {path.name}: {problem}"
-        return ConfigError(
-            "RUN", str(path.parent), problem, "put a copy of the file back, or name another run"
-        )
+    def _refused(self, problem: str) -> ConfigError:
+        problem = f"line {self.num_lines} of {self.path.name}: {problem}"
+        remedy = "put a copy of the file back, or name another run"
+        return ConfigError("RUN", str(self.path.parent), problem, remedy)
 
 
 def _shifted(event: LoggedEvent, by_s: float) -> LoggedEvent:

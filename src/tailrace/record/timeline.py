@@ -240,13 +240,18 @@ class RunTimelines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._reader = LogReader(path)
-        self.file = self._reader.file
+        self._path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self.reader = LogReader(self._path)
         self.all: list[Timeline] = []
 
     def update(self) -> None:
         """Read what was appended since the last time. Raises as `LogReader.read`."""
-        for event in self._reader.read():
+        if self.reader.was_replaced():
+            self._begin()
+        for event in self.reader.read():
             if isinstance(event, events.RunStarted):
                 self.all.append(Timeline(event.life, event.time_s, event.time_s))
             self.all[-1].on(event)

@@ -86,7 +86,7 @@ PROFILES: Mapping[str, Device] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LanguageModel:
     """A causal language model, as the time and memory of a cluster depend on it.
 
     Args:
@@ -107,7 +107,7 @@ class Model:
     context_tokens: int
 
     @classmethod
-    def read(cls, path: Path) -> "Model":
+    def read(cls, path: Path) -> "LanguageModel":
         """Read a Hugging Face model folder.
 
         Raises:
@@ -167,13 +167,13 @@ class Model:
         )
 
 
-MODELS: Mapping[str, Model] = {
-    "Qwen2.5-7B": Model(7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152_064, 131_072),
-    "Qwen2.5-14B": Model(14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152_064, 131_072),
-    "Qwen2.5-32B": Model(32_763_876_352, 64, 5120, 40, 8, 128, 27648, 152_064, 131_072),
-    "Qwen3-1.7B": Model(1_720_574_976, 28, 2048, 16, 8, 128, 6144, 151_936, 40_960),
-    "Qwen3-4B": Model(4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151_936, 40_960),
-    "Qwen3-8B": Model(8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151_936, 40_960),
+MODELS: Mapping[str, LanguageModel] = {
+    "Qwen2.5-7B": LanguageModel(7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152_064, 131_072),
+    "Qwen2.5-14B": LanguageModel(14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152_064, 131_072),
+    "Qwen2.5-32B": LanguageModel(32_763_876_352, 64, 5120, 40, 8, 128, 27648, 152_064, 131_072),
+    "Qwen3-1.7B": LanguageModel(1_720_574_976, 28, 2048, 16, 8, 128, 6144, 151_936, 40_960),
+    "Qwen3-4B": LanguageModel(4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151_936, 40_960),
+    "Qwen3-8B": LanguageModel(8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151_936, 40_960),
 }
 """The papers' models, from their published config.json; parameters as in their weight files."""
 
@@ -242,7 +242,7 @@ def device_of(cluster: SimClusterSettings) -> Device:
     return PROFILES[cluster.device]
 
 
-def model_of(key: str, name: str | None) -> Model:
+def model_of(key: str, name: str | None) -> LanguageModel:
     """Return a known model, or the one of a folder.
 
     Args:
@@ -256,7 +256,7 @@ def model_of(key: str, name: str | None) -> Model:
     if name is None or not Path(name).is_dir():
         problem = "it is neither the name of a known model nor a folder"
         raise ConfigError(key, name, problem, f"choose from {', '.join(MODELS)}, or name a model folder")
-    return Model.read(Path(name))
+    return LanguageModel.read(Path(name))
 
 
 def _generating(cluster: SimClusterSettings) -> int:
@@ -275,7 +275,7 @@ def _link(cluster: SimClusterSettings, device: Device, num_devices: int) -> floa
     return rate * cluster.link_efficiency
 
 
-def _engine_rates(cluster: SimClusterSettings, device: Device, model: Model) -> dict[str, Any]:
+def _engine_rates(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, Any]:
     size = cluster.tensor_parallel
     memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
     arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
@@ -300,7 +300,7 @@ def _engine_rates(cluster: SimClusterSettings, device: Device, model: Model) -> 
     }
 
 
-def _switch_s(cluster: SimClusterSettings, device: Device, model: Model) -> dict[str, float]:
+def _switch_s(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, float]:
     """Return the costs of new weights and of the change between generating and training.
 
     In turn, the trainer's state waits in the host's memory while engines generate. The new weights reach the
@@ -315,14 +315,14 @@ def _switch_s(cluster: SimClusterSettings, device: Device, model: Model) -> dict
     return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
 
 
-def _send_s(cluster: SimClusterSettings, device: Device, model: Model) -> float:
+def _send_s(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> float:
     """Return the time in which the weights reach all engines, as a pipelined broadcast."""
     if cluster.transport == "filesystem":
         return model.weight_bytes / cluster.filesystem_bytes_per_s
     return model.weight_bytes / _link(cluster, device, cluster.devices)
 
 
-def _trainer_rates(cluster: SimClusterSettings, device: Device, model: Model) -> dict[str, float]:
+def _trainer_rates(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, float]:
     """All state is sharded over the trainer's devices. A step reduces gradients and gathers the weights."""
     num = _training(cluster)
     flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
@@ -340,16 +340,16 @@ def _trainer_rates(cluster: SimClusterSettings, device: Device, model: Model) ->
     }
 
 
-def _kv_bytes(model: Model, size: int) -> float:
+def _kv_bytes(model: LanguageModel, size: int) -> float:
     """Return the bytes of one position on all devices of an engine. A device has at least one whole head."""
     return model.kv_bytes * max(1.0, size / model.num_kv_heads)
 
 
-def _kv_room(cluster: SimClusterSettings, device: Device, model: Model) -> float:
+def _kv_room(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> float:
     return cluster.tensor_parallel * device.memory_bytes * cluster.memory_share - model.weight_bytes
 
 
-def _state_bytes(cluster: SimClusterSettings, model: Model) -> float:
+def _state_bytes(cluster: SimClusterSettings, model: LanguageModel) -> float:
     return cluster.trainer_bytes_per_parameter * model.num_parameters
 
 
@@ -357,7 +357,7 @@ def _training_memory(cluster: SimClusterSettings, device: Device) -> float:
     return _training(cluster) * device.memory_bytes
 
 
-def _check_devices(cluster: SimClusterSettings, model: Model) -> None:
+def _check_devices(cluster: SimClusterSettings, model: LanguageModel) -> None:
     size, generating = cluster.tensor_parallel, _generating(cluster)
     if _training(cluster) < 1:
         problem = f"all {cluster.devices} devices would generate, and none would train"
@@ -377,7 +377,7 @@ def _check_devices(cluster: SimClusterSettings, model: Model) -> None:
         raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")
 
 
-def _check_memory(cluster: SimClusterSettings, device: Device, model: Model) -> None:
+def _check_memory(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> None:
     name, size = cluster.model, cluster.tensor_parallel
     room = size * device.memory_bytes * cluster.memory_share
     if _kv_room(cluster, device, model) <= 0:
@@ -392,7 +392,7 @@ def _check_memory(cluster: SimClusterSettings, device: Device, model: Model) -> 
         raise ConfigError("sim.cluster.model", name, problem, "give the trainer more devices")
 
 
-def _check_lengths(settings: SimSettings, model: Model) -> None:
+def _check_lengths(settings: SimSettings, model: LanguageModel) -> None:
     lengths = settings.lengths
     limit = lengths.max_tokens or DEFAULT_MAX_TOKENS
     total = lengths.prompt_tokens + limit

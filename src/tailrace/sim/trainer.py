@@ -1,4 +1,5 @@
-"""A simulated trainer: time, a step counter, the accumulated samples, and a model of the ESS."""
+"""A simulated trainer (time, a step counter, the accumulated samples, and a model of the ESS), and a
+simulated reference model, which only takes time."""
 
 import asyncio
 import math
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from tailrace.errors import CheckpointError
 from tailrace.sim.host import Host
-from tailrace.sim.settings import SimTrainerSettings
+from tailrace.sim.settings import SimReferenceSettings, SimTrainerSettings
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
@@ -106,3 +107,17 @@ def _ess(log_weights: Sequence[tuple[int, float]]) -> float:
     num_tokens = sum(count for count, _ in log_weights)
     squares = sum(count * math.exp(min(variance, 700.0)) for count, variance in log_weights)
     return num_tokens / squares if num_tokens else 1.0
+
+
+class SimReference:
+    """A `Reference` (trainer/base.py) that takes virtual time."""
+
+    def __init__(self, cost: SimReferenceSettings) -> None:
+        self._cost = cost
+        self._device = asyncio.Lock()
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """Empty: simulated samples have no token ids."""
+        async with self._device:
+            await asyncio.sleep(sample.num_sequence_tokens / self._cost.tokens_per_s)
+        return []

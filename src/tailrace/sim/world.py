@@ -83,7 +83,7 @@ Law = Callable[[float], float]
 """The length at a quantile, which is given as a standard normal number."""
 
 
-class _Line(msgspec.Struct):
+class _RecordedLength(msgspec.Struct):
     """What counts in a line of a run's samples."""
 
     num_tokens: int
@@ -146,7 +146,7 @@ def read_recorded(path: Path) -> dict[tuple[int, int], int]:
     return recorded
 
 
-def _lines(path: Path) -> list[_Line]:
+def _lines(path: Path) -> list[_RecordedLength]:
     files = sorted(path.glob("round_*.jsonl")) if path.is_dir() else [path]
     try:
         lines = [line for file in files for line in _lines_in(file)]
@@ -157,8 +157,8 @@ def _lines(path: Path) -> list[_Line]:
     return lines
 
 
-def _lines_in(file: Path) -> Iterator[_Line]:
-    decoder = msgspec.json.Decoder(int | _Line)
+def _lines_in(file: Path) -> Iterator[_RecordedLength]:
+    decoder = msgspec.json.Decoder(int | _RecordedLength)
     last_step = 0
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
         where = f"line {number} of {file.name}"
@@ -166,7 +166,7 @@ def _lines_in(file: Path) -> Iterator[_Line]:
             found = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as why:
             raise _refused(file, f"{where} is torn or no length ({why})") from None
-        sample = _Line(found, last_step) if isinstance(found, int) else found
+        sample = _RecordedLength(found, last_step) if isinstance(found, int) else found
         if sample.num_tokens < 1:
             raise _refused(file, f"{where} has the length {sample.num_tokens}")
         if sample.step < last_step:

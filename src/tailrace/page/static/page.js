@@ -39,7 +39,9 @@
 
   function take(run, payload) {
     run.payload = payload;
-    const key = JSON.stringify([payload.revision, payload.state.kind, payload.advisories]);
+    const newest = payload.samples.at(-1);
+    const key = JSON.stringify([payload.end_s, payload.rows.length, newest && newest.id, payload.defects,
+      payload.state.kind, payload.advisories]);
     const isNew = key !== run.key;
     run.key = key;
     return isNew;
