@@ -104,7 +104,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
     with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
         there = execute(trained())
         assert [each.wait(30) for each in (one, two, three)] == [0, 0, 0]
-    here = TorchTrainer.load(
+    here = TorchTrainer(
         model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40
     )
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
