@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.processes import children_of
 from helpers.small_run import start_training, wait_for_steps, write_small_run
 
 
@@ -23,8 +24,8 @@ def terminated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.Completed
     folder = config.parent / "out"
     process = start_training(config, folder)
     wait_for_steps(folder, 3, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in map(int, children):
+    children = children_of(process.pid)
+    for pid in [*children, *(worker for child in children for worker in children_of(child))]:
         os.kill(pid, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)

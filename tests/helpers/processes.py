@@ -5,11 +5,11 @@ from pathlib import Path
 
 
 def worker_of(controller: int, name: str) -> int:
-    """The process id of a worker that torch computes in. They are the children of the fork server."""
+    """The process id of a worker. They are the children of the fork server."""
     (found,) = (
         worker
-        for child in _children(controller)
-        for worker in _children(child)
+        for child in children_of(controller)
+        for worker in children_of(child)
         if Path(f"/proc/{worker}/comm").read_text().strip() == name
     )
     return found
@@ -17,16 +17,14 @@ def worker_of(controller: int, name: str) -> int:
 
 def loader_of(controller: int) -> int:
     """The process id of what imports the reward function, a child of the reward worker."""
-    (found,) = (
-        loader
-        for child in _children(controller)
-        if b"reward_child" in Path(f"/proc/{child}/cmdline").read_bytes()
-        for loader in _children(child)
-    )
+    (found,) = children_of(worker_of(controller, "scorer-0"))
     return found
 
 
-def _children(parent: int) -> list[int]:
-    with suppress(FileNotFoundError):  # it has ended
-        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return []
+def children_of(parent: int) -> list[int]:
+    """The children of all threads of a process."""
+    found: list[int] = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # it has ended
+            found += map(int, children.read_text().split())
+    return found

@@ -18,6 +18,7 @@ from tailrace.workers.calls import (
     START,
     STARTED,
     UNANSWERED,
+    BatchWorker,
     Connection,
     Hello,
     Job,
@@ -43,7 +44,6 @@ class Clerk(Worker):
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.batches: list[list[float]] = []
 
     def say(self, word: str) -> None:
         self.said.append(word)
@@ -55,6 +55,11 @@ class Clerk(Worker):
 
     def size(self, words: list[str]) -> int:
         return len(words)
+
+
+class Roots(BatchWorker):
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
 
     @batched
     def root(self, numbers: list[float]) -> Iterable[float | RewardFailed]:
@@ -99,23 +104,25 @@ def test_the_last_calls_before_the_controller_lets_go_are_executed() -> None:
 
 
 def test_calls_that_have_arrived_together_are_one_batch_and_each_has_its_own_failure() -> None:
-    with connected(Clerk) as (controller, connection):
-        clerk = Clerk()
-        for method, arguments in (
-            (Clerk.root, (4.0,)),
-            (Clerk.root, (-1.0,)),
-            (Clerk.divide, (1.0, 0.0)),
-            (Clerk.divide, (1.0, 4.0)),
-            (Clerk.root, (9.0,)),
-        ):
-            controller.call(method, *arguments)
+    with connected(Roots) as (controller, connection):
+        roots = Roots()
+        for number in (4.0, -1.0, 9.0):
+            controller.call(Roots.root, number)
         controller.finish()
-        clerk.serve(connection)
-        two, negative, zero, quarter, three = controller.heard()
-    assert clerk.batches == [[4.0, -1.0], [9.0]]
-    assert (two, quarter, three) == (2.0, 0.25, 3.0)
-    assert (negative.reason, negative.detail) == ("negative", "-1.0")
-    assert (type(zero), str(zero)) == (TransferFailed, "by zero")
+        roots.serve(connection)
+        two, negative, three = controller.heard()
+    assert roots.batches == [[4.0, -1.0, 9.0]]
+    assert (two, three, negative.reason, negative.detail) == (2.0, 3.0, "negative", "-1.0")
+
+
+def test_a_method_answers_with_its_result_or_its_error() -> None:
+    with connected(Clerk) as (controller, connection):
+        controller.call(Clerk.divide, 1.0, 0.0)
+        controller.call(Clerk.divide, 1.0, 4.0)
+        controller.finish()
+        Clerk().serve(connection)
+        error, quarter = controller.heard()
+    assert (type(error), str(error), quarter) == (TransferFailed, "by zero", 0.25)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +144,19 @@ def test_an_error_travels_as_what_it_was_made_of(error: errors.TailraceError) ->
     assert {key: str(value) for key, value in vars(again).items() if key != "arguments"} == attributes
 
 
-async def listening() -> tuple[RemoteWorker, tuple[str, int], str]:
+async def listening(host: str | None = "127.0.0.1") -> tuple[RemoteWorker, Any, str]:
     worker = RemoteWorker("clerk", Clerk, Job(threads=3))
-    address, token = await worker.listen("127.0.0.1")
+    address, token = await worker.listen(host)
     worker.watch(JoinedProcess(worker))
     return worker, address, token
 
 
-def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(execute: Execute) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", None])
+def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
+    execute: Execute, host: str | None
+) -> None:
     async def main() -> None:
-        worker, address, token = await listening()
+        worker, address, token = await listening(host)
         connection = Connection.dial(address, Hello(token))
         big = worker.begin(Clerk.size, ["word"] * 1_000_000)
         worker.send(Clerk.say, "after it")
@@ -162,7 +172,7 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(execut
         connection.tell(Noticed("a fly"))
         noticed: list[Noticed] = []
         worker.on_event = noticed.append
-        connection.execute(Clerk(), [size])
+        connection.execute(Clerk(), size)
         await worker.ready()
         assert await big == 1_000_000
         assert noticed == [Noticed("a fly")]

@@ -25,9 +25,12 @@ from tailrace.weights.base import (
 )
 from tailrace.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings, RoleResources
 from tailrace.workers.engine import EngineJob
-from tailrace.workers.hosts import Bundles, check_host, plan_bundles, where_workers_run
+from tailrace.workers.hosts import check_host, where_workers_run
 from tailrace.workers.server import ServerJob
 from tailrace.workers.trainer import TrainerJob, process_names, trainer_jobs
+
+pytest.importorskip("ray")
+from tailrace.workers.ray import Bundles, plan_bundles
 
 RAY, STREAM = RayHostSettings(), ProcessGroupSettings()
 
@@ -118,14 +121,12 @@ VLLM = VllmEngineSettings(urls=("http://10.0.0.7:8000",))
 def test_what_cannot_be_honoured_on_other_hosts_is_refused(
     key: str, host: AnyHostSettings, weights: WeightsSettings, engine: EngineSettings
 ) -> None:
-    pytest.importorskip("ray")
     with pytest.raises(ConfigError) as refused:
         check_host(host, weights=weights, engine=engine)
     assert refused.value.key == key
 
 
 def test_what_can_be_honoured_on_other_hosts_is_taken() -> None:
-    pytest.importorskip("ray")
     native = NativeEngineSettings()
     for host in (LocalHostSettings(), joining("reward"), joining("reference")):
         check_host(host, weights=SharedMemorySettings(), engine=native)

@@ -104,9 +104,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
     with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
         there = execute(trained())
         assert [each.wait(30) for each in (one, two, three)] == [0, 0, 0]
-    here = TorchTrainer(
-        model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40
-    )
+    here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40)
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
     stats = here.step()
     assert (there.loss, there.grad_norm) == pytest.approx((stats.loss, stats.grad_norm), rel=1e-5)
@@ -123,7 +121,7 @@ def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
         async with workers(model_path, tmp_path, host=host(port, "trainer"), weights=STREAM) as opened:
             await opened.trainer.publish(1)
             os.kill(process.pid, signal.SIGKILL)  # the kernel ends the worker with it
-            await opened.trainer.step()
+            await asyncio.get_running_loop().create_future()
 
     said = r"trainer \(joined from 127\.0\.0\.1\) has ended; its host has its log"
     with joined("trainer", port) as process, pytest.raises(WorkerDied, match=said):

@@ -116,13 +116,14 @@ def test_an_error_in_the_block_is_raised_as_it_is(execute: Execute) -> None:
 CONTROLLER = """
 import asyncio, os, sys
 from pathlib import Path
-from multiprocessing import active_children
+from tailrace.workers.process_tree import children_of, parent_of
 from worker_cases import make_samples, pids_of, workers
 
 async def main():
     async with workers(Path(sys.argv[1]), Path(sys.argv[2])) as opened:
         weights = await opened.trainer.publish(1)
-        scorers = [each.pid for each in active_children() if each.pid not in pids_of(opened)]
+        forked = children_of(parent_of(pids_of(opened)[0]))
+        scorers = [each for each in forked if each not in pids_of(opened)]
         print(weights.location, *pids_of(opened), *scorers, flush=True)
         while True:
             await asyncio.gather(*(opened.engines[0].generate(sample) for sample in make_samples(64)))

@@ -22,9 +22,9 @@ from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.model_folder import context_length
 from tailrace.trainer.base import Reference
 from tailrace.weights.base import in_run_folder
-from tailrace.workers.calls import Job, RemoteWorker, Worker
+from tailrace.workers.calls import Job, RemoteWorker, Spawner, Worker
 from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
-from tailrace.workers.hosts import Spawner, open_spawner, where_workers_run
+from tailrace.workers.hosts import open_spawner, where_workers_run
 from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.judge import JudgeWorker, RemoteJudge, judge_jobs
 from tailrace.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference

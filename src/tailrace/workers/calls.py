@@ -57,6 +57,7 @@ from typing_extensions import override
 
 from tailrace import errors
 from tailrace.clock import waiting
+from tailrace.devices import Devices
 from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied
 from tailrace.settings import Settings
 from tailrace.workers.process_tree import signal_on_parent_death
@@ -84,6 +85,10 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A host that is lost is noticed within 30 seconds."""
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+Address = str | tuple[str, int]
+"""A Unix socket of this host, or host and port."""
 
 
 class Job(Settings):
@@ -148,7 +153,8 @@ class RaisedError(msgspec.Struct, array_like=True):
         return cls([_plain(each) for each in error.arguments], {k: _plain(v) for k, v in error.named.items()})
 
     def error(self, kind: str) -> TailraceError:
-        error: TailraceError = getattr(errors, kind)(*self.arguments, **self.named)
+        error = getattr(errors, kind)(*self.arguments, **self.named)
+        assert isinstance(error, TailraceError), kind
         return error
 
 
@@ -211,7 +217,7 @@ def signature_of(method: Callable[..., Any]) -> Signature:
     hints = get_type_hints(method)
     parameters = [hints[name] for name in signature(method).parameters if name != "self"]
     result = hints["return"]
-    if is_batched(method):
+    if hasattr(method, "is_batched"):
         parameters, (result,) = list(get_args(parameters[0])), get_args(result)
         if get_origin(result) is UnionType:  # results or errors
             (result,) = (kind for kind in get_args(result) if not _is_error(kind))
@@ -247,10 +253,6 @@ def batched(method: Callable[[W, list[A]], Iterable[R | TailraceError]]) -> Call
     return cast(Callable[[W, A], R], method)
 
 
-def is_batched(method: object) -> bool:
-    return getattr(method, "is_batched", False)
-
-
 class Connection:
     """A worker's end. Any thread may send."""
 
@@ -264,13 +266,17 @@ class Connection:
         self._is_over = False
 
     @classmethod
-    def dial(cls, address: tuple[str, int], hello: Hello) -> "Connection":
+    def dial(cls, address: Address, hello: Hello) -> "Connection":
         """Connect to a controller and show the token.
 
         Raises:
             OSError: nothing answers at the address.
         """
-        own = socket.create_connection(address)
+        if isinstance(address, str):
+            own = socket.socket(socket.AF_UNIX)
+            own.connect(address)
+        else:
+            own = socket.create_connection(address)
         _set_options(own)
         own.sendall(frame(*hello))
         return cls(own)
@@ -303,8 +309,11 @@ class Connection:
             except ConnectionError:
                 return None
             calls = [_decode_call(each) for each in self._frames.feed(data)]
-            self._is_over = not data or any(call.method == END for call in calls)
-            if calls := [call for call in calls if call.method != END]:
+            self._is_over = not data
+            if calls and calls[-1].method == END:
+                self._is_over = True
+                del calls[-1]
+            if calls:
                 return calls
         return None
 
@@ -321,8 +330,8 @@ class Connection:
             end = None
             try:
                 for call in self:
-                    if getattr(getattr(type(worker), call.method), "is_beside", False):
-                        threading.Thread(target=self.execute, args=(worker, [call]), daemon=True).start()
+                    if hasattr(getattr(type(worker), call.method), "is_beside"):
+                        threading.Thread(target=self.execute, args=(worker, call), daemon=True).start()
                     else:
                         others.put(call)
             except Exception as error:
@@ -335,22 +344,22 @@ class Connection:
                 raise call
             yield call
 
-    def execute(self, worker: object, calls: Sequence[Call]) -> None:
-        """Execute calls of one method and answer them. An error of errors.py is an answer; any other is
-        raised."""
+    def execute(self, worker: object, call: Call) -> None:
+        """Execute a call and answer it. An error of errors.py is an answer; any other is raised."""
+        method = getattr(type(worker), call.method)
+        arguments = signature_of(method).arguments.decode(call.arguments)
+        try:
+            result = method(worker, *arguments)
+        except TailraceError as error:
+            result = error
+        self.answer(call.number, result)
+
+    def execute_batch(self, worker: object, calls: Sequence[Call]) -> None:
+        """Execute calls of one method, which is `batched`, and answer them."""
         method = getattr(type(worker), calls[0].method)
         decode = signature_of(method).arguments.decode
-        arguments = [decode(call.arguments) for call in calls]
-        if is_batched(method):
-            results = method(worker, [argument for (argument,) in arguments])
-            for call, result in zip(calls, results, strict=True):
-                self.answer(call.number, result)
-            return
-        for call, each in zip(calls, arguments, strict=True):
-            try:
-                result = method(worker, *each)
-            except TailraceError as error:
-                result = error
+        results = method(worker, [argument for call in calls for argument in decode(call.arguments)])
+        for call, result in zip(calls, results, strict=True):
             self.answer(call.number, result)
 
     def answer(self, number: int, result: object) -> None:
@@ -436,9 +445,17 @@ class Worker:
 
     def serve(self, connection: Connection) -> None:
         """Execute calls until the controller lets the process end."""
+        for call in connection:
+            connection.execute(self, call)
+
+
+class BatchWorker(Worker):
+    """A worker with one method, which is `batched`. What arrives while a batch is computed is the next."""
+
+    @override
+    def serve(self, connection: Connection) -> None:
         while (calls := connection.receive(wait=True)) is not None:
-            for _, group in itertools.groupby(calls, key=lambda call: call.method):
-                connection.execute(self, list(group))
+            connection.execute_batch(self, calls)
 
 
 class Process(Protocol):
@@ -470,7 +487,7 @@ class RemoteWorker:
 
     def __init__(self, name: str, kind: type[Worker], job: Job) -> None:
         self.name, self.job = name, job
-        self.address = ""
+        self.address = "127.0.0.1"
         """Under which this host reaches the worker's, once it has connected."""
         self.awaited = f"{name}: start"
         """What a wait for its connection waits for."""
@@ -489,7 +506,7 @@ class RemoteWorker:
         """What it was aborted for."""
         self._defect: Exception | None = None
         """The error of a message for which it was ended."""
-        self._started = self.future()
+        self._started: asyncio.Future[None] = self._loop.create_future()
         self._calls: dict[int, tuple[asyncio.Future[Any], Callable[..., Any]]] = {
             STARTED: (self._started, start)
         }
@@ -499,8 +516,12 @@ class RemoteWorker:
     def has_ended(self) -> bool:
         return self._words.done()
 
-    async def listen(self, host: str) -> tuple[tuple[str, int], str]:
-        """Wait for the worker at a free port of an address of this host.
+    async def listen(self, host: str | None = None) -> tuple[Address, str]:
+        """Wait for the worker.
+
+        Args:
+            host: an address of this host, at which a worker of another host reaches it. None: it is on this
+                host, where a Unix socket is faster.
 
         Returns:
             Where it shall dial in, and the token that it shall show.
@@ -508,14 +529,21 @@ class RemoteWorker:
         token = secrets.token_hex(32)
 
         def greet(line: "Line", hello: Hello) -> None:
-            if hmac.compare_digest(hello.token, token) and not self._is_connected.done():
+            if hmac.compare_digest(hello.token, token) and self.is_awaited:
                 line.attach(self)
             else:
                 line.transport.abort()
 
-        server = await self._loop.create_server(lambda: Line(greet), host, 0)
+        listening, address = _listening(host)
+        create: Any = self._loop.create_server if host else self._loop.create_unix_server
+        try:
+            server = await create(lambda: Line(greet), sock=listening)
+        except BaseException:  # asyncio leaves it open when this is cancelled
+            self._loop.remove_reader(listening)
+            listening.close()
+            raise
         self._is_connected.add_done_callback(lambda _: server.close())
-        return server.sockets[0].getsockname()[:2], token
+        return address, token
 
     @property
     def is_awaited(self) -> bool:
@@ -565,13 +593,12 @@ class RemoteWorker:
         cancelled."""
         number = next(self._numbers)
         data = frame(number, method.__name__, arguments)  # may raise
-        future = self.future()
-        if not future.done():
-            self._write(data)
+        future = self._loop.create_future()
+        if self._words.done():
+            self._fail(future)
+        else:
             self._calls[number] = future, method
-            wait = waiting(f"{self.name}: {method.__name__}")
-            wait.__enter__()
-            future.add_done_callback(lambda _: wait.__exit__(None, None, None))
+            self._write(data)
         return future
 
     async def call(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> R:
@@ -581,7 +608,8 @@ class RemoteWorker:
             WorkerDied: the worker ended first.
             TailraceError: the method raised it.
         """
-        return await self.begin(method, *arguments)
+        with waiting(f"{self.name}: {method.__name__}"):
+            return await self.begin(method, *arguments)
 
     def send(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
         """Call a method that is not answered.
@@ -643,7 +671,8 @@ class RemoteWorker:
     def attach(self, transport: asyncio.Transport) -> None:
         """Take the connection of the worker."""
         self._transport = transport
-        self.address = transport.get_extra_info("peername")[0]
+        if own := transport.get_extra_info("peername"):  # a Unix socket has none
+            self.address = own[0]
         job = self.job.at(self.address).model_dump_json()
         self._is_connected.set_result(None)
         self._unsent[:0] = frame(STARTED, START, (job,))
@@ -696,7 +725,7 @@ class RemoteWorker:
         if self._defect is not None:
             words += f"; the controller could not handle its message: {self._defect!r}"
         self._words.set_result(f"{self.name} {self._fault}; {words}" if self._fault else words)
-        for future in list(self._open):
+        for future in [*self._open, *(future for future, _ in self._calls.values())]:
             if not future.done():
                 self._fail(future)
 
@@ -705,6 +734,20 @@ class RemoteWorker:
         error.__cause__ = self._defect
         future.set_exception(error)
         future.exception()
+
+
+class Spawner(Protocol):
+    """Starts workers, on this host or on others."""
+
+    async def start(
+        self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
+    ) -> RemoteWorker:
+        """Start a worker with a job.
+
+        Args:
+            name: of the worker, for messages and its log.
+            devices: what the worker may use of its machine; None: everything.
+        """
 
 
 class Line(asyncio.Protocol):
@@ -759,8 +802,22 @@ class Line(asyncio.Protocol):
         worker.attach(self.transport)
 
 
+def _listening(host: str | None) -> tuple[socket.socket, Address]:
+    """Return a socket that listens, and its address."""
+    if host is None:
+        listening, name = socket.socket(socket.AF_UNIX), f"\0tailrace-{secrets.token_hex(16)}"
+        listening.bind(name)
+        listening.listen()
+        return listening, name
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    return listening, listening.getsockname()[:2]
+
+
 def _set_options(own: socket.socket) -> None:
     """Send at once, and notice a host that is lost."""
+    if own.family == socket.AF_UNIX:
+        return
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():

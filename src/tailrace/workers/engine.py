@@ -106,7 +106,7 @@ class EngineWorker(Worker):
     def serve(self, connection: Connection) -> None:
         while (calls := connection.receive(wait=self._rests())) is not None:
             for call in calls:
-                connection.execute(self, [call])
+                connection.execute(self, call)
             if not self._rests():
                 self._outputs += self._engine.step()
             if time.monotonic() - self._reported_s >= self._report_every_s:

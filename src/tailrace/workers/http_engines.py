@@ -26,7 +26,7 @@ from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import TensorInfo, Weights, expected_tensors
-from tailrace.workers.hosts import Spawner
+from tailrace.workers.calls import Spawner
 from tailrace.workers.server import JoinedServer, ManagedServer, ServerJob, free_port
 from tailrace.workers.trainer import RemoteTrainer
 

@@ -16,10 +16,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 
+from typing_extensions import override
+
 from tailrace.devices import Devices
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.workers.base import HostSettings, LocalHostSettings, Role
-from tailrace.workers.calls import Hello, Job, Line, RemoteWorker, Worker
+from tailrace.workers.calls import Hello, Job, Line, Process, RemoteWorker, Spawner, Worker
 from tailrace.workers.process import LocalSpawner, start_process
 
 TOKEN_VARIABLE = "TAILRACE_JOIN_TOKEN"
@@ -66,34 +68,35 @@ async def _work(role: Role, address: tuple[str, int], token: str) -> None:
         raise WorkerDied(words)
 
 
-class JoinedProcess:
-    """A Process (calls.py) on another host. Its connection is all that is known of it."""
+class JoinedProcess(Process):
+    """A process on another host. Its connection is all that is known of it."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         self._worker = worker
 
+    @override
     async def ended(self) -> str:
-        """Wait until its connection has ended."""
         await self._worker.disconnected()
         return f"{self._worker.name} (joined from {self._worker.address}) has ended; {self.log_end()}"
 
+    @override
     def kill(self) -> None:
-        """End the connection, and the worker with it."""
         self._worker.disconnect()
 
+    @override
     def abort(self) -> None:
-        """As Process.abort."""
         self.kill()
 
+    @override
     def resume(self) -> None:
-        """A worker that is stopped is ended by its own host."""
+        pass  # its own host ends a worker that is stopped
 
+    @override
     def log_end(self) -> str:
-        """As Process.log_end."""
         return "its host has its log"
 
 
-class JoinSpawner:
+class JoinSpawner(Spawner):
     """Starts workers of this host, and waits for those of some roles. Made by `open_joining`."""
 
     def __init__(self, settings: LocalHostSettings, local: LocalSpawner, token: str) -> None:
@@ -103,10 +106,10 @@ class JoinSpawner:
         self._waiting: defaultdict[str, deque[Line]] = defaultdict(deque)
         """Connections that have no worker yet, by role."""
 
+    @override
     async def start(
         self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
     ) -> RemoteWorker:
-        """As Spawner.start."""
         if kind.role not in self._settings.join:
             return await self._local.start(name, kind, job, devices)
         worker = RemoteWorker(name, kind, job)
@@ -144,9 +147,7 @@ class JoinSpawner:
 
 
 @asynccontextmanager
-async def open_joining(
-    settings: LocalHostSettings, local: LocalSpawner
-) -> AsyncIterator[LocalSpawner | JoinSpawner]:
+async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> AsyncIterator[Spawner]:
     """Listen for workers of the roles that join, if there are any.
 
     Raises:

@@ -9,7 +9,7 @@ from tailrace.errors import RewardFailed
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.reward.judge import Verdict, messages_of
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker, batched
+from tailrace.workers.calls import BatchWorker, Connection, Job, RemoteWorker, batched
 
 if TYPE_CHECKING:
     from tailrace.reward.judge_model import ModelJudge
@@ -30,7 +30,7 @@ def judge_jobs(reward: RewardSettings) -> list[JudgeJob]:
     return [JudgeJob(threads=each.threads, judge=each) for each in models]
 
 
-class JudgeWorker(Worker):
+class JudgeWorker(BatchWorker):
     """A process of a judge model. What arrives while a batch is computed is the next batch."""
 
     job_type = JudgeJob

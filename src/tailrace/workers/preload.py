@@ -14,20 +14,33 @@ from tailrace.workers.process_tree import signal_on_parent_death
 
 MODULES = (
     "tailrace.engine.native.engine",
+    "tailrace.reward.judge_model",
     "tailrace.trainer.reference",
     "tailrace.trainer.trainer",
     "tailrace.weights.transports",
+    "tailrace.workers.engine",
+    "tailrace.workers.judge",
+    "tailrace.workers.reference",
+    "tailrace.workers.reward_process",
+    "tailrace.workers.server",
+    "tailrace.workers.trainer",
     "transformers.models.auto.modeling_auto",  # the first config of a model loads it
 )
+
+_SERVER = os.getpid()
+
+
+def _die_with_server() -> None:
+    """In a child of the server. Its own children inherit this, too."""
+    if os.getppid() == _SERVER:
+        signal_on_parent_death(signal.SIGKILL, _SERVER)
+
 
 os.setsid()  # signals to the controller's group are the controller's to handle
 for _number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
 signal_on_parent_death(signal.SIGKILL, os.getppid())
-_own = os.getpid()
-os.register_at_fork(  # also one that is stopped before it has begun
-    after_in_child=lambda: os.getppid() == _own and signal_on_parent_death(signal.SIGKILL, _own)
-)
+os.register_at_fork(after_in_child=_die_with_server)  # also if it is stopped before it has begun
 for _standard in (0, 1, 2):
     os.dup2(os.open(os.devnull, os.O_RDWR), _standard)
 # Threads of BLAS libraries would not survive a fork. To ask NVML for GPUs does not initialise CUDA.

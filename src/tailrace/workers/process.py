@@ -17,7 +17,6 @@ process must not take the trainer away before its weights are saved.
 """
 
 import asyncio
-import atexit
 import concurrent.futures
 import ctypes
 import faulthandler
@@ -35,13 +34,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from tailrace.devices import Devices
 from tailrace.errors import ConfigError
-from tailrace.workers.calls import Connection, Hello, Job, RemoteWorker, Worker
+from tailrace.workers.calls import Address, Connection, Hello, Job, Process, RemoteWorker, Spawner, Worker
 from tailrace.workers.process_tree import (
     exit_cause,
     is_stopped,
@@ -67,8 +68,7 @@ class Start:
 
     Args:
         name: of the worker, for `ps`, `top` and messages.
-        module: of the worker's class.
-        kind: name of the class.
+        kind: module and name of the worker's class.
         address: where it dials in.
         environment: all its variables.
         cpus: it may run on; empty: all.
@@ -76,16 +76,15 @@ class Start:
     """
 
     name: str
-    module: str
-    kind: str
-    address: tuple[str, int]
+    kind: tuple[str, str]
+    address: Address
     hello: Hello
     environment: dict[str, str]
-    cpus: tuple[int, ...] = ()
-    log: Path | None = None
+    cpus: tuple[int, ...]
+    log: Path | None
 
 
-class LocalSpawner:
+class LocalSpawner(Spawner):
     """Starts workers on this host.
 
     Args:
@@ -95,16 +94,12 @@ class LocalSpawner:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
 
+    @override
     async def start(
         self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
     ) -> RemoteWorker:
-        """Start a worker with a job.
-
-        Args:
-            devices: what the worker may use of this machine; None: everything.
-        """
         worker = RemoteWorker(name, kind, job)
-        address, token = await worker.listen("127.0.0.1")
+        address, token = await worker.listen()
         try:
             worker.watch(
                 await start_process(name, kind, job, address, Hello(token), logs=self._logs, devices=devices)
@@ -119,7 +114,7 @@ async def start_process(
     name: str,
     kind: type[Worker],
     job: Job,
-    address: tuple[str, int],
+    address: Address,
     hello: Hello,
     *,
     logs: Path | None,
@@ -133,22 +128,14 @@ async def start_process(
         logs: the folder that receives its output; None: its output is that of this process.
         method: None: it is forked, if the libraries would find the same variables.
     """
-    begins = 0
+    log, begins, devices = None, 0, devices or Devices()
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-        with (logs / f"{name}.log").open("ab") as log:
-            begins = log.tell()
-    devices = devices or Devices()
-    start = Start(
-        name,
-        kind.__module__,
-        kind.__qualname__,
-        address,
-        hello,
-        environment(job.threads, devices),
-        devices.cpus,
-        None if logs is None else logs / f"{name}.log",
-    )
+        log = logs / f"{name}.log"
+        with log.open("ab") as file:
+            begins = file.tell()
+    variables, named = environment(job.threads, devices), (kind.__module__, kind.__qualname__)
+    start = Start(name, named, address, hello, variables, devices.cpus, log)
     context: Any = multiprocessing.get_context(method or _method())
     process: BaseProcess = context.Process(target=_main, args=(start,), name=name)
     started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -157,6 +144,8 @@ async def start_process(
         try:
             with _without_main():
                 process.start()
+            # Neither shall the end of the interpreter wait for it, nor another thread take its exit code.
+            _children.discard(process)
         except BaseException as error:
             started.set_exception(error)
         else:
@@ -164,11 +153,11 @@ async def start_process(
 
     _starts(os.getpid()).put(begin)
     await asyncio.shield(asyncio.wrap_future(started))
-    return LocalProcess(process, start.log, begins, job.health_timeout_s)
+    return LocalProcess(process, log, begins, job.health_timeout_s)
 
 
-class LocalProcess:
-    """A Process (calls.py) on this host."""
+class LocalProcess(Process):
+    """A process on this host."""
 
     def __init__(
         self, process: BaseProcess, log: Path | None, log_begins: int, health_timeout_s: float | None
@@ -182,38 +171,37 @@ class LocalProcess:
         """Once it has ended."""
         self._fault = ""
         """What it was killed for."""
-        atexit.register(self.kill)  # multiprocessing joins its processes at the end of the interpreter
 
+    @override
     async def ended(self) -> str:
-        """Wait until it has ended. Returns the exit cause and the end of the log."""
+        """Returns the exit cause and the end of the log."""
         stopped = asyncio.create_task(self._kill_if_stopped())
         self.exit_code = await self._exit_code()
         stopped.cancel()
-        atexit.unregister(self.kill)
         kill_group(self.pid)  # what it has left behind
         words = f"{self.name} (process {self.pid}) ended: {exit_cause(self.exit_code)}; {self.log_end()}"
         return f"{self.name} {self._fault}; {words}" if self._fault else words
 
+    @override
     def kill(self) -> None:
-        """Send SIGKILL to its process group."""
         kill_group(self.pid)
         with suppress(ProcessLookupError):  # it leads no group until it has begun
             os.kill(self.pid, signal.SIGKILL)
 
+    @override
     def abort(self) -> None:
-        """As Process.abort."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes the stacks
             os.kill(self.pid, signal.SIGCONT)  # it may be stopped
 
+    @override
     def resume(self) -> None:
-        """As Process.resume."""
         with suppress(OSError):
             os.killpg(self.pid, signal.SIGCONT)
             os.kill(parent_of(self.pid), signal.SIGCONT)  # a stopped fork server could not tell its end
 
+    @override
     def log_end(self) -> str:
-        """As Process.log_end."""
         if self._log is None:
             return "its output is above"
         with suppress(FileNotFoundError), self._log.open("rb") as file:
@@ -334,8 +322,8 @@ def _main(start: Start) -> None:
             Path("/proc/self/comm").write_text(start.name[:15])
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
-    kind: type[Worker] = getattr(import_module(start.module), start.kind)
-    work(kind, Connection.dial(start.address, start.hello))
+    module, kind = start.kind
+    work(getattr(import_module(module), kind), Connection.dial(start.address, start.hello))
 
 
 def work(kind: type[Worker], connection: Connection) -> None:

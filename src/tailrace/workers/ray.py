@@ -15,28 +15,87 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing_extensions import override
 
 import tailrace
 from tailrace.devices import Devices
+from tailrace.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.errors import ConfigError, WorkerDied
-from tailrace.workers.base import RayHostSettings
-from tailrace.workers.calls import Hello, Job, RemoteWorker, Worker
-from tailrace.workers.hosts import STRATEGY, Bundles
+from tailrace.reward.base import RewardSettings
+from tailrace.trainer.base import TrainerSettings
+from tailrace.workers.base import RayHostSettings, Role
+from tailrace.workers.calls import Address, Hello, Job, Process, RemoteWorker, Spawner, Worker
 from tailrace.workers.process import LocalProcess, start_process
+from tailrace.workers.trainer import process_names
 
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""
 ASK_EVERY_S = 0.1
 """Seconds between two questions whether bundles are placed."""
+
+
+Strategy = Literal["PACK", "SPREAD"]
+
+STRATEGY: Mapping[Role, Strategy] = {
+    "trainer": "PACK",
+    "reference": "PACK",
+    "engine": "SPREAD",
+    "reward": "SPREAD",
+}
+"""Ranks exchange gradients, so they share nodes. A lost node takes as few engines with it as possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundles:
+    """The workers of one role.
+
+    Args:
+        names: one worker each.
+        resources: of each worker, by name.
+    """
+
+    role: Role
+    names: Sequence[str]
+    resources: Mapping[str, float]
+
+
+def plan_bundles(
+    host: RayHostSettings,
+    *,
+    engine: EngineSettings,
+    trainer: TrainerSettings,
+    reward: RewardSettings,
+    needs_reference: bool,
+) -> list[Bundles]:
+    """Return the bundles of a run, in the order in which they are placed."""
+    named, of_trainer = host.resources, _default(trainer.threads, trainer.device)
+    found = [Bundles("trainer", process_names(trainer), named.trainer or of_trainer)]
+    if needs_reference and not trainer.lora:  # otherwise the trainer is the reference
+        found.append(Bundles("reference", ["reference"], named.reference or of_trainer))
+    if isinstance(engine, NativeEngineSettings):
+        names = [f"engine-{number}" for number in range(engine.num_engines)]
+        resources = named.engine or _default(engine.threads, engine.device)
+        found.append(Bundles("engine", names, resources))
+    elif not engine.urls:
+        names = [f"engine-{number}" for number in range(engine.num_engines)]
+        gpus = {"CPU": 1.0, "GPU": float(engine.tensor_parallel_size)}
+        found.append(Bundles("engine", names, named.engine or gpus))
+    names = [f"scorer-{number}" for number in range(reward.workers)]
+    return [*found, Bundles("reward", names, named.reward or {"CPU": 1.0})]
+
+
+def _default(threads: int, device: str) -> dict[str, float]:
+    return {"CPU": float(threads)} | ({} if device == "cpu" else {"GPU": 1.0})
 
 
 class NodeActor:
@@ -47,7 +106,7 @@ class NodeActor:
         self._process: LocalProcess | None = None
 
     async def start(
-        self, name: str, kind: type[Worker], job: Job, address: tuple[str, int], token: str, run: Path
+        self, name: str, kind: type[Worker], job: Job, address: Address, token: str, run: Path
     ) -> None:
         """Start the process. It dials in at the controller.
 
@@ -66,24 +125,23 @@ class NodeActor:
         return f"{await self._process.ended()}\n(on {socket.gethostname()})"
 
     async def abort(self) -> None:
-        """As Process.abort."""
         if self._process is not None:
             self._process.abort()
 
     async def resume(self) -> None:
-        """As Process.resume."""
         if self._process is not None:
             self._process.resume()
 
 
-class RayProcess:
-    """A Process (calls.py) on another node."""
+class RayProcess(Process):
+    """A process on another node."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self._name, self._actor = name, actor
 
+    @override
     async def ended(self) -> str:
-        """As Process.ended. An actor that cannot be reached is lost, also if only its network fails."""
+        """An actor that cannot be reached is lost, also if only its network fails."""
         try:
             words: str = await self._actor.ended.remote()
         except RayError as why:
@@ -91,24 +149,25 @@ class RayProcess:
         self.kill()
         return words
 
+    @override
     def kill(self) -> None:
         """Kill the actor, and the process with it."""
         ray.kill(self._actor)
 
+    @override
     def abort(self) -> None:
-        """As Process.abort."""
         self._actor.abort.remote()
 
+    @override
     def resume(self) -> None:
-        """As Process.resume."""
         self._actor.resume.remote()
 
+    @override
     def log_end(self) -> str:
-        """As Process.log_end. The end of the log is part of how it ended."""
         return "its node has its log"
 
 
-class RaySpawner:
+class RaySpawner(Spawner):
     """Starts workers on the nodes of a cluster. Made by `open_ray`.
 
     Args:
@@ -119,10 +178,11 @@ class RaySpawner:
     def __init__(self, run: Path, address: str, places: dict[str, tuple[Any, int, Bundles]]) -> None:
         self._run, self._address, self._places = run, address, places
 
+    @override
     async def start(
         self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
     ) -> RemoteWorker:
-        """As Spawner.start. Ray chooses the node and the GPUs.
+        """Ray chooses the node and the GPUs.
 
         Raises:
             WorkerDied: the node was lost.

@@ -9,7 +9,7 @@ from typing_extensions import override
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker, batched
+from tailrace.workers.calls import BatchWorker, Connection, Job, RemoteWorker, batched
 
 if TYPE_CHECKING:
     from tailrace.trainer.reference import TorchReference
@@ -29,7 +29,7 @@ class ReferenceJob(Job):
         return {"model.path": self.model}
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(BatchWorker):
     """A process of the reference model. What arrives while a batch is computed is the next batch."""
 
     job_type = ReferenceJob

@@ -22,8 +22,7 @@ from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.engine.vllm import write_plugin
 from tailrace.errors import WorkerDied
-from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker
-from tailrace.workers.hosts import Spawner
+from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Spawner, Worker
 from tailrace.workers.process_tree import adopt_orphans, guard_group, kill_descendants
 
 ASK_EVERY_S = 0.25

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.clock import waiting
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
@@ -261,7 +262,7 @@ class TrainerWorker(Worker):
             self._store = listen(self._job.host)
             self._connection.tell(Listening(self._job.host, self._store.port))
         elif (join := next(self._received, None)) is not None:
-            self._connection.execute(self, [join])
+            self._connection.execute(self, join)
         else:
             sys.exit()  # the controller has ended
         return self._store
@@ -291,7 +292,7 @@ class TrainerWorker(Worker):
         give_memory_back()  # a file of weights is read twice
         self._connection.answer(STARTED, None)
         for call in self._received:
-            self._connection.execute(self, [call])
+            self._connection.execute(self, call)
 
     def _open_publisher(self) -> "Callable[[Iterable[tuple[str, Tensor]], int], Weights]":
         """Return what publishes. Without a sender this process only helps to gather the weights."""
@@ -442,7 +443,7 @@ class RemoteTrainer:
         async def complete() -> None:
             await written
 
-        written: asyncio.Future[list[None]] = _begin(ranks, TrainerWorker.written)
+        written = _begin(ranks, TrainerWorker.written)
         completed = asyncio.ensure_future(complete())
         # asyncio reports an error that nobody awaits, and a run that fails awaits no checkpoint.
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -510,9 +511,16 @@ class AdapterOff:
 
 def _begin(
     workers: Sequence[RemoteWorker], method: Callable[[Any, *Ts], R], *arguments: *Ts
-) -> "asyncio.Future[list[R]]":
-    """Call a method of several processes now, so that all of them are asked everything in one order."""
-    return asyncio.gather(*(each.begin(method, *arguments) for each in workers))
+) -> Coroutine[Any, Any, list[R]]:
+    """Call a method of several processes now, so that all of them are asked everything in one order. Return
+    what waits for the results."""
+    results = asyncio.gather(*(each.begin(method, *arguments) for each in workers))
+
+    async def wait() -> list[R]:
+        with waiting(f"{', '.join(each.name for each in workers)}: {method.__name__}"):
+            return await results
+
+    return wait()
 
 
 def _training_samples(units: Sequence[Sequence[Sample]], version: int) -> Units:
