@@ -103,6 +103,7 @@ def supervise(connection: Connection, job: RewardJob) -> int:
         The exit code.
     """
     adopt_orphans()
+    _detach(connection.socket.fileno())
     read_end, write_end = os.pipe()
     supervisor = os.getpid()
     loader = os.fork()
@@ -117,6 +118,20 @@ def supervise(connection: Connection, job: RewardJob) -> int:
     kill_descendants()
     log.join(DRAIN_S)
     return _told(exit_code)
+
+
+def _detach(kept: int) -> None:
+    """Let the descriptors that came with the fork lead nowhere: what a call writes to one of them would end
+    the fork server.
+
+    Args:
+        kept: the descriptor of the connection.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2 and number not in (kept, null):
+            os.dup2(null, number)
+    os.close(null)
 
 
 def copy_bounded(source: int, target: int, limit: int = MAX_LOG_BYTES) -> None:
