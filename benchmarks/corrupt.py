@@ -24,12 +24,14 @@ The exported weights are compared only if two undamaged resumptions agree in the
 import json
 import os
 import random
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from common import QUICKSTART, run, write
@@ -67,24 +69,73 @@ READERS = {
 """The commands that read a kind of file."""
 
 
-def tailrace(*words: str) -> tuple[int | None, str]:
-    """Exit code, None after the time limit, and all that was printed."""
-    command = [sys.executable, "-m", "tailrace.cli", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+SERVER = """
+import json, os, sys, traceback
+from tailrace.cli import main
+replies = os.fdopen(os.dup(1), "w")
+for line in sys.stdin:
+    words, said = json.loads(line)
+    file = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired:
-        return None, ""
-    return done.returncode, done.stdout + done.stderr
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print(code, file=replies, flush=True)
+"""
 
 
-def train(folder: Path, rounds: int) -> tuple[int | None, str]:
+class Commands:
+    """Executes commands one after another in one process, which has imported everything and keeps the server
+    from which workers are forked. Each command reads the files anew."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._said = scratch / "said"
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, *words: str) -> tuple[int | None, str]:
+        """Exit code, None after the time limit, and all that was printed."""
+        if self._server is None:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "10000"}
+            command = [sys.executable, "-c", SERVER]
+            pipe = subprocess.PIPE
+            self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        server = self._server
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps([words, str(self._said)]).encode() + b"\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], TIMEOUT_S)[0]:
+            self.close()
+            return None, ""
+        code = server.stdout.readline().strip()
+        if not code:  # the process has ended
+            self.close()
+        return int(code or server.wait()), self._said.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End the process. The kernel ends the processes that it has started."""
+        if self._server:
+            self._server.kill()
+            self._server.communicate()
+        self._server = None
+
+
+def train(tailrace: Commands, folder: Path, rounds: int) -> tuple[int | None, str]:
     options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
     where = ("--output-dir", str(folder), "--resume")
     return tailrace("train", str(QUICKSTART), *where, "--run.rounds", str(rounds), *options)
 
 
-def results(run: Path, scratch: Path, names: Sequence[str]) -> dict[str, tuple[int | None, str, object]]:
+def results(
+    tailrace: Commands, run: Path, scratch: Path, names: Sequence[str]
+) -> dict[str, tuple[int | None, str, object]]:
     """Exit code, output and result of commands, on copies of a run in the same place."""
     found: dict[str, tuple[int | None, str, object]] = {}
     there, answer = scratch / "run", scratch / "answer"
@@ -94,7 +145,7 @@ def results(run: Path, scratch: Path, names: Sequence[str]) -> dict[str, tuple[i
         shutil.copytree(run, there)
         result: object = None
         if name == "resume":
-            code, said = train(there, ROUNDS + 1)
+            code, said = train(tailrace, there, ROUNDS + 1)
             if code == 0:
                 result = [path.read_bytes() for path in sorted(there.glob("model/*.safetensors"))]
         elif name.startswith("eval"):
@@ -159,14 +210,14 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> Iterato
         kinds: of the files that are damaged; empty: all.
     """
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as at:
+    with tempfile.TemporaryDirectory() as at, closing(Commands(Path(at))) as tailrace:
         scratch = Path(at)
         run, copy = scratch / "original", scratch / "damaged"
-        code, said = train(run, ROUNDS)
+        code, said = train(tailrace, run, ROUNDS)
         if code != 0:
             raise SystemExit(f"the run failed:\n{said}")
         every = sorted({name for names in READERS.values() for name in names})
-        expected, again = results(run, scratch, every), results(run, scratch, every)
+        expected, again = (results(tailrace, run, scratch, every) for _ in range(2))
         if failed := [name for name, (code, _, _) in expected.items() if code]:
             raise SystemExit(f"commands fail on the undamaged run: {failed}")
         unequal = {name for name in expected if expected[name][2] != again[name][2]}
@@ -182,7 +233,7 @@ def corrupt(flips: int, truncations: int, seed: int, kinds: set[str]) -> Iterato
             shutil.copytree(run, copy)
             done = damage(copy / file, how, chance)
             ends = {}
-            for name, got in results(copy, scratch, READERS[kind]).items():
+            for name, got in results(tailrace, copy, scratch, READERS[kind]).items():
                 compared = got if name in unequal else expected[name]
                 ends[name] = outcome(file.name, got, compared)
             worst = max(ends.values(), key=ORDER.index)
