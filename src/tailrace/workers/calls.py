@@ -392,18 +392,22 @@ class Connection:
             sys.exit(2)
 
     def end_process_with_controller(self, clean_up: Callable[[], None] | None = None) -> None:
-        """Kill this process and its process group once the controller is gone.
+        """Kill this process and its process group once the controller is gone, or what started the process,
+        such as `tailrace join`.
 
         Args:
             clean_up: called before that.
         """
+        parent = os.pidfd_open(os.getppid()) if sys.platform == "linux" else None
         if clean_up is not None:
             signal_on_parent_death(signal.SIGCONT, os.getppid())
 
         def watch() -> None:
-            hang_up = select.poll()
-            hang_up.register(self.socket, select.POLLRDHUP)
-            hang_up.poll()
+            ends = select.poll()
+            ends.register(self.socket, select.POLLRDHUP)
+            if parent is not None:
+                ends.register(parent, select.POLLIN)
+            ends.poll()
             if clean_up is not None:
                 clean_up()
             os.killpg(0, signal.SIGKILL)
