@@ -147,7 +147,7 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "eval.json"
-    monkeypatch.setattr(workers.RemoteReference, "spawn", None)
+    monkeypatch.setattr(workers, "ReferenceWorker", None)
     assert main(["eval", str(interrupted), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     checkpoint = RunFolder(interrupted).newest_checkpoint()

@@ -122,7 +122,7 @@ def test_pipelinerls_update_needs_no_pause(server, http, native):
 
 def test_weights_arrive_over_a_process_group(http, folder, native):
     tensors = load_file(folder / "weights/new/model.safetensors")
-    sender = ProcessGroupSender(ProcessGroupSettings(timeout_s=30))
+    sender = ProcessGroupSender(ProcessGroupSettings(message_timeout_s=30))
     weights = sender.publish(tensors, 3)
     manifest = [[info.name, list(info.shape), info.dtype] for info in weights.tensors]
     http.post(
