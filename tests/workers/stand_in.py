@@ -3,7 +3,7 @@
 import time
 from typing import Literal
 
-from tailrace.workers.calls import Connection, Job, Worker
+from tailrace.workers.calls import Job, Worker, WorkerConnection
 
 
 class StandInJob(Job):
@@ -13,16 +13,16 @@ class StandInJob(Job):
 class StandIn(Worker):
     job_type = StandInJob
 
-    def __init__(self, job: StandInJob, connection: Connection) -> None:
+    def __init__(self, job: StandInJob, connection: WorkerConnection) -> None:
         self._job, self._connection = job, connection
 
     @classmethod
-    def load_job(cls, job: StandInJob, connection: Connection) -> "StandIn":
+    def load_job(cls, job: StandInJob, connection: WorkerConnection) -> "StandIn":
         while job.manner == "start for ever":
             time.sleep(1)
         return cls(job, connection)
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: WorkerConnection) -> None:
         super().serve(connection)
         while self._job.manner == "stay":
             time.sleep(1)

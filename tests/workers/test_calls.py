@@ -19,13 +19,13 @@ from tailrace.workers.calls import (
     STARTED,
     UNANSWERED,
     BatchWorker,
-    Connection,
     Hello,
     Job,
     Line,
     RaisedError,
     RemoteWorker,
     Worker,
+    WorkerConnection,
     batched,
     frame,
 )
@@ -72,7 +72,7 @@ def test_calls_cut_anywhere_arrive_whole() -> None:
     for cut in range(len(sent) + 1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            connection = Connection(theirs)
+            connection = WorkerConnection(theirs)
             ours.sendall(sent[:cut])
             received = list(connection.receive(wait=False) or [])
             ours.sendall(sent[cut:])
@@ -85,7 +85,7 @@ def test_calls_cut_anywhere_arrive_whole() -> None:
 def test_nothing_there_is_not_the_end_and_the_end_is_none() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        connection = Connection(theirs)
+        connection = WorkerConnection(theirs)
         assert connection.receive(wait=False) == []
         ours.sendall(WORDS[0])
         ours.close()
@@ -97,7 +97,7 @@ def test_nothing_there_is_not_the_end_and_the_end_is_none() -> None:
 def test_the_last_calls_before_the_controller_lets_go_are_executed() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = Connection(theirs)
+        connection = WorkerConnection(theirs)
         ours.sendall(WORDS[0] + frame(UNANSWERED, "end", []))
         assert [call.method for call in connection.receive(wait=True) or ()] == ["say"]
         assert connection.receive(wait=True) is None
@@ -157,7 +157,7 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
 ) -> None:
     async def main() -> None:
         worker, address, token = await listening(host)
-        connection = Connection.dial(address, Hello(token))
+        connection = WorkerConnection.dial(address, Hello(token))
         big = worker.begin(Clerk.size, ["word"] * 1_000_000)
         worker.send(Clerk.say, "after it")
         received = []
@@ -204,10 +204,10 @@ def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
-        connection = Connection.dial(address, Hello(token))
+        connection = WorkerConnection.dial(address, Hello(token))
         await worker.connected()
         with pytest.raises(ConnectionRefusedError):
-            Connection.dial(address, Hello(token))
+            WorkerConnection.dial(address, Hello(token))
         connection.socket.close()
         await worker.last_words()
 

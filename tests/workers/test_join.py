@@ -23,7 +23,7 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.trainer import TorchTrainer
 from tailrace.weights.base import ProcessGroupSettings
 from tailrace.workers.base import LocalHostSettings, Role
-from tailrace.workers.calls import Connection, Hello
+from tailrace.workers.calls import Hello, WorkerConnection
 from tailrace.workers.engine import EngineWorker
 from tailrace.workers.join import TOKEN_VARIABLE, open_joining
 from tailrace.workers.process import LocalSpawner
@@ -150,8 +150,8 @@ def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(
         execute(main(first))
 
 
-async def dialled(port: int, role: str, token: str = TOKEN) -> Connection:
-    return await asyncio.to_thread(Connection.dial, ("127.0.0.1", port), Hello(token, role))
+async def dialled(port: int, role: str, token: str = TOKEN) -> WorkerConnection:
+    return await asyncio.to_thread(WorkerConnection.dial, ("127.0.0.1", port), Hello(token, role))
 
 
 def test_jobs_go_to_those_that_join_in_order_and_one_too_many_waits(

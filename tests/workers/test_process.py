@@ -288,7 +288,7 @@ class TellsWorker(calls.Worker):
     """Says what it finds, and ends."""
 
     @classmethod
-    def run(cls, job: Job, connection: calls.Connection) -> None:
+    def run(cls, job: Job, connection: calls.WorkerConnection) -> None:
         tells.tell()
 
 

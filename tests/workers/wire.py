@@ -11,9 +11,9 @@ from tailrace.errors import TailraceError
 from tailrace.workers.calls import (
     EVENT,
     UNANSWERED,
-    Connection,
     Frames,
     Worker,
+    WorkerConnection,
     decode_reply,
     frame,
     outcome_of,
@@ -56,7 +56,7 @@ class Controller:
 
 
 @contextmanager
-def connected(kind: type[Worker]) -> Iterator[tuple[Controller, Connection]]:
+def connected(kind: type[Worker]) -> Iterator[tuple[Controller, WorkerConnection]]:
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        yield Controller(mine, kind), Connection(theirs)
+        yield Controller(mine, kind), WorkerConnection(theirs)

@@ -108,7 +108,7 @@ def _call(call: Any) -> Json:
         raise ValueError("a tool call needs a function with a name and arguments in JSON") from why
 
 
-class Reply(NamedTuple):
+class ChatReply(NamedTuple):
     """A turn of the policy as an agent sees it."""
 
     id: str
@@ -142,19 +142,19 @@ class Session:
         self.is_over = False
         """A request found no room for another turn."""
         self._contexts, self._parse = contexts, parse
-        self._asks: asyncio.Queue[tuple[SessionRequest, asyncio.Future[Reply]]] = asyncio.Queue()
-        self._open: set[asyncio.Future[Reply]] = set()
+        self._asks: asyncio.Queue[tuple[SessionRequest, asyncio.Future[ChatReply]]] = asyncio.Queue()
+        self._open: set[asyncio.Future[ChatReply]] = set()
         self._asked: list[Json] = []
         self._tools: list[Json] | None = None
         self._num_calls = 0
-        self._last: Reply | None = None
+        self._last: ChatReply | None = None
         self._is_closed = False
 
-    async def ask(self, body: SessionRequest) -> Reply:
+    async def ask(self, body: SessionRequest) -> ChatReply:
         """Wait for the reply to a request. Raises RequestRefused if there is none."""
         if self._is_closed:
             raise _closed()
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
         self._open.add(reply)
         self._asks.put_nowait((body, reply))
         try:
@@ -205,7 +205,7 @@ class Session:
             if not reply.done():
                 reply.set_exception(_closed())
 
-    async def _answer(self, body: SessionRequest, reply: asyncio.Future[Reply], policy: Policy) -> None:
+    async def _answer(self, body: SessionRequest, reply: asyncio.Future[ChatReply], policy: Policy) -> None:
         try:
             turn = await self._turn(body, policy)
         except RequestRefused as why:
@@ -215,7 +215,7 @@ class Session:
             if not reply.done():
                 reply.set_result(turn)
 
-    async def _turn(self, body: SessionRequest, policy: Policy) -> Reply:
+    async def _turn(self, body: SessionRequest, policy: Policy) -> ChatReply:
         messages = body.messages
         if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
             return self._last
@@ -235,11 +235,11 @@ class Session:
         self.num_turns += 1
         self._asked, self._tools = messages, body.tools
         turn = self._piece(completion, has_tools=bool(body.tools) and body.tool_choice != "none")
-        self._last = Reply(f"{self.name}-{self.num_turns}", completion.num_context_tokens, turn)
+        self._last = ChatReply(f"{self.name}-{self.num_turns}", completion.num_context_tokens, turn)
         return self._last
 
     def _continue(
-        self, last: Reply, body: SessionRequest, policy: Policy
+        self, last: ChatReply, body: SessionRequest, policy: Policy
     ) -> tuple[list[Json], Sequence[int] | None]:
         """The messages since the last turn, and the context if the turn begins a branch."""
         history = [*self._asked, last.message()]

@@ -162,7 +162,7 @@ def _aligned(size: int) -> int:
 
 
 KEY = "reward.judges"
-ChatMessages = Sequence[Mapping[str, str]]
+JudgeMessages = Sequence[Mapping[str, str]]
 
 
 class WeightFiles:
@@ -233,7 +233,7 @@ class ModelJudge:
         judge._check_head()
         return judge
 
-    def scores(self, conversations: Sequence[ChatMessages]) -> list[float | RewardFailed]:
+    def scores(self, conversations: Sequence[JudgeMessages]) -> list[float | RewardFailed]:
         """Score each conversation: the output of a reward model, or the probability of the first label among
         the labels. One that has no score has its failure."""
         texts: list[list[int]] = []
@@ -272,7 +272,7 @@ class ModelJudge:
         logits = self._model.get_output_embeddings()(last).float()
         return [float(share) for share in logits[:, self._labels].softmax(-1)[:, 0]]
 
-    def _encode(self, messages: ChatMessages) -> list[int]:
+    def _encode(self, messages: JudgeMessages) -> list[int]:
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             return list(tokenizer.encode("\n".join(message["content"] for message in messages)))

@@ -26,7 +26,7 @@ BYTES_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceProfile:
     """One device.
 
     Args:
@@ -48,34 +48,34 @@ class Device:
     source: str
 
 
-PROFILES: Mapping[str, Device] = {
-    "A100-40G": Device(
+PROFILES: Mapping[str, DeviceProfile] = {
+    "A100-40G": DeviceProfile(
         *(40e9, 1555e9, 312e12, 300e9, 10e-6, 32e9),
         "NVIDIA A100 Tensor Core GPU data sheet, 2021: SXM; NVLink: half of 600 GB/s; PCIe 4.0",
     ),
-    "RTX 4090": Device(
+    "RTX 4090": DeviceProfile(
         *(24e9, 1008e9, 165.2e12, 32e9, 20e-6, 32e9),
         "NVIDIA Ada GPU Architecture white paper, 2023, appendix A; no NVLink: PCIe 4.0",
     ),
-    "H100": Device(
+    "H100": DeviceProfile(
         *(80e9, 3350e9, 989.4e12, 450e9, 10e-6, 64e9),
         "NVIDIA H100 Tensor Core GPU data sheet, 2023: SXM; half of the FLOP/s with sparsity; NVLink: half"
         " of 900 GB/s; PCIe 5.0",
     ),
-    "H800": Device(
+    "H800": DeviceProfile(
         *(80e9, 3350e9, 989.4e12, 200e9, 10e-6, 64e9),
         "as H100; NVLink: half of 400 GB/s (Zhao et al., Insights into DeepSeek-V3, ISCA 2025)",
     ),
-    "H200": Device(
+    "H200": DeviceProfile(
         *(141e9, 4800e9, 989.4e12, 450e9, 10e-6, 64e9),
         "NVIDIA H200 Tensor Core GPU data sheet, 2024: SXM; half of the FLOP/s with sparsity; NVLink: half"
         " of 900 GB/s; PCIe 5.0",
     ),
-    "MI300X": Device(
+    "MI300X": DeviceProfile(
         *(192e9, 5300e9, 1307.4e12, 448e9, 15e-6, 64e9),
         "AMD Instinct MI300X data sheet, 2023: seven links of 64 GB/s in one direction; PCIe 5.0",
     ),
-    "CPU": Device(
+    "CPU": DeviceProfile(
         *(512e9, 307.2e9, 229.4e12, 12.5e9, 50e-6, 307.2e9),
         "Intel Xeon Platinum 8480+ (Intel ARK, 2023): 8 channels of DDR5-4800; 56 cores at 2.0 GHz, with AMX"
         " 2048 FLOPs a cycle (Intel 64 and IA-32 Optimization Reference Manual, 2023); assumed: 512 GB, and a"
@@ -231,7 +231,7 @@ def _filled(section: S, found: Mapping[str, Any]) -> S:
     )
 
 
-def device_of(cluster: SimClusterSettings) -> Device:
+def device_of(cluster: SimClusterSettings) -> DeviceProfile:
     """
     Raises:
         ConfigError: there is no such profile.
@@ -267,7 +267,7 @@ def _training(cluster: SimClusterSettings) -> int:
     return cluster.devices - (cluster.rollout_devices or 0)
 
 
-def _link(cluster: SimClusterSettings, device: Device, num_devices: int) -> float:
+def _link(cluster: SimClusterSettings, device: DeviceProfile, num_devices: int) -> float:
     """Return the bytes a second between devices, of which the first nodes are filled."""
     rate = device.link_bytes_per_s
     if num_devices > cluster.devices_per_node:
@@ -275,7 +275,7 @@ def _link(cluster: SimClusterSettings, device: Device, num_devices: int) -> floa
     return rate * cluster.link_efficiency
 
 
-def _engine_rates(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, Any]:
+def _engine_rates(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> dict[str, Any]:
     size = cluster.tensor_parallel
     memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
     arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
@@ -300,7 +300,7 @@ def _engine_rates(cluster: SimClusterSettings, device: Device, model: LanguageMo
     }
 
 
-def _switch_s(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, float]:
+def _switch_s(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> dict[str, float]:
     """Return the costs of new weights and of the change between generating and training.
 
     In turn, the trainer's state waits in the host's memory while engines generate. The new weights reach the
@@ -315,14 +315,16 @@ def _switch_s(cluster: SimClusterSettings, device: Device, model: LanguageModel)
     return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
 
 
-def _send_s(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> float:
+def _send_s(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> float:
     """Return the time in which the weights reach all engines, as a pipelined broadcast."""
     if cluster.transport == "filesystem":
         return model.weight_bytes / cluster.filesystem_bytes_per_s
     return model.weight_bytes / _link(cluster, device, cluster.devices)
 
 
-def _trainer_rates(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> dict[str, float]:
+def _trainer_rates(
+    cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel
+) -> dict[str, float]:
     """All state is sharded over the trainer's devices. A step reduces gradients and gathers the weights."""
     num = _training(cluster)
     flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
@@ -345,7 +347,7 @@ def _kv_bytes(model: LanguageModel, size: int) -> float:
     return model.kv_bytes * max(1.0, size / model.num_kv_heads)
 
 
-def _kv_room(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> float:
+def _kv_room(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> float:
     return cluster.tensor_parallel * device.memory_bytes * cluster.memory_share - model.weight_bytes
 
 
@@ -353,7 +355,7 @@ def _state_bytes(cluster: SimClusterSettings, model: LanguageModel) -> float:
     return cluster.trainer_bytes_per_parameter * model.num_parameters
 
 
-def _training_memory(cluster: SimClusterSettings, device: Device) -> float:
+def _training_memory(cluster: SimClusterSettings, device: DeviceProfile) -> float:
     return _training(cluster) * device.memory_bytes
 
 
@@ -377,7 +379,7 @@ def _check_devices(cluster: SimClusterSettings, model: LanguageModel) -> None:
         raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")
 
 
-def _check_memory(cluster: SimClusterSettings, device: Device, model: LanguageModel) -> None:
+def _check_memory(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> None:
     name, size = cluster.model, cluster.tensor_parallel
     room = size * device.memory_bytes * cluster.memory_share
     if _kv_room(cluster, device, model) <= 0:

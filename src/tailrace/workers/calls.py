@@ -1,7 +1,7 @@
 """Calls of a worker's methods over one connection, which the worker opens to the controller.
 
     controller                                          worker process
-    RemoteWorker.call(EngineWorker.sleep) ----------->  Connection, Worker.serve: EngineWorker.sleep()
+    RemoteWorker.call(EngineWorker.sleep) ----------->  WorkerConnection, Worker.serve: EngineWorker.sleep()
                 <--------- result, error of errors.py, or an event that comes unasked
 
 A message is a method of the worker's class. The types of its arguments and of its result come from its
@@ -87,7 +87,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 encode = msgspec.msgpack.Encoder().encode
 
 
-Address = str | tuple[str, int]
+SocketAddress = str | tuple[str, int]
 """A Unix socket of this host, or host and port."""
 
 
@@ -115,7 +115,7 @@ class Job(Settings):
 J = TypeVar("J", bound=Job)
 
 
-class Call(NamedTuple):
+class MethodCall(NamedTuple):
     """A method that a worker was asked for."""
 
     number: int
@@ -123,7 +123,7 @@ class Call(NamedTuple):
     arguments: msgspec.Raw
 
 
-class Reply(NamedTuple):
+class MethodReply(NamedTuple):
     """An answer or an event, as the worker sends it."""
 
     number: int
@@ -162,10 +162,10 @@ def _plain(value: object) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-_decode_call = msgspec.msgpack.Decoder(Call).decode
+_decode_call = msgspec.msgpack.Decoder(MethodCall).decode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_raised = msgspec.msgpack.Decoder(RaisedError).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_reply = msgspec.msgpack.Decoder(MethodReply).decode
 
 
 class Frames:
@@ -204,7 +204,7 @@ def frame(*parts: object) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-class Signature(NamedTuple):
+class MethodTypes(NamedTuple):
     """The types of a method, as decoders."""
 
     arguments: msgspec.msgpack.Decoder[Any]
@@ -212,7 +212,7 @@ class Signature(NamedTuple):
 
 
 @cache
-def signature_of(method: Callable[..., Any]) -> Signature:
+def signature_of(method: Callable[..., Any]) -> MethodTypes:
     """Return the types of one call of a method."""
     hints = get_type_hints(method)
     parameters = [hints[name] for name in signature(method).parameters if name != "self"]
@@ -222,14 +222,14 @@ def signature_of(method: Callable[..., Any]) -> Signature:
         if get_origin(result) is UnionType:  # results or errors
             (result,) = (kind for kind in get_args(result) if not _is_error(kind))
     arguments: Any = tuple[*parameters]  # type: ignore[valid-type]
-    return Signature(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
+    return MethodTypes(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
 
 
 def _is_error(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, TailraceError)
 
 
-def outcome_of(reply: Reply, method: Callable[..., Any]) -> Any:
+def outcome_of(reply: MethodReply, method: Callable[..., Any]) -> Any:
     """Return the result of a method, or the error that it raised."""
     if reply.kind:
         return _decode_raised(reply.content).error(reply.kind)
@@ -253,7 +253,7 @@ def batched(method: Callable[[W, list[A]], Iterable[R | TailraceError]]) -> Call
     return cast(Callable[[W, A], R], method)
 
 
-class Connection:
+class WorkerConnection:
     """A worker's end. Any thread may send."""
 
     def __init__(self, own: socket.socket) -> None:
@@ -261,12 +261,12 @@ class Connection:
         self.socket = own
         self._frames = Frames()
         self._sending = threading.Lock()
-        self._held: list[Call] = []
+        self._held: list[MethodCall] = []
         """Calls that have arrived together with the first one."""
         self._is_over = False
 
     @classmethod
-    def dial(cls, address: Address, hello: Hello) -> "Connection":
+    def dial(cls, address: SocketAddress, hello: Hello) -> "WorkerConnection":
         """Connect to a controller and show the token.
 
         Raises:
@@ -289,7 +289,7 @@ class Connection:
         (job,) = signature_of(start).arguments.decode(asked.arguments)
         return kind.model_validate_json(job)
 
-    def receive(self, *, wait: bool) -> list[Call] | None:
+    def receive(self, *, wait: bool) -> list[MethodCall] | None:
         """Return the calls that have arrived.
 
         Args:
@@ -317,14 +317,14 @@ class Connection:
                 return calls
         return None
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[MethodCall]:
         """Yield each call as it arrives, until the controller lets the worker end."""
         while (calls := self.receive(wait=True)) is not None:
             yield from calls
 
-    def in_turn(self, worker: "Worker") -> Iterator[Call]:
+    def in_turn(self, worker: "Worker") -> Iterator[MethodCall]:
         """Yield the calls that are executed one after another. The others are executed when they arrive."""
-        others: queue.SimpleQueue[Call | Exception | None] = queue.SimpleQueue()
+        others: queue.SimpleQueue[MethodCall | Exception | None] = queue.SimpleQueue()
 
         def read() -> None:
             end = None
@@ -344,7 +344,7 @@ class Connection:
                 raise call
             yield call
 
-    def execute(self, worker: object, call: Call) -> None:
+    def execute(self, worker: object, call: MethodCall) -> None:
         """Execute a call and answer it. An error of errors.py is an answer; any other is raised."""
         method = getattr(type(worker), call.method)
         arguments = signature_of(method).arguments.decode(call.arguments)
@@ -354,7 +354,7 @@ class Connection:
             result = error
         self.answer(call.number, result)
 
-    def execute_batch(self, worker: object, calls: Sequence[Call]) -> None:
+    def execute_batch(self, worker: object, calls: Sequence[MethodCall]) -> None:
         """Execute calls of one method, which is `batched`, and answer them."""
         method = getattr(type(worker), calls[0].method)
         decode = signature_of(method).arguments.decode
@@ -430,7 +430,7 @@ class Worker:
     """What it may tell unasked."""
 
     @classmethod
-    def run(cls, job: Any, connection: Connection) -> None:
+    def run(cls, job: Any, connection: WorkerConnection) -> None:
         """Do a job until the controller lets the process end."""
         connection.end_process_with_controller()
         with connection.refusals():
@@ -439,7 +439,7 @@ class Worker:
         worker.serve(connection)
 
     @classmethod
-    def load_job(cls, job: Any, connection: Connection) -> Self:
+    def load_job(cls, job: Any, connection: WorkerConnection) -> Self:
         """Load what the job names.
 
         Raises:
@@ -447,7 +447,7 @@ class Worker:
         """
         raise NotImplementedError
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: WorkerConnection) -> None:
         """Execute calls until the controller lets the process end."""
         for call in connection:
             connection.execute(self, call)
@@ -457,7 +457,7 @@ class BatchWorker(Worker):
     """A worker with one method, which is `batched`. What arrives while a batch is computed is the next."""
 
     @override
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: WorkerConnection) -> None:
         while (calls := connection.receive(wait=True)) is not None:
             connection.execute_batch(self, calls)
 
@@ -520,7 +520,7 @@ class RemoteWorker:
     def has_ended(self) -> bool:
         return self._words.done()
 
-    async def listen(self, host: str | None = None) -> tuple[Address, str]:
+    async def listen(self, host: str | None = None) -> tuple[SocketAddress, str]:
         """Wait for the worker.
 
         Args:
@@ -806,7 +806,7 @@ class Line(asyncio.Protocol):
         worker.attach(self.transport)
 
 
-def _listening(host: str | None) -> tuple[socket.socket, Address]:
+def _listening(host: str | None) -> tuple[socket.socket, SocketAddress]:
     """Return a socket that listens, and its address."""
     if host is None:
         listening, name = socket.socket(socket.AF_UNIX), f"\0tailrace-{secrets.token_hex(16)}"

@@ -32,7 +32,7 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.calls import Connection, Job, RemoteWorker, Worker
+from tailrace.workers.calls import Job, RemoteWorker, Worker, WorkerConnection
 from tailrace.workers.process import give_memory_back
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class EngineWorker(Worker):
     events = (Report, Alive)
 
     def __init__(
-        self, engine: "NativeEngine", connection: Connection, report_every_s: float, device: str = "cpu"
+        self, engine: "NativeEngine", connection: WorkerConnection, report_every_s: float, device: str = "cpu"
     ) -> None:
         from tailrace.weights.transports import WeightReceiver
 
@@ -95,7 +95,7 @@ class EngineWorker(Worker):
 
     @override
     @classmethod
-    def load_job(cls, job: EngineJob, connection: Connection) -> "EngineWorker":
+    def load_job(cls, job: EngineJob, connection: WorkerConnection) -> "EngineWorker":
         from tailrace.engine.native.engine import NativeEngine
 
         scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
@@ -103,7 +103,7 @@ class EngineWorker(Worker):
         return cls(engine, connection, job.report_every_s, job.engine.device)
 
     @override
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: WorkerConnection) -> None:
         while (calls := connection.receive(wait=self._rests())) is not None:
             for call in calls:
                 connection.execute(self, call)

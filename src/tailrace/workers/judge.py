@@ -9,7 +9,7 @@ from tailrace.errors import RewardFailed
 from tailrace.reward.base import Call, RewardSettings
 from tailrace.reward.judge import Verdict, messages_of
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.workers.calls import BatchWorker, Connection, Job, RemoteWorker, batched
+from tailrace.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 
 if TYPE_CHECKING:
     from tailrace.reward.judge_model import ModelJudge
@@ -40,7 +40,7 @@ class JudgeWorker(BatchWorker):
 
     @override
     @classmethod
-    def load_job(cls, job: JudgeJob, connection: Connection) -> "JudgeWorker":
+    def load_job(cls, job: JudgeJob, connection: WorkerConnection) -> "JudgeWorker":
         from tailrace.reward.judge_model import ModelJudge
 
         return cls(ModelJudge.load(job.judge))

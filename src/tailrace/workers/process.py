@@ -42,7 +42,16 @@ from typing_extensions import override
 
 from tailrace.devices import Devices
 from tailrace.errors import ConfigError
-from tailrace.workers.calls import Address, Connection, Hello, Job, Process, RemoteWorker, Spawner, Worker
+from tailrace.workers.calls import (
+    Hello,
+    Job,
+    Process,
+    RemoteWorker,
+    SocketAddress,
+    Spawner,
+    Worker,
+    WorkerConnection,
+)
 from tailrace.workers.process_tree import (
     exit_cause,
     is_stopped,
@@ -77,7 +86,7 @@ class Start:
 
     name: str
     kind: tuple[str, str]
-    address: Address
+    address: SocketAddress
     hello: Hello
     environment: dict[str, str]
     cpus: tuple[int, ...]
@@ -114,7 +123,7 @@ async def start_process(
     name: str,
     kind: type[Worker],
     job: Job,
-    address: Address,
+    address: SocketAddress,
     hello: Hello,
     *,
     logs: Path | None,
@@ -323,10 +332,10 @@ def _main(start: Start) -> None:
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
     module, kind = start.kind
-    work(getattr(import_module(module), kind), Connection.dial(start.address, start.hello))
+    work(getattr(import_module(module), kind), WorkerConnection.dial(start.address, start.hello))
 
 
-def work(kind: type[Worker], connection: Connection) -> None:
+def work(kind: type[Worker], connection: WorkerConnection) -> None:
     """Do the job that the controller sends first."""
     if (job := connection.receive_job(kind.job_type)) is None:
         raise SystemExit("the controller does not know the token, expects no such worker, or has ended")

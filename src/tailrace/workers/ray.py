@@ -34,7 +34,7 @@ from tailrace.errors import ConfigError, WorkerDied
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.workers.base import RayHostSettings, Role
-from tailrace.workers.calls import Address, Hello, Job, Process, RemoteWorker, Spawner, Worker
+from tailrace.workers.calls import Hello, Job, Process, RemoteWorker, SocketAddress, Spawner, Worker
 from tailrace.workers.process import LocalProcess, start_process
 from tailrace.workers.trainer import process_names
 
@@ -106,7 +106,7 @@ class NodeActor:
         self._process: LocalProcess | None = None
 
     async def start(
-        self, name: str, kind: type[Worker], job: Job, address: Address, token: str, run: Path
+        self, name: str, kind: type[Worker], job: Job, address: SocketAddress, token: str, run: Path
     ) -> None:
         """Start the process. It dials in at the controller.
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.workers.calls import BatchWorker, Connection, Job, RemoteWorker, batched
+from tailrace.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 
 if TYPE_CHECKING:
     from tailrace.trainer.reference import TorchReference
@@ -40,7 +40,7 @@ class ReferenceWorker(BatchWorker):
 
     @override
     @classmethod
-    def load_job(cls, job: ReferenceJob, connection: Connection) -> "ReferenceWorker":
+    def load_job(cls, job: ReferenceJob, connection: WorkerConnection) -> "ReferenceWorker":
         from tailrace.trainer.reference import TorchReference
 
         return cls(TorchReference.load(job.model, job.trainer, temperature=job.temperature))

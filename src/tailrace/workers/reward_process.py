@@ -34,10 +34,10 @@ from tailrace.reward.functions import Scorer
 from tailrace.workers.calls import (
     READ_BYTES,
     STARTED,
-    Connection,
     Frames,
     Job,
     Worker,
+    WorkerConnection,
     decode_reply,
     frame,
     outcome_of,
@@ -63,7 +63,7 @@ REAP_EVERY_S = 0.1
 IMPORT_IN_SERVERS = 75
 """Exit code of an importer whose forks could not make calls."""
 
-Load = Callable[[Connection], Scorer]
+Load = Callable[[WorkerConnection], Scorer]
 
 
 class RewardJob(Job):
@@ -84,7 +84,7 @@ class RewardWorker(Worker):
 
     @override
     @classmethod
-    def run(cls, job: RewardJob, connection: Connection) -> None:
+    def run(cls, job: RewardJob, connection: WorkerConnection) -> None:
         sys.exit(supervise(connection, job))
 
     def score(self, call: Call) -> Scores:
@@ -96,7 +96,7 @@ class RewardWorker(Worker):
         return self._scorer(call)
 
 
-def supervise(connection: Connection, job: RewardJob) -> int:
+def supervise(connection: WorkerConnection, job: RewardJob) -> int:
     """Run the loader until it ends, or until the controller is gone.
 
     Returns:
@@ -150,7 +150,7 @@ def copy_bounded(source: int, target: int, limit: int = MAX_LOG_BYTES) -> None:
             os.write(target, kept)
 
 
-def _run_loader(connection: Connection, job: RewardJob, supervisor: int, output: int) -> None:
+def _run_loader(connection: WorkerConnection, job: RewardJob, supervisor: int, output: int) -> None:
     """Keep one server running until the controller says no more. Never returns."""
     signal_on_parent_death(signal.SIGKILL, supervisor)
     adopt_orphans()
@@ -158,7 +158,7 @@ def _run_loader(connection: Connection, job: RewardJob, supervisor: int, output:
     os.dup2(output, sys.stderr.fileno())
     os.close(output)
 
-    def load(connection: Connection) -> Scorer:
+    def load(connection: WorkerConnection) -> Scorer:
         with connection.refusals():
             return Scorer.load(job.reward, job.data)
 
@@ -213,7 +213,7 @@ class Servers:
         timeout_s: seconds that a call may take.
     """
 
-    def __init__(self, load: Load, connection: Connection, timeout_s: float) -> None:
+    def __init__(self, load: Load, connection: WorkerConnection, timeout_s: float) -> None:
         self._load, self._connection, self._timeout_s = load, connection, timeout_s
         self._call: int | None = None
         """Number of the call that is being made."""
@@ -233,7 +233,7 @@ class Servers:
                 if (server := os.fork()) == 0:
                     mine.close()
                     self._connection.socket.close()
-                    _serve(self._load, Connection(theirs), parent)
+                    _serve(self._load, WorkerConnection(theirs), parent)
                 theirs.close()
                 with suppress(OSError):  # the server does it too: the second attempt has no effect
                     os.setpgid(server, server)
@@ -314,7 +314,7 @@ def _received(own: socket.socket, frames: Frames) -> list[tuple[int, object]] | 
     return outcomes if data else None
 
 
-def _serve(load: Load, connection: Connection, parent: int) -> None:
+def _serve(load: Load, connection: WorkerConnection, parent: int) -> None:
     """Make one call after another until the controller says no more. Never returns."""
     with _exiting():
         os.setpgid(0, 0)

@@ -22,7 +22,7 @@ from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.engine.vllm import write_plugin
 from tailrace.errors import WorkerDied
-from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Spawner, Worker
+from tailrace.workers.calls import STARTED, Job, RemoteWorker, Spawner, Worker, WorkerConnection
 from tailrace.workers.process_tree import adopt_orphans, guard_group, kill_descendants
 
 ASK_EVERY_S = 0.25
@@ -63,7 +63,7 @@ class ServerWorker(Worker):
 
     @override
     @classmethod
-    def run(cls, job: ServerJob, connection: Connection) -> None:
+    def run(cls, job: ServerJob, connection: WorkerConnection) -> None:
         adopt_orphans()
         guard_group()
         if job.plugins:

@@ -30,7 +30,7 @@ from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightSender, WeightsSettings
-from tailrace.workers.calls import STARTED, Connection, Job, RemoteWorker, Worker, beside
+from tailrace.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.workers.process import give_memory_back, return_freed_tensors
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class TrainerWorker(Worker):
     _trainer: "TorchTrainer"
     _publish: "Callable[[Iterable[tuple[str, Tensor]], int], Weights]"
 
-    def __init__(self, job: TrainerJob, connection: Connection, sender: WeightSender | None) -> None:
+    def __init__(self, job: TrainerJob, connection: WorkerConnection, sender: WeightSender | None) -> None:
         self._job, self._connection, self._sender = job, connection, sender
         self._received = connection.in_turn(self)
 
     @override
     @classmethod
-    def run(cls, job: TrainerJob, connection: Connection) -> None:
+    def run(cls, job: TrainerJob, connection: WorkerConnection) -> None:
         return_freed_tensors()
         if not job.listens:
             connection.end_process_with_controller()
