@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name != "configuration.md"]
 MAX_PICTURE_BYTES = 60_000
-MAX_WORDS = 21_700
+MAX_WORDS = 20_000
 PARTS_OF_A_RUN = ("pool", "parked", "history")
 LEAST_CONFIG = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
 
@@ -160,5 +160,6 @@ def test_the_pictures_of_the_schedules_are_small() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
+    words = [re.findall(r"\S*\w\S*", page.read_text()) for page in PAGES]  # without the bars of tables
+    assert sum(map(len, words)) <= MAX_WORDS
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
