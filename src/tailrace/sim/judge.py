@@ -8,7 +8,6 @@ left out.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +44,7 @@ class ForwardPass:
 
     def layer_s(self, num_texts: int, longest: int) -> float:
         """Return the time in which a layer computes texts that are padded to the longest."""
-        arithmetic_s = num_texts * (self.token_s * longest + self.pair_s * longest**2)
-        return max(self.read_s, arithmetic_s)
+        return max(self.read_s, num_texts * (self.token_s * longest + self.pair_s * longest**2))
 
     def seconds(self, num_texts: int, longest: int) -> float:
         """Return the time of a batch. The copy of a layer begins when the one before it has arrived and a
@@ -136,7 +134,6 @@ class SimJudge:
             self._waiting.pop(scored, None)
 
     async def _score_all(self) -> None:
-        """Score what has arrived, this text among it."""
         texts = dict(self._waiting)
         lengths = list(texts.values())
         for batch in batches(range(len(lengths)), lengths, self._forward.max_tokens):
@@ -145,18 +142,3 @@ class SimJudge:
         for scored in texts:
             if not scored.done():
                 scored.set_result(None)
-
-
-class SimJudges:
-    """One judge on each device. A text goes to the judge at which the fewest wait.
-
-    Args:
-        hosts: of each device.
-    """
-
-    def __init__(self, forward: ForwardPass, hosts: Sequence[Host | None]) -> None:
-        self._judges = [SimJudge(forward, host) for host in hosts]
-
-    async def score(self, num_tokens: int) -> None:
-        """Wait until a text is scored."""
-        await min(self._judges, key=lambda judge: judge.num_waiting).score(num_tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 
@@ -10,7 +11,7 @@ from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.sim.host import Host
-from tailrace.sim.judge import SimJudges
+from tailrace.sim.judge import SimJudge
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
 from tailrace.sim.world import MANY_PROMPTS, Chance, row_of
 from tailrace.types import Sample
@@ -24,7 +25,7 @@ def rewards_of(
     seed: int,
     anchors: Anchors,
     host: Host | None = None,
-    judges: SimJudges | None = None,
+    judges: Sequence[SimJudge] = (),
 ) -> Rewards:
     """Return rewards that take virtual time.
 
@@ -64,14 +65,14 @@ class SimRewards:
 
 
 class SimJudgedRewards:
-    """`Rewards` of judges on the devices of the engines."""
+    """`Rewards` of one judge on each device of the engines. A text goes to the judge at which the fewest
+    wait."""
 
-    def __init__(self, cost: SimRewardSettings, judges: SimJudges, seed: int) -> None:
+    def __init__(self, cost: SimRewardSettings, judges: Sequence[SimJudge], seed: int) -> None:
         self._cost, self._judges, self._seed = cost, judges, seed
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score."""
-        await self._judges.score(sample.num_sequence_tokens)
+        await min(self._judges, key=lambda judge: judge.num_waiting).score(sample.num_sequence_tokens)
         chance = Chance(REWARD, self._seed, *sample.id)
         return float(chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index))
 
