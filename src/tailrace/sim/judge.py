@@ -107,11 +107,7 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
 
 
 class SimJudge:
-    """The judge on one device.
-
-    Args:
-        host: the device, which it shares with an engine; None: neither slows the other down.
-    """
+    """The judge on one device. Its host is shared with an engine; None: neither slows the other down."""
 
     def __init__(self, forward: ForwardPass, host: Host | None) -> None:
         self._forward, self._host = forward, host
@@ -123,7 +119,6 @@ class SimJudge:
         return len(self._waiting)
 
     async def score(self, num_tokens: int) -> None:
-        """Wait until a text is scored."""
         scored = asyncio.get_running_loop().create_future()
         self._waiting[scored] = num_tokens
         try:

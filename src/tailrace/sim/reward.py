@@ -40,7 +40,7 @@ def rewards_of(
 
 
 class SimRewards:
-    """`Rewards` (reward/base.py) that take virtual time. Rewards are drawn from a seed."""
+    """`Rewards` drawn from a seed, on a bounded number of workers."""
 
     def __init__(self, cost: SimRewardSettings, seed: int, host: Host | None = None) -> None:
         self._cost, self._seed = cost, seed
@@ -110,7 +110,7 @@ class SimCodeRewards:
         return 1.0
 
     async def _run(self, sample: Sample, seconds: float) -> bool:
-        """Return whether a test case ends in time."""
+        """Whether a test case ends in time."""
         async with self._workers:
             with self._anchors.limit(sample, self._code.timeout) as limit, suppress(TimeoutError):
                 async with limit.enforced():
