@@ -64,8 +64,6 @@ class FitPart:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was fitted."""
-
     parts: Sequence[FitPart]
 
     @property
@@ -87,13 +85,10 @@ class Fit:
 
 
 def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
-    """Fit a run.
+    """Fit a run from its events.jsonl, its metrics.jsonl and its folder of samples.
 
     Args:
-        events: events.jsonl.
-        metrics: metrics.jsonl.
-        samples: the folder of the trained samples.
-        workers: reward workers of the run.
+        workers: samples that were scored at the same time.
 
     Raises:
         ConfigError: a file is missing or damaged (the message names the first bad line), nothing was
@@ -379,9 +374,8 @@ def fit_steps(run: Sequence[Timeline]) -> FitPart:
     seconds = np.array([each.duration_s for process in run for each in process.steps])
     if not len(seconds):
         return FitPart("steps", {}, 0, None, ["there was none: step_s keeps its default"])
-    is_alone = (
-        np.concatenate([overlap(process.steps, process.requests) for process in run]) <= ALONE * seconds
-    )
+    disturbed_s = np.concatenate([overlap(process.steps, process.requests) for process in run])
+    is_alone = disturbed_s <= ALONE * seconds
     used = seconds[is_alone] if is_alone.sum() >= MIN_ALONE else seconds
     return FitPart("steps", {"sim.trainer.step_s": float(used.mean())}, len(used))
 
@@ -398,11 +392,7 @@ def fit_publications(run: Sequence[Timeline]) -> FitPart:
 
 
 def fit_rewards(run: Sequence[Timeline], workers: int) -> FitPart:
-    """Fit median_s and sigma of a lognormal distribution of the seconds of a reward.
-
-    Args:
-        workers: samples that were scored at the same time.
-    """
+    """Fit median_s and sigma of a lognormal distribution of the seconds of a reward."""
     seconds = [each for process in run for each in _service_s(process.scorings, workers)]
     if not seconds:
         return FitPart("rewards", {}, 0, None, ["no sample had a reward: [sim.rewards] keeps its defaults"])
@@ -456,9 +446,6 @@ def fit_lengths(run: Sequence[Timeline], samples: Path, prompt_tokens: float) ->
 def correlation_within_groups(lengths: Mapping[tuple[int, int], int]) -> float | None:
     """Return the intraclass correlation of the normal scores of lengths, by analysis of variance (Fisher,
     Statistical Methods for Research Workers, 1925, section 40).
-
-    Args:
-        lengths: by prompt and number in the group.
 
     Returns:
         A number from 0 to 1; None if no prompt has several responses, or all are equal.

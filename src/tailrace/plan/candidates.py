@@ -171,7 +171,6 @@ def candidates(
     """Yield the candidates of a cluster. What [sim.cluster] sets itself stays.
 
     Args:
-        sim: with slots, and with a cluster.
         max_lag: an age of trained tokens, in optimizer steps, that is tried besides LAGS.
     """
     assert sim.cluster
@@ -280,17 +279,9 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
 
 def _rollout(name: str, R: int, U: int) -> Work:
     """Whole rollouts of R groups."""
-    steps = R // U
-    parameters = dict(groups_per_round=R, groups_per_step=U)
-    return Work(
-        name,
-        parameters,
-        f"{R} a rollout",
-        steps - 1,
-        steps,
-        alive=R,
-        waited_tokens=lambda load: load.longest(R) / steps,
-    )
+    steps, parameters = R // U, dict(groups_per_round=R, groups_per_step=U)
+    work = Work(name, parameters, f"{R} a rollout", steps - 1, steps, alive=R)
+    return replace(work, waited_tokens=lambda load: load.longest(R) / steps)
 
 
 def _restarted(R: int, U: int) -> Work:
@@ -329,12 +320,11 @@ def _sorted_races(U: int) -> Work:
 
 
 def _races(U: int) -> list[float]:
-    """The factors that launch different numbers of groups."""
+    """Factors that launch different numbers of groups."""
     return list({ceil(race * U): race for race in RACES}.values())
 
 
 def _batch_steps(samples: float, load: Workload) -> float:
-    """Decode steps of so many samples one after another."""
     return samples * load.mean_tokens
 
 

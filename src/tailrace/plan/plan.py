@@ -40,7 +40,7 @@ whole cycles of a schedule, because the rounds of one differ."""
 
 
 class Floor(NamedTuple):
-    """The least time of one optimizer step of a candidate, in seconds."""
+    """The least time of one optimizer step of a candidate."""
 
     generation_s: float
     """Of the engines alone."""
@@ -72,11 +72,7 @@ class Measured:
 
 
 def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_step: int) -> Floor:
-    """Return the least time of one optimizer step.
-
-    Args:
-        sim: of the candidate, with its rates.
-    """
+    """Return the least time of one optimizer step of a candidate with these rates."""
     work, engines, trainer = candidate.work, sim.engines, sim.trainer
     samples = groups_per_step * len(load.groups[0])
     alive_steps = groups_per_step * load.longest_of_group / work.alive
@@ -101,11 +97,7 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
 
 
 def generation_seconds(cost: SimEngineSettings, load: Workload, samples: int, steps: float) -> float:
-    """Return the least time in which the engines generate some samples.
-
-    Args:
-        steps: decode steps that are needed at least, whatever the batch.
-    """
+    """Return the least time in which the engines generate some samples, in at least so many decode steps."""
     count = cost.count or 1
     tokens = samples * load.mean_tokens / count
     room = max(1.0, cost.kv_tokens / load.mean_context)

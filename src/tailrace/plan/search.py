@@ -144,16 +144,11 @@ def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Seque
     ]
 
 
-def _devices(problem: Problem, best: Measured) -> tuple[int, int, int]:
-    """Return how many devices there are, generate and train."""
-    assert problem.sim.cluster
-    num, generating = problem.sim.cluster.devices, best.candidate.rollout_devices
-    return num, generating or num, num - (generating or 0)
-
-
 def _ratio(problem: Problem, best: Measured) -> str:
-    num, generating, training = _devices(problem, best)
-    generation, trained = best.floor.generation_s * generating, best.floor.training_s * training
+    assert problem.sim.cluster
+    num, rollout = problem.sim.cluster.devices, best.candidate.rollout_devices
+    generation = best.floor.generation_s * (rollout or num)
+    trained = best.floor.training_s * (num - (rollout or 0))
     more, less = ("generation", "the training") if generation >= trained else ("training", "the generation")
     times = max(generation, trained) / min(generation, trained)
     return (
@@ -163,7 +158,6 @@ def _ratio(problem: Problem, best: Measured) -> str:
 
 
 def _bottleneck(best: Measured) -> str:
-    """Which side the best candidate waits for, and what would help."""
     generating, training = best.floor.generation_s / best.step_s, best.floor.training_s / best.step_s
     shares = f"its engines are needed for {generating:.0%} of a step and its trainer for {training:.0%}"
     if best.candidate.rollout_devices is None:
@@ -184,7 +178,6 @@ def _tail(problem: Problem) -> str:
 
 
 def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
-    """The best on other divisions of the devices."""
     words = {"disaggregated": "on separate devices", "colocated": "in turn", "elastic": "elastic"}
     for kind, where in words.items():
         found = [each for each in measured if each.candidate.kind == kind]
@@ -195,7 +188,6 @@ def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
 def _on_policy(
     best: Measured, floors: Mapping[Candidate, float], measured: Sequence[Measured]
 ) -> Iterator[str]:
-    """What training on older tokens gains."""
     if not best.candidate.work.lag:
         return
     if found := [each for each in measured if not each.candidate.work.lag]:

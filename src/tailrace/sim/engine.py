@@ -106,10 +106,6 @@ class Suspended:
         while self._positions and self._total > room:
             self.forget(next(iter(self._positions)))
 
-    def clear(self) -> None:
-        self._positions.clear()
-        self._total = 0
-
 
 @dataclass(slots=True)
 class _Running:
@@ -191,7 +187,7 @@ class SimEngine:
         self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
-            self._suspended.clear()
+            self._suspended = Suspended()
             stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
             self._prefilled += self._kv_tokens
         self._stall(stall_s)
@@ -265,7 +261,7 @@ class SimEngine:
     def _close(self, state: EngineState, error: Evicted, why: str) -> None:
         self._settle()
         self.state = state
-        self._suspended.clear()
+        self._suspended = Suspended()
         futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
         self._change()
@@ -423,10 +419,8 @@ FAULT = 7
 def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:
     """Let an engine die after exponential times, as machines with a constant rate of faults do.
 
-    An engine whose devices are lent does not die. Call it inside the virtual loop.
-
-    Args:
-        number: of the engine; each has its own stream of chance.
+    An engine whose devices are lent does not die. Each number has its own stream of chance. Call it inside
+    the virtual loop.
     """
     loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
 

@@ -30,9 +30,8 @@ def rewards_of(
     """Return rewards that take virtual time.
 
     Args:
-        anchors: what the rewards of programs learn of the time that correct ones take.
         host: which the rewards of a judge slow down.
-        judges: on the devices of the engines.
+        judges: one on each device of the engines.
     """
     if judges:
         return SimJudgedRewards(cost, judges, seed)

@@ -199,8 +199,8 @@ class SimPrompts:
 class Lengths:
     """The length of each response, a function of its id and the seed.
 
-    The part that a group shares is a function of the row of the data: the prompt's difficulty. It is the same
-    in every epoch and for every attempt, so a prompt that is deferred stays long.
+    The part that a group shares, the prompt's difficulty, is a function of the row of the data. It is the
+    same in every epoch and attempt, so a prompt that is deferred stays long.
     """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
