@@ -139,9 +139,6 @@ def _refused(path: Path, problem: str, remedy: str) -> ConfigError:
     return ConfigError("RUN", str(path), problem, remedy)
 
 
-# -- least squares -----------------------------------------------------------------------------------------
-
-
 class Solution(NamedTuple):
     """Coefficients by the name of their column. Columns that the ones before explain are left out."""
 
@@ -203,9 +200,6 @@ def overlap(work: Sequence[Interval], others: Iterable[Interval]) -> Array:
     busy_s = np.stack((np.cumsum(ends - starts) - (ends - starts), np.cumsum(ends - starts)), axis=1).ravel()
     first_s, last_s = (np.interp(time_s, corners, busy_s) for time_s in times.T)
     return np.asarray(last_s - first_s)
-
-
-# -- engines -----------------------------------------------------------------------------------------------
 
 
 def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
@@ -326,9 +320,6 @@ def fit_aborts(run: Sequence[Timeline]) -> FitPart:
     return FitPart("aborts", {"sim.engines.abort_s": float(np.median(seconds))}, len(seconds))
 
 
-# -- the trainer -------------------------------------------------------------------------------------------
-
-
 def fit_passes(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     """Fit tokens_per_s and pass_s, and the slow-down by the engines.
 
@@ -386,9 +377,6 @@ def fit_publications(run: Sequence[Timeline]) -> FitPart:
     values = {"sim.trainer.publish_s": median(seconds)} if seconds else {}
     notes = [] if seconds else ["no weights were published: publish_s keeps its default"]
     return FitPart("publish", values, len(seconds), None, notes)
-
-
-# -- rewards and lengths -----------------------------------------------------------------------------------
 
 
 def fit_rewards(run: Sequence[Timeline], workers: int) -> FitPart:

@@ -62,12 +62,6 @@ class ForwardPass:
                 freed_s.append(end_s)
         return end_s
 
-    def seconds_in_turn(self, num_texts: int, longest: int) -> float:
-        """Return the time of a batch if a layer is copied when it is called."""
-        num = self.budget.num_layers
-        copied = num - self.budget.resident_layers(num_texts * longest)
-        return num * self.layer_s(num_texts, longest) + copied * self.copy_s
-
 
 def forward_pass(settings: SimSettings) -> ForwardPass:
     """Return the forward pass of the judge of a cluster.
